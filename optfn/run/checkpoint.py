@@ -27,7 +27,7 @@ from optfn.run.finiteness import ends_finite
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
 from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
 from optfn.sparse.sharded_table import unwrap_tables
-from optfn.state.names import named_leaves
+from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
@@ -139,7 +139,8 @@ def _check_tree(who: str, state: PyTree) -> None:
                 f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
                 f"{name or 'at the top'} is {checks.shown(x)}"
             )
-    names = [name for name, _ in named_leaves(unwrap_tables(unpack_state(placeholders(state))))]
+    shapes = unwrap_tables(unpack_state(placeholders(state)))
+    names = [name for name, _ in arrays_with_names(shapes)]
     if "" in names:
         raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
     check_names(names, _RESERVED)
@@ -277,7 +278,7 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = dict(named_leaves(state)), mapping
+    both = dict(arrays_with_names(state)), mapping
     now, before = ({int(host_array(x[name])) for name in count_names(x, names)} for x in both)
     if now == before or len(now) != 1 or not names:
         return mapping

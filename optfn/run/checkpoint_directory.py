@@ -28,7 +28,7 @@ from optfn.run.directory_arrays import read_arrays
 from optfn.run.finiteness import params_of
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import natural, unwrap_tables
-from optfn.state.names import named_leaves
+from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
@@ -150,7 +150,7 @@ class OrbaxDirectory:
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a directory by name, which have the checksums that were saved."""
-        templates = dict(named_leaves(unwrap_tables(unpack_state(template))))
+        templates = dict(arrays_with_names(unwrap_tables(unpack_state(template))))
         always = _HEADER, _CHECKSUMS
         saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))

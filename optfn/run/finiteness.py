@@ -9,7 +9,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState
 from optfn.run.history import History
-from optfn.state.names import named_leaves, nested
+from optfn.state.names import arrays_with_names, nested
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
@@ -27,7 +27,7 @@ def params_of(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
 
 def are_finite(state: OptState) -> bool:
     """Tell whether the params in a state, arrays of the host, are finite."""
-    return all(bool(np.all(np.isfinite(x))) for x in params_of(named_leaves(state)))
+    return all(bool(np.all(np.isfinite(x))) for x in params_of(arrays_with_names(state)))
 
 
 def ends_finite(state: OptState, history: Mapping[str, Any]) -> bool:

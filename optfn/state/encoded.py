@@ -69,7 +69,7 @@ def encodes(*fields: Encoded) -> Callable[[T], T]:
 
 
 class Codes(NamedTuple):
-    """What is known of an array of codes.
+    """The facts about an array of codes.
 
     field: the declaration of its field.
     scales: the name of the array of their scales.

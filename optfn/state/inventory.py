@@ -1,8 +1,8 @@
-"""The inventory of a state: what each of its arrays is called, and how workers keep it.
+"""The inventory of a state: the name of each of its arrays, its parameter, and how workers keep it.
 
 Specs, shapes on a mesh, counts of workers, bytes of a parameter and conversions to other numbers of
-workers need the same facts of each array. They are an `Entry` beside the array, so that code about
-states is a loop over entries and arrays.
+workers need the same facts about each array. An `Entry` has these facts beside the array, so code
+about states is a loop over entries and arrays.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,14 +16,14 @@ from optfn.core.traits import traits_of
 from optfn.core.tree import is_array
 from optfn.core.types import OptState, PyTree
 from optfn.state.encoded import Codes, codes_by_name
-from optfn.state.names import named_leaves, named_states, params_of_leaves
+from optfn.state.names import arrays_with_names, params_of_leaves, states_with_names
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, nodes_of
 
 Kept = Literal["replicated", "per_worker", "sliced", "count"]
 
 
 class Entry(NamedTuple):
-    """What is known of an array of a state.
+    """The facts about an array of a state.
 
     name: its name in `state_dict`, "scale_by_adam/mu/layers/0/w".
     param: the path of its parameter, "layers/0/w"; None for counters and rates.
@@ -50,7 +50,7 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
       state: the state of an optimizer, however wrapped, of arrays or their shapes.
       params: the paths of the parameters. Without them no entry has a `param`.
     """
-    named = list(named_leaves(state))
+    named = list(arrays_with_names(state))
     codes = codes_by_name([name for name, _ in named])
     owners = params_of_leaves(named, params)
     return [
@@ -59,12 +59,17 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
     ]
 
 
+def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tuple[Entry, Any]]:
+    """Return (entry, array) for each array of a state; see `inventory`."""
+    return list(zip(inventory(state, params), jax.tree.leaves(state), strict=True))
+
+
 def map_entries(
     fn: Callable[[Entry, Any], Any], state: OptState, params: Iterable[str] = ()
 ) -> PyTree:
-    """Map fn(entry, array) over the arrays of a state; `params` are the paths for `inventory`."""
-    arrays, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, map(fn, inventory(state, params), arrays))
+    """Map fn(entry, array) over the arrays of a state; see `inventory`."""
+    mapped = [fn(entry, x) for entry, x in arrays_with_entries(state, params)]
+    return jax.tree.unflatten(jax.tree.structure(state), mapped)
 
 
 def _placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
@@ -110,7 +115,7 @@ def whole_matrices(state: OptState, params: Collection[str]) -> dict[str, str]:
     """
     return {
         entry.param: traits_of(part).whole_matrices
-        for _, part in named_states(lambda x: bool(traits_of(x).whole_matrices), state)
+        for _, part in states_with_names(lambda x: bool(traits_of(x).whole_matrices), state)
         for entry in inventory(part, params)
         if entry.param is not None
     }

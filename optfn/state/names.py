@@ -93,7 +93,7 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def named_leaves(state: OptState) -> Iterator[tuple[str, Any]]:
+def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
     """Yield (name, array) for each array of a state, in the order of jax.tree.leaves.
 
     A name consists of the transform that the leaf belongs to, from the type of its state; the
@@ -110,18 +110,18 @@ def named_leaves(state: OptState) -> Iterator[tuple[str, Any]]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    return _named(state, None)
+    return _walk(state, None)
 
 
-def named_states(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield (name, state) for each chosen state of a transform; the name is that of `named_leaves`.
+def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
+    """Yield (name, state) for each chosen state of a transform, but not for those inside of it.
 
-    States inside a chosen one are left out.
+    The names are the beginnings of the names of `arrays_with_names`.
     """
-    return _named(state, chosen)
+    return _walk(state, chosen)
 
 
-def _named(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
+def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
     """Yield the chosen states with their names; the arrays of the state if `chosen` is None."""
     seen: dict[str, int] = {}
 

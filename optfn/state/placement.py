@@ -25,7 +25,7 @@ from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.state.encoded import codes_by_name
-from optfn.state.inventory import Entry, inventory, map_entries
+from optfn.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.state.names import names_within
 from optfn.state.per_worker import check_wrappers, has_own_state
 
@@ -143,8 +143,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         return _rescale_mapping(opt_state, count)
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
-    arrays, structure = jax.tree.flatten(opt_state)
-    return jax.tree.unflatten(structure, _rescale(inventory(opt_state), arrays, count))
+    rescaled = _rescale(arrays_with_entries(opt_state), count)
+    return jax.tree.unflatten(jax.tree.structure(opt_state), rescaled)
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -156,23 +156,24 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     entries += [Entry(name, None, "count") for name in count_names(mapping, names)]
     saved = [np.asarray(mapping[entry.name]) for entry in entries]
     arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
-    rescaled = dict(mapping)
-    for entry, old, new in zip(entries, saved, _rescale(entries, arrays, count), strict=True):
-        rescaled[entry.name] = new.view(old.dtype)
-    return rescaled
+    rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
+    changed = zip(entries, saved, rescaled, strict=True)
+    return dict(mapping) | {entry.name: new.view(old.dtype) for entry, old, new in changed}
 
 
-def _rescale(entries: Sequence[Entry], arrays: Sequence[Leaf], count: int) -> list[Any]:
-    """Return the arrays on the host as `count` workers keep them; see `rescale_residuals`."""
+def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
+    """Return the array of each (entry, array) on the host, as `count` workers keep it.
+
+    See `rescale_residuals`. Replicated arrays stay as they are.
+    """
     # From N to M workers:
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
     #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers this is
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
-    by_name = dict(zip((entry.name for entry in entries), arrays, strict=True))
-    pairs = list(zip(entries, arrays, strict=True))
-    old_count = _agreed([x for entry, x in pairs if entry.kept == "count"])
+    by_name = {entry.name: x for entry, x in pairs}
+    old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
     def rescale(entry: Entry, x: Leaf) -> Any:
         if entry.kept == "replicated":
@@ -183,9 +184,9 @@ def _rescale(entries: Sequence[Entry], arrays: Sequence[Leaf], count: int) -> li
             return np.full_like(x, count)
         by_worker = _by_worker(x, old_count, entry.name)
         if entry.codes is None:
-            return _repeated(_mean(by_worker), count)
+            return _repeat(_mean(by_worker), count)
         scales = _by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
-        return _repeated(entry.codes.field.mean(by_worker, scales), count)
+        return _repeat(entry.codes.field.mean(by_worker, scales), count)
 
     return [rescale(entry, x) for entry, x in pairs]
 
@@ -214,8 +215,9 @@ def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
 
 def workers_of(opt_state: OptState) -> int:
     """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
-    pairs = zip(inventory(opt_state), jax.tree.leaves(opt_state), strict=True)
-    counts = [x for entry, x in pairs if entry.kept == "count"]
+    if not has_own_state(opt_state):  # the names of a large state take time
+        return 0
+    counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
         return 0
@@ -223,7 +225,7 @@ def workers_of(opt_state: OptState) -> int:
     return numbers.pop() if len(numbers) == 1 else 0
 
 
-def _agreed(counts: list[Leaf]) -> int:
+def _common_count(counts: list[Leaf]) -> int:
     """Return the number of workers, on which all counts must agree."""
     numbers = set(map(int, counts))
     if len(numbers) != 1:
@@ -253,6 +255,6 @@ def _mean(by_worker: np.ndarray) -> np.ndarray:
     return np.asarray(np.mean(by_worker, axis=0, dtype=wide).astype(by_worker.dtype))
 
 
-def _repeated(x: np.ndarray, count: int) -> np.ndarray:
+def _repeat(x: np.ndarray, count: int) -> np.ndarray:
     """Return the array of one worker for each of `count` workers: (count·n, …)."""
     return np.asarray(np.tile(x, (count, *[1] * (x.ndim - 1))))

@@ -17,11 +17,11 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import stored_as, unwrap_tables
-from optfn.state.inventory import Entry, inventory
-from optfn.state.names import named_leaves, named_states, names_within, reports_of
+from optfn.state.inventory import Entry, arrays_with_entries
+from optfn.state.names import arrays_with_names, names_within, reports_of, states_with_names
 from optfn.state.placement import PER_WORKER_KEY, padded_to_multiple
 from optfn.train.changes import Changes, Misfit, misfits
-from optfn.train.masters import converted_masters
+from optfn.train.masters import convert_masters
 from optfn.train.packed_state import is_stored, pack_state, placeholders, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign
 from optfn.transforms import late_steps
@@ -88,26 +88,26 @@ def load_named(
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
     plain = unwrap_tables(opt_state)
     if is_converted:
-        plain = _unpacked_for(mapping, plain)
-    named = list(named_leaves(plain))
+        plain = _unpack_for(mapping, plain)
+    named = list(arrays_with_names(plain))
     template_names = [name for name, _ in named]
     # 2. The masters in `mapping` have the form of those in `plain`.
-    mapping = converted_masters(plain, dict(named), mapping)
+    mapping = convert_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
     late = _late_leaves(plain, template_names, mapping)
     if late:
         opt_state, plain = (_replace_late_leaves(x, late) for x in (opt_state, plain))
-        named = list(named_leaves(plain))
+        named = list(arrays_with_names(plain))
     changes = _changes(template_names, [name for name, _ in named], mapping)
-    refused, wrong = _refused(plain, changes, shown) if strict else [], []
+    refused, wrong = _list_errors(plain, changes, shown) if strict else [], []
     # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
-    made = _begun_at_params(plain, named, mapping)
+    made = _begin_at_params(plain, named, mapping)
     leaves = []
-    for entry, leaf in zip(inventory(plain), jax.tree.leaves(plain), strict=True):
+    for entry, leaf in arrays_with_entries(plain):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
-            value, problem = _fitted(_resized(value, leaf, entry), leaf)
+            value, problem = _fit(_resize(value, leaf, entry), leaf)
         if problem:
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
@@ -117,7 +117,7 @@ def load_named(
     # 5. Buffers are packed and padded again, and lie on the devices of the template's.
     if is_converted:
         like = unwrap_tables(opt_state)
-        loaded = _placed_like(like, pack_state(like, loaded))
+        loaded = _place_like(like, pack_state(like, loaded))
     return stored_as(opt_state, loaded), changes
 
 
@@ -136,7 +136,7 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _resized(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
+def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     """Return a saved array in the shape that the template has for its number of workers.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
@@ -179,7 +179,7 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in named_states(counts_steps, state):
+    for name, node in states_with_names(counts_steps, state):
         if f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
@@ -230,7 +230,7 @@ def host_array(x: Leaf) -> np.ndarray:
 
 def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
     """Return a state with step counts for the leaves of `_late_leaves`, in the states there."""
-    nodes = named_states(counts_steps, state)
+    nodes = states_with_names(counts_steps, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
     def put(node: PyTree) -> PyTree:
@@ -238,19 +238,17 @@ def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.nda
         if begun is None:
             return node
         step = late_steps.global_count(node.step)
-        counts = {
-            path: jax.tree.map(partial(_filled, count), step) for path, count in begun.items()
-        }
+        counts = {path: jax.tree.map(partial(_fill, count), step) for path, count in begun.items()}
         return node._replace(step=LateStepsState(step, counts) if counts else step)
 
     return jax.tree.map(put, state, is_leaf=counts_steps)
 
 
-def _filled(count: np.ndarray, like: Leaf) -> Leaf:
-    return _fitted(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
+def _fill(count: np.ndarray, like: Leaf) -> Leaf:
+    return _fit(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
 
 
-def _begun_at_params(
+def _begin_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Start the copies and averages of new parameters at the parameter.
@@ -263,7 +261,7 @@ def _begun_at_params(
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, part in named_states(partial(_begins, has_weights), state)
+        for name, part in states_with_names(partial(_begins, has_weights), state)
         for field, weight in traits_of(part).made_of_params.items()
         if weight is not None
     ]
@@ -274,7 +272,7 @@ def _begun_at_params(
             if name in mapping or (weight or source) not in mapping:
                 continue
             if source in by_name:
-                param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
+                param, _ = _fit(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
                 if weight:
                     wide *= host_array(mapping[weight]).astype(wide.dtype)
@@ -295,7 +293,7 @@ def _begins(has_weights: bool, x: object) -> bool:
     return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
-def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
+def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
     is_report = reports_of(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
@@ -303,7 +301,7 @@ def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> 
     return misfits(missing, extra)
 
 
-def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
+def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     """Return a state without buffers and padding, as the template for a mapping.
 
     Arrays that the mapping replaces are placeholders. If it lacks any, all arrays are the state's.
@@ -314,25 +312,25 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
             opt_state, is_leaf=is_stored,
         )
     )  # fmt: skip
-    is_whole = all(name in mapping for name, _ in named_leaves(plain))
+    is_whole = all(name in mapping for name, _ in arrays_with_names(plain))
     return plain if is_whole else unpack_state(opt_state)
 
 
-def _placed_like(like: OptState, state: OptState) -> OptState:
+def _place_like(like: OptState, state: OptState) -> OptState:
     """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_stored(like):
             return node
-        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
+        return jax.tree.map(lambda x, leaf: _fit(x, leaf)[0], node, like)
 
     return jax.tree.map(place, like, state, is_leaf=is_stored)
 
 
-def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
+def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
     if tree.is_key(leaf):
-        data, problem = _fitted(value, jax.random.key_data(leaf))
+        data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
     if isinstance(value, jax.Array):

@@ -40,7 +40,7 @@ _FORMS = {
 }  # fmt: skip
 
 
-def converted_masters(
+def convert_masters(
     state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return a mapping whose masters have the form of those in a state.
@@ -55,7 +55,7 @@ def converted_masters(
     """
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, masters_state in state_names.named_states(lambda x: type(x) in _FORMS, state):
+    for name, masters_state in state_names.states_with_names(lambda x: type(x) in _FORMS, state):
         form = _FORMS[type(masters_state)]
         *labels, last = name.split("/")
         for old in _FORMS.values():

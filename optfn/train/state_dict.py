@@ -3,7 +3,7 @@
 `optfn.train.loading` makes a state from a dict again.
 
 The name of an array consists of the transform that owns it, the field, and the path of the leaf, as
-in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_leaves`).
+in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.arrays_with_names`).
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
-from optfn.state.inventory import inventory, whole_matrices
-from optfn.state.names import named_leaves
+from optfn.state.inventory import arrays_with_entries, inventory, whole_matrices
+from optfn.state.names import arrays_with_names
 from optfn.state.padded import cut, map_padded
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY
@@ -81,7 +81,7 @@ def named_arrays(host: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the per-worker arrays in a state."""
-    if not has_own_state(opt_state):  # a large state without them is not walked
+    if not has_own_state(opt_state):  # the names of a large state take time
         return []
     return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
 
@@ -92,7 +92,7 @@ def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
     Raises:
       ValueError: the names do not tell the arrays apart, or not every file keeps them.
     """
-    named = list(named_leaves(opt_state))
+    named = list(arrays_with_names(opt_state))
     check_names([name for name, _ in named])
     return dict(named)
 
@@ -163,7 +163,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
-    found = dict(state_names.named_states(is_average, map_padded(cut, opt_state)))
+    found = dict(state_names.states_with_names(is_average, map_padded(cut, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
         raise ValueError(
@@ -279,7 +279,7 @@ def _bytes(leaf: Leaf) -> int:
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
-    for entry, leaf in zip(inventory(state, names), jax.tree.leaves(state), strict=True):
+    for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
             kept[entry.param] += _bytes(leaf)
     return kept
