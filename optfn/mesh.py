@@ -160,7 +160,7 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x."""
-    mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
+    mean: jax.Array = lax.pmean(xla.widen_for_all_reduce(x), names).astype(x.dtype)
     return mean
 
 

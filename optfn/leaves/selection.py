@@ -9,7 +9,7 @@ from optfn.core import tree
 from optfn.core.leafwise import PerLeaf
 from optfn.core.types import PyTree
 from optfn.leaves import packed, patterns
-from optfn.leaves.layout import only
+from optfn.leaves.layout import select_leaves
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
 from optfn.leaves.patterns import Pattern
@@ -36,37 +36,37 @@ class Selection:
         return map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: return `whole` with its selected leaves replaced by those of `kept`."""
+        """Undo `keep`: replace the selected leaves of `whole` by the leaves of `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.filled(node, selected, self._numbers(path, node))
+                return packed.fill(node, selected, self._numbers(path, node))
             return selected if path in self.paths else node
 
         return map_nodes(fill, whole, kept)
 
     def keep_scalars(self, scalars: PerLeaf, values: PyTree) -> PerLeaf:
-        """Return the scalars of the leaves of `keep(values)`, given those of `values`."""
+        """Return the scalars of the leaves that `keep(values)` keeps."""
         remaining = iter(scalars.values)
 
-        def kept(path: str, node: PyTree) -> Iterator[Any]:
+        def scalars_kept(path: str, node: PyTree) -> Iterator[Any]:
             if not is_packed(node):
                 yield next(remaining)
                 return
-            layout = only(node.layout, self._numbers(path, node))
+            layout = select_leaves(node.layout, self._numbers(path, node))
             selected = {buffer.dtype: buffer for buffer in layout.buffers}
             for buffer in node.layout.buffers:
                 scalar = next(remaining)
                 if buffer.dtype in selected:
                     is_split = isinstance(scalar, PerTensor)
-                    yield scalar.only(selected[buffer.dtype]) if is_split else scalar
+                    yield scalar.restrict(selected[buffer.dtype]) if is_split else scalar
             for i in node.layout.frozen:
                 scalar = next(remaining)
                 if i in layout.frozen:
                     yield scalar
 
         found: list[Any] = []
-        map_nodes(lambda path, node: found.extend(kept(path, node)), values)
+        map_nodes(lambda path, node: found.extend(scalars_kept(path, node)), values)
         return PerLeaf(found)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:

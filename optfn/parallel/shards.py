@@ -78,7 +78,7 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
     if x.shape[dimension] % count:
         x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
     if not _is_gloo(mesh, names):
-        total = collectives.sum_scatter(xla.reducible(x), names, dimension)
+        total = collectives.sum_scatter(xla.widen_for_all_reduce(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
@@ -377,6 +377,6 @@ def _unmarked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
     def unmarked(x: PyTree) -> PyTree:
-        return _unmarked(tree.inside(x)) if tree.is_transparent(x) else x
+        return _unmarked(tree.inner_tree(x)) if tree.is_transparent(x) else x
 
     return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)

@@ -190,7 +190,7 @@ def attributed(
         attrs = resolve(param_attrs, updates)
         trained = _trained(updates, attrs)
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
-            rates = tensors.per_leaf(lambda path: attrs[path].learning_rate, trained)
+            rates = tensors.scalars_of_leaves(lambda path: attrs[path].learning_rate, trained)
             extra["rate_factors"] = rates
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
             extra["decay_factors"] = {path: attr.weight_decay for path, attr in attrs.items()}
