@@ -22,9 +22,9 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x.
 
-    `xla.reducible` says which dtype the all-reduce adds in.
+    `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
-    mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
+    mean: jax.Array = lax.pmean(xla.widen_for_all_reduce(x), names).astype(x.dtype)
     return mean
 
 
@@ -174,7 +174,7 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
         missing = -x.shape[dimension] % count
         x = jnp.pad(x, [(0, missing if d == dimension else 0) for d in range(x.ndim)])
     if not _is_gloo(mesh, names):
-        total = torus.reduce_scatter_along(xla.reducible(x), names, dimension)
+        total = torus.reduce_scatter_along(xla.widen_for_all_reduce(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes, JAX's reduce-scatter returns wrong values (jax issue 40830): exchange

@@ -205,8 +205,8 @@ def _traffic(options: Options, params: Params) -> DgcTraffic:
         options.rampup_begin_step,
         options.rampup_step,
         tuple(packet.num_bytes for packet in packet_formats(options, [p.size for p in large])),
-        sum(map(numerics.accumulated_bytes, large)),
-        sum(map(numerics.accumulated_bytes, small)),
+        sum(map(numerics.accumulator_bytes, large)),
+        sum(map(numerics.accumulator_bytes, small)),
     )
 
 

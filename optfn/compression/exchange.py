@@ -219,7 +219,7 @@ def _freezing(
     def init(params: Params) -> Any:
         state = masking.init(params)
         mark = state.exchanged
-        whole = packed.unpack(leafwise.inexact(params))
+        whole = packed.unpack(leafwise.keep_inexact(params))
         return state._replace(exchanged=exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, masking.update)
@@ -240,7 +240,7 @@ def _plain_mean(
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
-    check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
+    check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
     return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 

@@ -128,7 +128,7 @@ class RowChunks:
 
         if self.rows < 2:
             return of_each(x) if x.size else jnp.zeros(0, jnp.float32)
-        result: jax.Array = xla.on_cpu(of_each, lambda x: fn(x, self), x)
+        result: jax.Array = xla.call_for_platform(of_each, lambda x: fn(x, self), x)
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ class RowChunks:
         return self._reduced(x, jnp.max)
 
     def _reduced(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-        of_rows = xla.reduced_rows(x, of_axis).reshape(-1)
+        of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))

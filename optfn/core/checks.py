@@ -36,7 +36,7 @@ def shown(value: object, most: int = 100) -> str:
 
 
 def package(module: str) -> str:
-    """Return the name of the package in which a module of this name is."""
+    """Return the first word of a module's name: the package of the module."""
     return module.partition(".")[0]
 
 

@@ -358,13 +358,15 @@ def check_transform(
       tx: its value.
       factory: the factory that the error suggests for a number.
     """
-    return tx if isinstance(tx, Transform) else _accept(argument, tx, factory)
+    return tx if isinstance(tx, Transform) else _convert_transform(argument, tx, factory)
 
 
-def _accept(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
+def _convert_transform(
+    argument: str, tx: Any, factory: str
+) -> optax.GradientTransformationExtraArgs:
     from optfn.interop import third_party
 
-    tx = third_party.accepted(argument, tx, factory)
+    tx = third_party.convert_transform(argument, tx, factory)
     if not isinstance(tx, Transform):
-        tx = third_party.with_errors(argument, tx)
+        tx = third_party.explain_errors(argument, tx)
     return optax.with_extra_args_support(tx)

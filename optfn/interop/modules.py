@@ -18,7 +18,7 @@ def check_split(name: str, params: Params) -> None:
 
     Args:
       name: the function that takes the params.
-      params: a tree, in which modules of these libraries may lie.
+      params: a tree, which may contain modules of these libraries.
     """
     _check_nnx(name, params)
     _check_linen(name, params)
@@ -45,7 +45,7 @@ def _check_nnx(name: str, params: Params) -> None:
     if untrained:
         raise TypeError(
             f"{name}: the only flax.nnx variables in params must be nnx.Param; got "
-            f"{tree.first_of(untrained, 5)}. Split the model: graphdef, params, rest = "
+            f"{tree.list_words(untrained, 5)}. Split the model: graphdef, params, rest = "
             "nnx.split(model, nnx.Param, ...). Train params, pass rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
@@ -60,7 +60,7 @@ def _check_linen(name: str, params: Params) -> None:
         state = f'variables["{untrained[0]}"]' if len(untrained) == 1 else "the others"
         raise TypeError(
             f"{name}: params must be one collection of a flax.linen model; got all variables, with "
-            f'{tree.first_of(untrained, 5)} beside "params". Train variables["params"], pass '
+            f'{tree.list_words(untrained, 5)} beside "params". Train variables["params"], pass '
             f"{state} as the model_state, and put both together in the loss. (If this is a tree of "
             'your own, use another key than "params")'
         )
@@ -80,7 +80,7 @@ def _check_equinox(name: str, params: Params) -> None:
     if untrained:
         raise TypeError(
             f"{name}: an equinox module in params must have only floating-point arrays; got "
-            f"{tree.first_of(untrained, 5)}. Split the model: params, static = "
+            f"{tree.list_words(untrained, 5)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"
         )

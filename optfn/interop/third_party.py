@@ -17,7 +17,7 @@ from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Update
 from optfn.leaves.nodes import Stacked
 
 
-def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
+def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
     """Return `tx`, or the transformation that it makes; see `core.check_transform`."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
@@ -38,7 +38,7 @@ def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformati
     return tx
 
 
-def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `tx`, a third-party transformation, with errors that begin with `argument`.
 
     Raises, at init and update:

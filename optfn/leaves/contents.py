@@ -9,7 +9,7 @@ import jax
 
 from optfn.core.tree import is_array, is_leaf, join, leaves, paths
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves.layout import BufferLayout, Run, plain
+from optfn.leaves.layout import BufferLayout, Run, single_leaf
 
 
 def describes_leaves(x: object) -> bool:
@@ -27,7 +27,7 @@ def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
     """Return the layout of a leaf that is one tensor."""
-    return plain(tuple(x.shape) if is_array(x) else ())
+    return single_leaf(tuple(x.shape) if is_array(x) else ())
 
 
 def stacked_axes(tree: PyTree) -> list[int]:

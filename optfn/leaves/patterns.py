@@ -17,14 +17,13 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
-    """Return the names of the leaves of `tree` that `pattern` selects.
+    """Return the names of the leaves of `tree` that `pattern` selects; None selects nothing.
 
-    A regular expression must match a name of the tree, or a name that it had before leaves were
-    taken out of a Packed, unless all leaves are masked.
+    A regular expression that matches no name is an error. Names of leaves that were removed from a
+    Packed count; a fully masked tree is exempt.
 
     Args:
-      pattern: a regular expression that must match a whole path, or a function path -> bool; None
-        selects nothing.
+      pattern: a regular expression that must match a whole path, or a function path -> bool.
       tree: the tree whose leaves are selected; masked leaves have paths too.
       argument: the name of the pattern in errors.
 
@@ -43,7 +42,7 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
 def _match_regex(
     pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
 ) -> frozenset[str]:
-    """Return the names that a regular expression matches; none only if all leaves are masked."""
+    """Return the names that match; no match is an error unless all leaves are masked."""
     compiled = re.compile(pattern)
     matched = frozenset(name for name in among if compiled.fullmatch(name))
     if not (matched or all(is_masked(x) for x in leaves(tree))):

@@ -34,11 +34,11 @@ class Selection:
         return map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: return `whole` with its selected leaves replaced by the leaves of `kept`."""
+        """Undo `keep`: replace the selected leaves of `whole` by the leaves of `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.filled(node, selected, self._numbers(path, node))
+                return packed.fill(node, selected, self._numbers(path, node))
             return selected if path in self.paths else node
 
         return map_nodes(fill, whole, kept)

@@ -42,7 +42,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-    return jnp.stack(xla.sums(*mixed))
+    return jnp.stack(xla.sum_arrays(*mixed))
 
 
 def _bit_words(x: jax.Array) -> jax.Array:

@@ -200,6 +200,6 @@ def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
     def unwrap(x: PyTree) -> PyTree:
-        return _unwrap_stacked(tree.inside(x)) if tree.is_transparent(x) else x
+        return _unwrap_stacked(tree.inner_tree(x)) if tree.is_transparent(x) else x
 
     return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)

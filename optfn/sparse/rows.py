@@ -1,6 +1,6 @@
-"""Row-sparse arrays: the gradient of a table of which a step reads few rows.
+"""Row-sparse arrays and their arithmetic: the gradient of a table.
 
-This module has their arithmetic; `optfn.sparse` computes such gradients.
+A step that reads few rows of a table has a gradient of few rows; `gradient.py` computes it.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class Rows(LeafKind):
 
     def merged(self) -> "Rows":
         """Return the same with each index once, in rising order, padded with zeros at the end."""
-        return self if self.unique else _merged(self)
+        return self if self.unique else _merge(self)
 
     def dense(self) -> jax.Array:
         """Return the array that the rows represent."""
@@ -191,7 +191,7 @@ def _row_view(x: jax.Array, rows: Rows) -> jax.Array:
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
-def _merged(rows: Rows) -> Rows:
+def _merge(rows: Rows) -> Rows:
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
@@ -223,6 +223,7 @@ def _order(indices: jax.Array, num_rows: int) -> jax.Array:
 
 def take(x: jax.Array, rows: Rows) -> jax.Array:
     """Return x[rows.indices], with zeros for padding."""
+    # A gather from an array without rows is an error, even if all indices are padding.
     if not rows.num_rows:
         return jnp.zeros(rows.values.shape, x.dtype)
     return _row_view(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
@@ -235,6 +236,8 @@ def put(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
+    # A block has no index twice, so the order of the blocks decides the order of each sum, on all
+    # devices alike: they get the same bits.
     if rows.parts == 1:
         return x.at[rows.indices].add(rows.values, mode="drop")
     indices, values = (a.reshape(rows.parts, -1, *a.shape[1:]) for a in (rows.indices, rows.values))

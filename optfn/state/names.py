@@ -8,7 +8,7 @@ import jax
 
 from optfn.core.checks import package
 from optfn.core.traits import reporting_types, traits_of
-from optfn.core.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
+from optfn.core.tree import inner_tree, is_masked, is_transparent, join, key_name, leaves_with_paths
 from optfn.core.types import OptState, PyTree
 
 
@@ -142,7 +142,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
                 else:
                     yield from walk(child, name, join(labels, field if are_labels else ""))
         elif is_transparent(node):
-            yield from walk(inside(node), prefix, labels)
+            yield from walk(inner_tree(node), prefix, labels)
         elif traits_of(node).labels or _fields_are_labels(node):
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))

@@ -42,6 +42,6 @@ class Misfit(ValueError):
     """Raised if names (strict) or shapes do not fit."""
 
     def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
-        words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]
+        words = [*names, *([tree.list_words(arrays, 20)] if arrays else [])]
         super().__init__("the state does not fit: " + "; ".join(words))
         self.arrays = arrays

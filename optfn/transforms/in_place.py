@@ -84,9 +84,9 @@ def _run(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
     def in_loops(*arguments: PyTree) -> PyTree:
-        return _in_loops(fns, xla.hidden(True) if due is None else due, *arguments)
+        return _in_loops(fns, xla.hide_constant(True) if due is None else due, *arguments)
 
-    return xla.on_cpu(in_loops, partial(_run, fns), *arguments)
+    return xla.call_for_platform(in_loops, partial(_run, fns), *arguments)
 
 
 @partial(_in_passes.defjvp, symbolic_zeros=True)
@@ -117,7 +117,7 @@ def _in_loops(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants:
         return tuple(fn(*carry, *reads, *own))
 
     bodies = [partial(body, fn) for fn in fns]
-    return xla.loops_in_place(bodies, due, carry, [(reads, own) for own in constants])
+    return xla.run_in_place(bodies, due, carry, [(reads, own) for own in constants])
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:

@@ -63,7 +63,7 @@ def by_leaf(
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
 
     def number(name: str) -> leafwise.PerLeaf:
-        return tensors.per_leaf(lambda path: own.get(path, usual)[name], like)
+        return tensors.scalars_of_leaves(lambda path: own.get(path, usual)[name], like)
 
     return {name: number(name) for name in usual}
 

@@ -107,7 +107,7 @@ def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float 
         return 1.0
     from optfn.leaves import tensors
 
-    return tensors.per_leaf(factors.__getitem__, updates)
+    return tensors.scalars_of_leaves(factors.__getitem__, updates)
 
 
 @traits(link="rate", passes_rows=True)

@@ -48,7 +48,7 @@ def decay_of_leaves(
     def of_leaf(path: str) -> Scalar:
         return 0.0 if path in excluded else coeffs[factors.get(path, 1.0)]
 
-    return tensors.per_leaf(of_leaf, updates)
+    return tensors.scalars_of_leaves(of_leaf, updates)
 
 
 @traits(link="penalty")

@@ -101,7 +101,7 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
         masked = optax.MaskedNode()
         return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
-    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
+    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.keep_inexact(params)))
     return shared, per_worker(private, join_axes(*exchanging))
 
 

@@ -50,13 +50,13 @@ class ModelAverageState(NamedTuple):
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, with the rounding of `apply_updates`."""
     core.check_params_given(name, params)
-    return leafwise.inexact(apply_updates(params, updates))
+    return leafwise.keep_inexact(apply_updates(params, updates))
 
 
 def _widen(p: jax.Array) -> jax.Array:
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        wide = xla.rounded_to_bfloat16(wide)
+        wide = xla.round_to_bfloat16(wide)
     return wide
 
 
@@ -90,7 +90,7 @@ def exponential_moving_average(
 
     def init(params: Params) -> ExponentialMovingAverageState:
         zero = jnp.zeros((), numerics.scalar_dtype())
-        average = leafwise.zeros_like(leafwise.inexact(params))
+        average = leafwise.zeros_like(leafwise.keep_inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
     def rule(
@@ -184,7 +184,7 @@ def model_average(
         )
 
     def init(params: Params) -> ModelAverageState:
-        sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
+        sums = (leafwise.zeros_like(leafwise.keep_inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:

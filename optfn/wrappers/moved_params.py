@@ -98,6 +98,6 @@ def raise_if_moved(masters: Params, number: jax.Array) -> None:
         return number
 
     if checks.is_traced(number):
-        xla.on_cpu(call_host, lambda number: number, number)
+        xla.call_for_platform(call_host, lambda number: number, number)
     else:
         stop(number)

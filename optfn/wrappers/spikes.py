@@ -91,7 +91,7 @@ def skip_spikes(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
+        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
         in_order = jnp.sort(state.norms)
