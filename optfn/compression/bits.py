@@ -50,10 +50,10 @@ def unpack_fields(
     stream = _split_digits(words, 32, digit)
     fields = [stream[: lengths[0]]] if len(lengths) == 1 else xla.split(stream, lengths)
 
-    def unpacked(field: jax.Array, width: int, count: int) -> jax.Array:
+    def unpack(field: jax.Array, width: int, count: int) -> jax.Array:
         return _join_digits(field, width, digit) if width else jnp.zeros(count, jnp.uint32)
 
-    return list(map(unpacked, fields, widths, counts))
+    return list(map(unpack, fields, widths, counts))
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:

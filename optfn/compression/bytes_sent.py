@@ -78,7 +78,7 @@ def traffic_of(
 ) -> ExchangeTraffic:
     """Return the bytes that a worker sends for leaves with these compressors.
 
-    `route` and `warmup_steps` are those of `exchange`.
+    `route` and `warmup_steps` are arguments of `exchange`.
     """
     gathered = reduced = dense = 0
     slices = []

@@ -110,8 +110,8 @@ def deep_gradient_compression(
         clipped, > 0; each worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
       axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as that of
-        the devices of a host if `axis_name` is that of the hosts.
+      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as the
+        axis of the devices of a host if `axis_name` is the axis of the hosts.
       min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
         `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
@@ -269,7 +269,7 @@ def _accumulate_and_send_shards(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise unless the state is that of one worker, for leaves like those of `updates`."""
+    """Raise unless the state belongs to one worker, and its leaves fit `updates`."""
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", values, "updates", updates)

@@ -159,22 +159,22 @@ def update_compressed(
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
 
-    def reshaped(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
+    def reshape(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
         return leaf._replace(direction=leaf.direction.reshape(like.direction.shape))
 
     # The phase is the same on all workers, so its branches may contain collectives.
-    return list(map(reshaped, lax.switch(phase, phases, flat), leaves))
+    return list(map(reshape, lax.switch(phase, phases, flat), leaves))
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Return zero directions and the old state."""
     if ramp.gives_rows:
-        return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
+        return _replace_directions(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
-    return _redirected(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
+    return _replace_directions(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
 
 
-def _redirected(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
+def _replace_directions(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
     """Return the leaves with these directions."""
     return list(map(lambda leaf, x: leaf._replace(direction=x), leaves, directions))
 
@@ -207,12 +207,12 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
 
     def send(n: int, leaves: Leaves) -> Leaves:
         entries = search.extract([leaf.residual for leaf in leaves], words, counts[n])
-        return _exchanged_entries(ramp, ramp.formats[n], *entries, leaves)
+        return _exchange_entries(ramp, ramp.formats[n], *entries, leaves)
 
     return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
 
-def _exchanged_entries(
+def _exchange_entries(
     ramp: Ramp,
     packet_format: PacketFormat,
     values: jax.Array,
@@ -221,7 +221,7 @@ def _exchanged_entries(
 ) -> Leaves:
     """Exchange entries: return leaves with their mean as direction, and residuals without them."""
     dense = ramp.is_sent_dense(packet_format)
-    sent = values if dense else packet_format.rounded(values)
+    sent = values if dense else packet_format.round_values(values)
     # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.
     remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
     # With unsigned indices JAX adds no code per leaf that tests for negative ones.
@@ -232,11 +232,15 @@ def _exchanged_entries(
     zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
-        return _redirected(kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries])
+        return _replace_directions(
+            kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
+        )
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
-        return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
-    return _redirected(kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to))
+        return _replace_directions(kept, _rows_of_packets(packet, packet_format, axes))
+    return _replace_directions(
+        kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to)
+    )
 
 
 def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:

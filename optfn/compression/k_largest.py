@@ -62,7 +62,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
     """Return the magnitudes of arrays as rows, with −1 for padding."""
     valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
-    return jnp.where(valid, magnitude(segments.padded(arrays)), -1)
+    return jnp.where(valid, magnitude(segments.pad_arrays(arrays)), -1)
 
 
 def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
@@ -86,14 +86,14 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
     """Return the packed mask of the k largest of each segment, the first among equals.
 
-    The arguments are those of `kth_largest`.
+    The arguments are the same as of `kth_largest`.
     """
     kth = segments.spread_over_rows(kth_largest(m, k, segments))
     above, equal = xla.pack_mask(m > kth).reshape(-1), xla.pack_mask(m == kth).reshape(-1)
-    return filled_up(above, equal, k, segments)
+    return fill_up(above, equal, k, segments)
 
 
-def filled_up(
+def fill_up(
     above: jax.Array, equal: jax.Array, k: jax.Array | np.ndarray, segments: Segments
 ) -> jax.Array:
     """Return the packed mask `above`, filled up to k entries per segment with the first of `equal`.
@@ -159,20 +159,20 @@ class Search(abc.ABC):
         segments, (k, rank, room) = self.segments, counts
         summary, of_summary = self.summary(arrays)
         bound = kth_largest(summary, rank, of_summary)
-        words = self._packed_where(jnp.greater_equal, arrays, bound)
+        words = self._pack_where(jnp.greater_equal, arrays, bound)
         count = num_set(words, segments)
 
-        def bisected(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
+        def bisect(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
             return largest_mask(magnitudes(arrays, segments), k, segments)
 
         def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
-            above = self._packed_where(jnp.greater, arrays, bound)
+            above = self._pack_where(jnp.greater, arrays, bound)
             # If many entries equal the bound and fewer than k exceed it, it is the k-th largest.
             is_kth = num_set(above, segments) < k
             return lax.cond(
                 jnp.all((count >= k) & ((count <= room) | is_kth)),
-                lambda arrays, words, above: filled_up(above, words & ~above, k, segments),
-                bisected,
+                lambda arrays, words, above: fill_up(above, words & ~above, k, segments),
+                bisect,
                 arrays,
                 words,
                 above,
@@ -181,7 +181,7 @@ class Search(abc.ABC):
         accepted = jnp.all((count >= k) & (count <= room))
         return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
 
-    def _packed_where(
+    def _pack_where(
         self,
         compare: Callable[[jax.Array, jax.Array], jax.Array],
         arrays: Sequence[jax.Array],
@@ -189,14 +189,14 @@ class Search(abc.ABC):
     ) -> jax.Array:
         """Return the packed mask of compare(magnitude, bound of its segment)."""
 
-        def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
+        def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
 
-        def packed_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
-            return rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
+        def pack_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
+            return rows.map(pack, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
 
         bounds = xla.split(bound, self.segments.num_per_array)
-        return jnp.concatenate(list(map(packed_array, self.segments.arrays, arrays, bounds)))
+        return jnp.concatenate(list(map(pack_array, self.segments.arrays, arrays, bounds)))
 
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts

@@ -88,8 +88,8 @@ class PacketFormat:
             self.segments.spread_over_entries(scales, self.k) if self.values.has_scale else scales
         )
 
-    def rounded(self, values: jax.Array) -> jax.Array:
-        """Return float32 values as they are decoded from a packet, (count,)."""
+    def round_values(self, values: jax.Array) -> jax.Array:
+        """Round float32 values to the values that a packet can hold, (count,)."""
         scales = self._scale_entries(self._scales(values))
         return self.values.decode(self.values.encode(values, scales), scales)
 
@@ -142,7 +142,7 @@ class PacketFormat:
         """Return flat arrays plus scale times the decoded entries; only these are touched."""
         values, index = self.decode(packet)
 
-        def added(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
+        def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
             return total.at[index].add(values, indices_are_sorted=True, unique_indices=True)
 
-        return list(map(added, totals, self.split(scale * values), self.split(index)))
+        return list(map(add, totals, self.split(scale * values), self.split(index)))

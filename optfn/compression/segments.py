@@ -100,7 +100,7 @@ class RowChunks:
 
     @cached_property
     def flat(self) -> Chunks:
-        """The chunks as those of consecutive elements."""
+        """The chunks of the flat array."""
         chunks = chunks_of(math.prod(self.shape), self.chunk)
         if not self.rows:
             return chunks
@@ -113,10 +113,10 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return fn(x, chunks), a number for each chunk, (count,).
+        """Return fn's number for each chunk, (count,).
 
-        A program for a CPU, to which all views of x are one array, gets chunks of one row each, and
-        a shorter last one by itself. So does every program if no chunk has several rows.
+        `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
+        chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
         """
 
         def of_each(x: jax.Array) -> jax.Array:
@@ -133,13 +133,13 @@ class RowChunks:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
-        return self._reduced(x, partial(jnp.sum, dtype=x.dtype))
+        return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
-        return self._reduced(x, jnp.max)
+        return self._reduce_rows(x, jnp.max)
 
-    def _reduced(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+    def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
         of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
@@ -260,7 +260,7 @@ class Segments:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
-    def padded(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the arrays as rows, (rows, row), with zeros for padding."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):

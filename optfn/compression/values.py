@@ -84,11 +84,11 @@ class ValueFormat(NamedTuple):
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
         ratio = divide(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
-            return self._code_of_integer(_rounded_at_random(ratio, noise))
+            return self._code_of_integer(_round_at_random(ratio, noise))
         # Number the values 0, 1, … in increasing order, from −s to s.
         last = 2**self.bits - 1
         place = jnp.clip((ratio + 1) * np.float32(last / 2), 0, last)
-        place = _rounded_at_random(place, noise).astype(jnp.uint32)
+        place = _round_at_random(place, noise).astype(jnp.uint32)
         if self.bits == 1:
             return 1 - place
         return jnp.where(place < 2, 3 - place, place - 2)
@@ -131,17 +131,17 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
     x = divide(jnp.abs(x), chunks.broadcast(jnp.where(largest > 0, largest, 1.0)))
     total = chunks.sum(x)
 
-    def improved(_: int, s: jax.Array) -> jax.Array:
+    def improve(_: int, s: jax.Array) -> jax.Array:
         is_large = _is_large(x, chunks.broadcast(s))
         of_large = chunks.sum(jnp.where(is_large, x, 0.0))
         number = chunks.sum(is_large.astype(jnp.float32))
         return divide(3 * (2 * of_large + total), 8 * number + counts)
 
     ones = jnp.where(total >= 0, 1.0, total)  # NaN stays
-    return largest * lax.fori_loop(0, _IMPROVEMENTS, improved, ones)
+    return largest * lax.fori_loop(0, _IMPROVEMENTS, improve, ones)
 
 
-def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
+def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     """Return ⌊x⌋, or ⌊x⌋ + 1 with probability x − ⌊x⌋."""
     below = jnp.floor(x)
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -160,6 +160,6 @@ def _bfloat16_bits(values: jax.Array) -> jax.Array:
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
-def scaled(bits: int, stochastic: bool = False) -> ValueFormat:
+def format_with_scales(bits: int, stochastic: bool = False) -> ValueFormat:
     """Return the format with a scale per row for 8, 4, 2 or 1 bits."""
     return ValueFormat(bits, True, stochastic)

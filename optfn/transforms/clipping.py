@@ -21,7 +21,7 @@ class ClipState(NamedTuple):
     factor: jax.Array
 
 
-def _unclipped(params: Params) -> ClipState:
+def _state_without_clip(params: Params) -> ClipState:
     """Return the state at init, and after an update without a clip: a factor of 1."""
     del params
     return ClipState(jnp.ones((), jnp.float32))
@@ -103,14 +103,14 @@ def _by_norm(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         del state
         if isinstance(c, float) and math.isinf(c):
-            return updates, _unclipped(params)
+            return updates, _state_without_clip(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
         factor = factor.astype(jnp.float32)
         if "workers" in extra:  # each clips its gradient: the state has their smallest factor
             factor = extra["workers"].min(factor)
         return updates, ClipState(factor)
 
-    return core.Unchecked(_unclipped, update)
+    return core.Unchecked(_state_without_clip, update)
 
 
 @core.transform(complex_leaves=True, reads_state=False)

@@ -88,7 +88,7 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array of `shape`: that of its leading axes.
+    """Return the shape of the scales of an array of `shape`: its leading axes, one scale per row.
 
     The others, as few as have ROW elements together, are a row with one scale: devices that divide
     the leading axes divide the scales alike. A vector is one row.
@@ -177,7 +177,7 @@ def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _SIGNLESS) > _INFINITY
 
 
-def _rounded_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
+def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
     """Return the bits of x, int32; with 24 bits rounded by the noise, the last 8 zero."""
     exact = _int_bits(x)
     if bits == 32:
@@ -205,7 +205,7 @@ def split_float32(
     Returns:
       p, bfloat16, and e, int16 or int8.
     """
-    nearest = (_rounded_bits(x, bits, noise) + 0x8000) & ~0xFFFF
+    nearest = (_round_bits(x, bits, noise) + 0x8000) & ~0xFFFF
     p = jnp.where(_is_nan(_int_bits(x)), _NAN, nearest)
     narrow = _from_bits(p).astype(jnp.bfloat16)  # exact
     return narrow, remainder_beside(narrow, x, bits, noise)
@@ -217,7 +217,7 @@ def remainder_beside(
     """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-    own, wanted = _int_bits(p.astype(jnp.float32)), _rounded_bits(x, bits, noise)
+    own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)
     e = jnp.clip((wanted - own) >> (32 - bits), low, high)
     e = jnp.where((own ^ wanted) >= 0, e, low)  # low where the signs differ
     return jnp.where(_is_nan(own) | _is_nan(_int_bits(x)), 0, e).astype(dtype)

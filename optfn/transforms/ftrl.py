@@ -31,7 +31,7 @@ class FtrlProximalState(NamedTuple):
 def ftrl_accumulate(
     g: jax.Array, n: jax.Array, *, rate: Scalar, factor: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (counted g, n') with n' = n + g²; where the rate is 0, n' = n."""
+    """Return (g, n + g²), with g = 0 where n + g² overflows; where rate·factor is 0, n stays."""
     # A finite gradient with an infinite square counts as 0: σ would be infinite.
     counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
     is_zero = numerics.scalar(rate * factor, g) == 0
@@ -92,7 +92,7 @@ def _next_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) ->
     return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
 
 
-def _accumulated(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+def _accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
     return _apply(ftrl_accumulate, g, n, **scalars)[1], z
 
 
@@ -160,7 +160,7 @@ def ftrl_proximal(
         updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
         at: dict[str, Any] = {"rate": rate, "factor": rates.rate_factor(rate_factors, updates)}
-        passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
+        passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulate, **at)
         n, z = in_passes(passes, (state.accumulator, state.linear), updates, params)
         minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
         updates = _apply(minimise, updates, n, z, params=params, **at)[0]

@@ -31,7 +31,7 @@ def in_passes(
     """
     if not checks.is_traced((carry, reads)):
         return _run(fns, carry, reads)
-    closed, *arguments = _closed(fns, carry, reads)
+    closed, *arguments = _close_over(fns, carry, reads)
     return _in_passes(closed, due, *arguments)
 
 
@@ -45,8 +45,8 @@ def when(
 
     Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
     the carry in place. One loop waits for the other, so an array that one function reads may be
-    overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
-    modes.
+    overwritten by the next. The derivative is taken of a cond, which JAX can differentiate in
+    both modes.
 
     Args:
       due: whether to run them.
@@ -57,17 +57,17 @@ def when(
     """
     if not checks.is_traced((due, carry, reads)):
         return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
-    closed, *arguments = _closed(fns, carry, reads)
+    closed, *arguments = _close_over(fns, carry, reads)
     return _when(closed, due, *arguments)
 
 
 Fns: TypeAlias = tuple[Callable[..., Any], ...]
 
 
-def _closed(
+def _close_over(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
 ) -> tuple[Fns, PyTree, PyTree, PyTree]:
-    """Return `fns` with what they close over as arguments, carry, reads, and these constants."""
+    """Return `fns` with the arrays they close over as arguments, carry, reads, and these arrays."""
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 

@@ -35,15 +35,15 @@ class LateStepsState(NamedTuple):
 Steps: TypeAlias = jax.Array | LateStepsState
 
 
-def advanced(step: Steps) -> Steps:
-    """Return the count one step later."""
+def advance(step: Steps) -> Steps:
+    """Return the count one step later; the steps at which late leaves began stay."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
     return core.next_step(step)
 
 
 def global_count(step: Steps) -> jax.Array:
-    """Return the steps of the state, which are those of the leaves that did not begin late."""
+    """Return the number of steps of the state, which leaves that did not begin late have made."""
     return step.step if isinstance(step, LateStepsState) else step
 
 
@@ -68,16 +68,16 @@ def by_leaf(
     return {name: number(name) for name in usual}
 
 
-def counted_by_leaf(
+def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return `advanced(step)` and the numbers `by_leaf` of it; see `adam.counted`."""
-    step = advanced(step)
+    """Return `advance(step)` and the numbers `by_leaf` of it; see `adam.next_count`."""
+    step = advance(step)
     return step, by_leaf(of_step, step, like)
 
 
 def with_counts_of(state: PyTree, counted: OptState) -> PyTree:
-    """Return a tree like the state of `tx.init`, with counts by leaf where `counted` has them.
+    """Return `state` with a `LateStepsState` for each count that `counted` keeps by leaf.
 
     Args:
       state: a tree of the structure that `tx.init` gives.

@@ -30,7 +30,7 @@ def _is_driven(x: RateState) -> bool:
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
-    """Return the learning rate in a state: that of the last update, or of step 0 after init.
+    """Return the learning rate of the last update in a state; after init the rate of step 0.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -46,7 +46,7 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
-    found = _selected_rates(opt_state, path)
+    found = _select_rates(opt_state, path)
     values: dict[str, jax.Array] = {
         name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()
     }
@@ -72,7 +72,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
       ValueError: the state has no rate, or a schedule or an array determines it.
     """
     checks.nonnegative("value", value)
-    found = _selected_rates(opt_state, path)
+    found = _select_rates(opt_state, path)
     driven = [name for name, rate in found.items() if _is_driven(rate)]
     if driven:
         raise ValueError(
@@ -91,7 +91,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     return jax.tree.map(put, opt_state, is_leaf=is_rate)
 
 
-def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
+def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
         opt_state = state_names.main_state(opt_state)
@@ -119,7 +119,7 @@ def numbers_of_rates(
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
-      kind: the type of the rates; `GivenLearningRateState` is that of rates given as arrays.
+      kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))

@@ -34,7 +34,7 @@ def decay_of_leaves(
     updates: Updates,
     decay_factors: Mapping[str, float] | None = None,
 ) -> leafwise.PerLeaf:
-    """Return the weight decay of each leaf.
+    """Return the weight decay of each leaf: coeff times its factor, or 0 if it is excluded.
 
     Args:
       exclude: the leaves whose decay is 0.
@@ -89,13 +89,13 @@ def is_zero(coeff: Scalar | Schedule) -> bool:
 
 
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
-    """Return the coefficient of a step."""
+    """Return the coefficient of a step: the value of a schedule, or the number itself."""
     if callable(coeff):
         return at_step(argument, coeff, step, numerics.scalar_dtype())
     return coeff
 
 
-def decaying(
+def decay_rule(
     argument: str,
     coeff: Scalar | Schedule,
     update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
@@ -118,7 +118,7 @@ def decaying(
         patterns.match_names(exclude, params, "exclude")
         return of_schedule(core.first_step()) if callable(coeff) else of_number
 
-    def decayed(
+    def decay_updates(
         updates: Updates,
         state: OptState,
         params: Params = None,
@@ -132,7 +132,7 @@ def decaying(
         updates = update(updates, params, value, decay_factors)
         return updates, of_schedule(core.next_step(state.step))
 
-    return core.Unchecked(init, decayed, decays=True)
+    return core.Unchecked(init, decay_updates, decays=True)
 
 
 @core.transform(needs_params=True)
@@ -208,4 +208,4 @@ def add_decayed_weights(
         coeffs = decay_of_leaves(exclude, coeff, updates, factors)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return decaying("weight_decay", wd, update, (state, AddDecayedWeightsState), exclude)
+    return decay_rule("weight_decay", wd, update, (state, AddDecayedWeightsState), exclude)

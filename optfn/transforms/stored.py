@@ -31,14 +31,14 @@ def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
     )
 
 
-def signed(field: str) -> Encoded:
-    """Return the declaration of a field of int8 codes, beside `<field>_scale`."""
+def signed_codes(field: str) -> Encoded:
+    """Declare that `field` of a state has int8 codes, and `<field>_scale` their scales."""
     code = codes.decode_signed, codes.encode_signed
     return Encoded(field, f"{field}_scale", *code, codes.row_max)
 
 
-def unsigned(field: str) -> Encoded:
-    """Return the declaration of a field of uint8 codes, beside `<field>_scale`."""
+def unsigned_codes(field: str) -> Encoded:
+    """Declare that `field` of a state has uint8 codes, and `<field>_scale` their scales."""
     code = codes.decode_unsigned, codes.encode_unsigned
     return Encoded(field, f"{field}_scale", *code, codes.row_max)
 
@@ -54,8 +54,8 @@ class Storage(NamedTuple):
     """An encoding of the moments of a leaf.
 
     parts: the arrays, moment after moment.
-    advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient; of the noise, 16
-      random bits for each of two moments.
+    advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient.
+      noise: 32 random bits per element, 16 for each of two moments.
     decode: arrays -> moments, float32.
     """
 
@@ -120,7 +120,7 @@ def _in_int8(signed: Sequence[bool]) -> Storage:
     return Storage(tuple(parts), advance, decode)
 
 
-def stored(
+def quantize_moments(
     moment_dtype: str,
     state_types: Mapping[str, Callable[..., OptState]],
     moments: Moments,
@@ -158,20 +158,23 @@ def stored(
 
     def advance(*arguments: PyTree) -> PyTree:
         *arrays, g, step = arguments
+        # Another multiplier than in master_weights, so that both round with independent bits.
         seed = step.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
         return leafwise.apply(narrow, g, *arrays, shapes=storage.shapes, seed=seed)[1:]
 
-    def directed(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
+    def apply_direction(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
         return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
+        step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.global_count(step)
         arrays = in_passes([advance], tuple(state[1:]), updates, count)
         scalars = late_steps.by_leaf(of_step, step, updates)
-        updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
+        updates = leafwise.apply(
+            apply_direction, updates, *arrays, shapes=storage.shapes, **scalars
+        )[0]
         return updates, state_type(step, *arrays)
 
     return core.Unchecked(init, update, real_only=f"moment_dtype={moment_dtype!r}")

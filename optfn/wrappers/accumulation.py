@@ -23,8 +23,8 @@ class AccumulateState(NamedTuple):
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
-    own_total: the sum for leaves of which the inner optimizer takes each worker's gradient; that of
-      a scalar has the shape (1,).
+    own_total: sums per worker, for leaves whose gradients the inner optimizer exchanges itself.
+      Scalars have shape (1,), because a PerWorker is divided along its first axis.
     """
 
     micro_step: jax.Array
@@ -71,7 +71,7 @@ def accumulate(
         if params is not None:
             errors.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
-        add = partial(_added, state.micro_step == 0)
+        add = partial(_add_gradient, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -93,7 +93,10 @@ def accumulate(
 
 
 def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for the sums of gradients: those that all workers share, and private ones."""
+    """Return zeros for two trees of sums: the sums that all workers share, and private ones.
+
+    A leaf is private if the inner optimizer exchanges its gradient, and masked in the other tree.
+    """
     exchanging = exchanged_axes(inner_state, params)
 
     def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
@@ -106,21 +109,21 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Return the totals that all workers share, and each worker's, as `state` has them."""
+    """Split one tree of totals into the two trees of `state`; see `_totals`."""
 
-    def kept(old: Leaf, total: Leaf) -> Leaf:
+    def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
 
-    private = tree.map(kept, state.own_total.value, totals)
-    return tree.map(kept, state.total, totals), state.own_total._replace(value=private)
+    private = tree.map(keep, state.own_total.value, totals)
+    return tree.map(keep, state.total, totals), state.own_total._replace(value=private)
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:
-    """Tell whether a gradient is added to a total, or else passed on unchanged."""
+    """Tell whether a gradient is added to a total; integers and masked leaves pass unchanged."""
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _added(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
+def _add_gradient(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
     """Return the total of a leaf, from the tree that has it, with a gradient added."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
@@ -163,7 +166,7 @@ def _step_when(
 
     def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
         updates, inner_state = step(totals, inner_state, reads)
-        return tree.map(_overwriting, totals, updates), inner_state
+        return tree.map(_overwrite, totals, updates), inner_state
 
     def read(like: Leaf, total: Leaf) -> Leaf:
         if tree.is_inexact(like):
@@ -175,6 +178,6 @@ def _step_when(
     return tree.map(read, shapes, totals), totals, inner_state
 
 
-def _overwriting(total: Leaf, u: Leaf) -> Leaf:
+def _overwrite(total: Leaf, u: Leaf) -> Leaf:
     """Return an update in the shape and dtype of the total, whose memory it overwrites."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total

@@ -54,6 +54,7 @@ def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
 
 
 def _widen(p: jax.Array) -> jax.Array:
+    # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
         wide = xla.round_to_bfloat16(wide)
@@ -64,7 +65,7 @@ def _widen(p: jax.Array) -> jax.Array:
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential moving average of the parameters, for evaluation.
+    """Keep an exponential apply_to_sums average of the parameters, for evaluation.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
@@ -198,10 +199,10 @@ def model_average(
         full = num_updates % _SUM_LENGTH == 0
         sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen(p)), p, state.sum_1)[1]
 
-        def moving(rule: Any) -> Any:
+        def apply_to_sums(rule: Any) -> Any:
             return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
 
-        rules = list(map(moving, (_third, _second, _first)))
+        rules = list(map(apply_to_sums, (_third, _second, _first)))
         carry = sum_1, state.sum_2, state.sum_3
         sums = in_passes(rules, carry, full, close, due=full | close)
         old = jnp.where(close, acc, state.old_num_accumulates)

@@ -15,7 +15,7 @@ from optfn.core.traits import Report, traits
 from optfn.core.types import DType, Leaf, OptState, Params, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.transforms import codes
-from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
+from optfn.wrappers.moved_params import error_of_moved, first_moved, raise_if_moved
 
 
 @traits(
@@ -27,7 +27,7 @@ from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
             "moved_param",
             "max",
             "max",
-            error=lambda state, number: moved_error(state.master, number),
+            error=lambda state, number: error_of_moved(state.master, number),
             is_lasting=True,
         )
     },
@@ -107,7 +107,7 @@ def master_weights(
       dtype: the dtype of the masters, float32 or float64. Leaves that are at least as wide have no
         master.
       bits: 32 or 24, for bfloat16 parameters and float32 masters; None keeps copies. With 32 the
-        remainder is int16, and masters are bit for bit those of copies; at an exact tie, the
+        remainder is int16, and masters have the bits of copies; at an exact tie, the
         parameter is the larger neighbour. With 24 the remainder is int8, and masters are rounded at
         random to 24 bits in each step; their mean is exact, so small steps are not lost.
 
@@ -134,7 +134,7 @@ def master_weights(
     def init(params: Params) -> OptState:
         _check_x64(wide_dtype)
 
-        def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+        def widen(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
             p = tree.as_array(p)
             if not form.is_narrow(p):
                 return p, optax.MaskedNode()
@@ -142,7 +142,7 @@ def master_weights(
             kept = form.start(p)
             return form.read(p, kept), kept
 
-        wide, kept = tree.map_to(2, widened, params)
+        wide, kept = tree.map_to(2, widen, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -157,11 +157,11 @@ def master_weights(
         if bits is None and "value_fn" not in extra:
             raise_if_moved(kept, *numbers)
 
-        def moved(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+        def move(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
             return (u, k) if tree.is_masked(k) else form.write(p, w, *numbers)
 
         after = apply_updates(wide, updates)
-        updates, kept = tree.map_to(2, moved, kept, params, updates, after)
+        updates, kept = tree.map_to(2, move, kept, params, updates, after)
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)

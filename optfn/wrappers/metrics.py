@@ -102,7 +102,7 @@ def record_metrics(
         for pattern in patterns:
             match_names(pattern, params, "per")
         groups = {name: {p: jnp.zeros((), jnp.float32) for p in patterns} for name in MEASURED}
-        return _recorded(norms, inner_state, groups if patterns else ())
+        return _record(norms, inner_state, groups if patterns else ())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("record_metrics", params)
@@ -119,7 +119,7 @@ def record_metrics(
             chosen = Selection(match_names(pattern, params, "per"))
             for name, norm in zip(MEASURED, norms([chosen.keep(x) for x in trees]), strict=True):
                 groups[name][pattern] = norm
-        return updated, _recorded(norms(trees), inner_state, groups if patterns else ())
+        return updated, _record(norms(trees), inner_state, groups if patterns else ())
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -136,7 +136,7 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(patterns))
 
 
-def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
+def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
     grad_norm, update_norm, param_norm = norms
     factor, rate = _readings(inner_state)
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
@@ -184,8 +184,8 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = {name: _over_workers(name, getattr(recorder, name)) for name in _NUMBERS}
-    groups = jax.tree.map(partial(_over_workers, "norm"), recorder.groups)
+    fields = {name: _combine_workers(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = jax.tree.map(partial(_combine_workers, "norm"), recorder.groups)
     return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
@@ -193,8 +193,11 @@ def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _over_workers(name: str, node: object) -> jax.Array:
-    """Return a number, reduced over the workers if each has recorded one."""
+def _combine_workers(name: str, node: object) -> jax.Array:
+    """Return a recorded number; of one per worker, the root mean square of norms, else the least.
+
+    The factors of clips are at most 1, so the least is the strongest clip.
+    """
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value

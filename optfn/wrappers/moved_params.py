@@ -61,8 +61,8 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
     return jnp.where(jnp.any(flags), 1 + jnp.argmax(flags), 0).astype(jnp.int32)
 
 
-def moved_error(masters: Params, number: int) -> ValueError:
-    """Return the error of the leaf to which `first_moved` gives this number."""
+def error_of_moved(masters: Params, number: int) -> ValueError:
+    """Return the error that names leaf `number`, as `first_moved` counts leaves."""
     return _error(_names(masters), number)
 
 
@@ -82,7 +82,7 @@ def _error(names: list[str], number: int) -> ValueError:
 
 
 def raise_if_moved(masters: Params, number: jax.Array) -> None:
-    """Raise the error of `moved_error`, also within a jitted program that runs on a CPU.
+    """Raise the error of `error_of_moved`, also within a jitted program that runs on a CPU.
 
     Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
     one, and a GPU would wait for the host in each step. There updates become NaN.

@@ -95,8 +95,9 @@ def skip_nonfinite(
         bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
+        # Compute both and select: the select fuses with the update, where a cond would write new
+        # arrays.
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-
         updates, inner_state = unless_skipped(skip, updates, inner_state, state.inner_state)
         return updates, SkipNonfiniteState(
             consecutive,

@@ -1,4 +1,4 @@
-"""A guard that skips an update whose norm is far above that of the previous updates."""
+"""A guard that skips an update whose norm is far above the norms of the previous updates."""
 
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def skip_spikes(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip an update if its norm is far above that of the previous ones, and keep the state.
+    """Skip an update if its norm is far above the previous norms, and keep the state.
 
         n = ‖tx(g)‖                        the L2 norm over all parameters
         m = median of the norms of the last `window` updates that were made
