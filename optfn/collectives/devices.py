@@ -55,7 +55,7 @@ class Devices:
                 return x
             if isinstance(x, LeafKind):
                 # The owners of rows keep them, whatever the spec of the leaf.
-                return P(x.divided_over)
+                return P(x.mesh_axes)
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)

@@ -51,7 +51,7 @@ def count_devices(mesh: Mesh, axis_name: AxisName) -> int:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.shown(mesh)}"
+            f"got {checks.show(mesh)}"
         )
     check_axis_names("axis_name", axis_name, optional=True)
     missing = [axis for axis in to_axes(axis_name) if axis not in mesh.shape]

@@ -19,7 +19,7 @@ from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size
 from optfn.collectives.gathers import all_gather_leaves, all_to_all_leaves
-from optfn.core.checks import shown, warn
+from optfn.core.checks import show, warn
 from optfn.core.types import PyTree
 
 # The function from arrays to their packets and the next states.
@@ -68,7 +68,7 @@ def check_compressor(argument: str, compressor: object) -> Compressor:
     if not isinstance(compressor, Compressor) or isinstance(compressor, type):
         raise TypeError(
             f"{argument} must be a compressor such as quantize(8), with the methods init, encode, "
-            f"decode and num_bytes; got {shown(compressor)}"
+            f"decode and num_bytes; got {show(compressor)}"
         )
     shape = (MIN_SIZE,)
     state = jax.eval_shape(lambda: compressor.init(shape))

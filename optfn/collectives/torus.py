@@ -147,7 +147,7 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
-    sizes = () if mesh is None else box(mesh.devices, mesh.axis_names.index(axis))
+    sizes = () if mesh is None else find_box(mesh.devices, mesh.axis_names.index(axis))
     if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
     sizes = (*sizes[:-most], math.prod(sizes[-most:]))
@@ -158,7 +158,7 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
     ]
 
 
-def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
+def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first.
 
     The result is () for devices that are no TPUs, and for devices that fill no box. The devices may

@@ -24,7 +24,7 @@ def mask_untrained(name: str, real_only: str, params: Params) -> Params:
     """
     leaves, structure = tree.flatten(params)
     leaves = list(map(tree.as_array, leaves))
-    dtypes = list(map(partial(_wide, real_only), leaves, leaves))
+    dtypes = list(map(partial(_choose_dtype, real_only), leaves, leaves))
     if None in dtypes:
         errors.check_entering(name, real_only, params, None, "parameter")
     return structure.unflatten(p if d else MASKED for p, d in zip(leaves, dtypes, strict=True))
@@ -55,7 +55,7 @@ def enter(
         errors.check_entering(name, real_only, updates, params)
         raise
     grads, like = list(map(tree.as_array, leaves)), list(map(tree.as_array, like))
-    dtypes = list(map(partial(_wide, real_only), grads, like))
+    dtypes = list(map(partial(_choose_dtype, real_only), grads, like))
     if None in dtypes or any(isinstance(g, LeafKind) for g in grads):
         errors.check_entering(name, real_only, updates, params)
 
@@ -68,7 +68,7 @@ def enter(
     return entering, wide, leave
 
 
-def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
+def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
     """Return the dtype for computing with a leaf: float32 or wider; None if it is not trained.
 
     This test may reject a leaf that `errors.check_entering` accepts; the leaf is then masked. It

@@ -35,7 +35,7 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
         if is_complex:
             who = name if name == real_only else f"{name}: {real_only}"
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
-        came = f"dtype {x.dtype}" if tree.is_array(x) else checks.shown(x)
+        came = f"dtype {x.dtype}" if tree.is_array(x) else checks.show(x)
         raise TypeError(
             f"{name}: {leaf} must be a floating-point array; got {came}{_split_hint(x)}"
         )
@@ -107,8 +107,8 @@ def name_integer_leaves(updates: Updates) -> Iterator[None]:
             raise
         raise TypeError(
             "the optimizer computes with the gradients of the integer leaves "
-            f"{tree.listed(integers)}, which are float0. Wrap it in optax.masked, or leave these "
-            "leaves out of params"
+            f"{tree.list_names(integers)}, which are float0. Wrap it in optax.masked, or leave "
+            "these leaves out of params"
         ) from error
 
 
@@ -185,7 +185,7 @@ def result_error(rule: partial[object], result: object, accumulators: Sequence[L
     values = result if isinstance(result, tuple | list) else (result,)
     came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
     return ValueError(
-        f"{checks.shown(rule.func)} must return an update and accumulators of "
+        f"{checks.show(rule.func)} must return an update and accumulators of "
         f"shapes {[x.shape for x in accumulators]}; it returned {came}"
     )
 

@@ -69,7 +69,7 @@ def apply(
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
     leaves, columns, structure = _align_trees(updates, state, params)
-    is_traced = checks.any_traced(map(numbers_of, leaves))
+    is_traced = checks.has_tracer(map(numbers_of, leaves))
     program = jit_if_traced(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
     def apply_at(i: int, g: Leaf, *row: Leaf) -> Any:
@@ -186,7 +186,7 @@ def merge_rows(updates: Updates) -> Updates:
     """Add up the repeated rows of row-sparse leaves, as norms need it; other leaves stay."""
     if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
-    return _map_row_sparse(lambda place, g: g.merged(), updates)
+    return _map_row_sparse(lambda place, g: g.merge(), updates)
 
 
 def densify_rows(updates: Updates, warning: str = "") -> Updates:
@@ -223,7 +223,7 @@ def global_norm(updates: Updates) -> jax.Array:
     """
 
     arrays = [jnp.asarray(numbers_of(g)) for g in tree.arrays(updates)]
-    square = jit_if_traced(_square, checks.any_traced(arrays))
+    square = jit_if_traced(_square, checks.has_tracer(arrays))
     squares = [square(x) for x in arrays]
     if not squares:
         return jnp.zeros((), jnp.float32)

@@ -119,7 +119,7 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
 
-def named(
+def record_call(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """Decorate a factory, so that the `repr` of its transformations is the call that made them."""
@@ -175,7 +175,7 @@ def transform(
     return decorate
 
 
-@named
+@record_call
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 

@@ -202,7 +202,7 @@ def key_name(key: object) -> str:
     return str(key)
 
 
-def listed(names: Sequence[str], most: int = 20) -> str:
+def list_names(names: Sequence[str], most: int = 20) -> str:
     """Return the first `most` names in quotes, for an error; of more, say how many there are."""
     return list_words([repr(name) for name in names], most)
 
@@ -229,6 +229,6 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
     lists = {"missing": missing, "not expected": extra}
-    where = "; ".join(f"{word} {listed(absent)}" for word, absent in lists.items() if absent)
+    where = "; ".join(f"{word} {list_names(absent)}" for word, absent in lists.items() if absent)
     where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

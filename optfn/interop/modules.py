@@ -25,7 +25,7 @@ def check_split(name: str, params: Params) -> None:
     _check_equinox(name, params)
 
 
-def _nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
+def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
     """Yield the nodes of a type and the leaves outside of them, each after its path."""
     for keys, x in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, kind)
@@ -39,7 +39,7 @@ def _check_nnx(name: str, params: Params) -> None:
         return
     untrained = [
         f"{path!r} of type {type(x).__name__}"
-        for path, x in _nodes(params, nnx.Variable)
+        for path, x in _iterate_nodes(params, nnx.Variable)
         if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
     ]
     if untrained:
@@ -72,7 +72,7 @@ def _check_equinox(name: str, params: Params) -> None:
         return
     untrained = [
         f"{tree.join(path, inner)!r} of type {type(x).__name__}"
-        for path, node in _nodes(params, eqx.Module)
+        for path, node in _iterate_nodes(params, eqx.Module)
         if isinstance(node, eqx.Module)
         for inner, x in tree.leaves_with_paths(node)
         if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))

@@ -87,7 +87,7 @@ class BufferLayout:
         """Whether the array is a single tensor."""
         return len(self.runs) == 1 and self.runs[0].num_tensors == 1
 
-    def tensors(self, x: jax.Array) -> list[jax.Array]:
+    def split_tensors(self, x: jax.Array) -> list[jax.Array]:
         """Return the tensors in an array, run by run, each run (num_tensors, *shape)."""
         pieces = [x]
         if len(self.runs) > 1:
@@ -103,7 +103,7 @@ class BufferLayout:
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
         if x.ndim > 1:
-            return self.tensors(x)
+            return self.split_tensors(x)
         return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
 
     def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
@@ -118,7 +118,9 @@ class BufferLayout:
         return dataclasses.replace(self, runs=tuple(runs))
 
 
-def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:
+def make_buffer_layout(
+    dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]
+) -> BufferLayout:
     """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
     runs: list[Run] = []
     for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
@@ -172,7 +174,7 @@ def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
         kept = [(run.shape, run.stacked, i) for i, run in runs if i in chosen]
-        buffers += [buffer_of(buffer.dtype, kept)] if kept else []
+        buffers += [make_buffer_layout(buffer.dtype, kept)] if kept else []
     frozen = tuple(i for i in layout.frozen if i in chosen)
     return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
 
@@ -184,5 +186,5 @@ def mark_layout(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
         leaves = [(run.shape, max(axes[i], run.stacked), i) for i, run in runs]
-        buffers.append(buffer_of(buffer.dtype, leaves))
+        buffers.append(make_buffer_layout(buffer.dtype, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))

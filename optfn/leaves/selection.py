@@ -28,7 +28,7 @@ class Selection:
 
         def keep(path: str, node: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.subset(node, self._numbers(path, node))
+                return packed.take_subset(node, self._numbers(path, node))
             return node if path in self.paths else optax.MaskedNode()
 
         return map_nodes(keep, values)

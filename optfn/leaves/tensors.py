@@ -187,7 +187,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
         if tree.is_masked(g) or not g.size:
             return g
         layout = layouts[place.number]
-        return layout.join([program(x) for x in layout.tensors(g)], g.shape)
+        return layout.join([program(x) for x in layout.split_tensors(g)], g.shape)
 
     return tree.map_named(map_leaf, updates)
 

@@ -1,8 +1,8 @@
 """Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
 The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
-workers. If its state says that it exchanges gradients itself (`per_worker.exchanges`), it gets each
-worker's own gradient instead.
+workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it gets
+each worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from optfn.collectives.means import mean_over_shard_groups
 from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
+from optfn.state.per_worker import find_exchange_axes, has_exchange, join_exchange_axes
 from optfn.state.placement import specs_of
 
 
@@ -42,7 +42,7 @@ def shard_map_step(
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may run over axes that do not split the batch. They must be bound too.
-        names = join_axes(data_axis, axes_of_exchanges(state.opt_state))
+        names = join_axes(data_axis, join_exchange_axes(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
@@ -131,9 +131,9 @@ def reduce_gradients(
       with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
     axes = workers.axes
-    if not axes or not exchanges(opt_state):
+    if not axes or not has_exchange(opt_state):
         return *mean_over_shard_groups(grads, metrics, workers), {}
-    remaining = [exclude_axes(axes, done) for done in exchanged_axes(opt_state, grads)]
+    remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
     for names in dict.fromkeys([axes, *remaining]):

@@ -78,20 +78,20 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
     """Begin to compute `fingerprints`, and return a function that waits for them."""
-    wait = _begin(_fingerprints, leaves)
+    wait = _begin_program(_fingerprints, leaves)
     return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
 
 
-def begin_are_finite(leaves: Sequence[Leaf]) -> Callable[[], bool]:
+def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
     """Begin to check floating-point arrays; return a function that tells whether all are finite.
 
     In a run of several processes, all must call both functions, and all get the same answer.
     """
-    wait = _begin(_have_nonfinite, leaves)
+    wait = _begin_program(_have_nonfinite, leaves)
     return lambda: not any(wait())
 
 
-def _begin(
+def _begin_program(
     program: Callable[[list[jax.Array]], jax.Array], leaves: Sequence[Leaf]
 ) -> Callable[[], list[np.ndarray]]:
     """Begin to compute a row of a program for each array, and return a function that waits."""
@@ -147,7 +147,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
     if not copied:
         return
     names, arrays, specs = zip(*copied, strict=True)
-    differ = np.asarray(_differ(arrays, specs, mesh).addressable_data(0))
+    differ = np.asarray(_compare_copies(arrays, specs, mesh).addressable_data(0))
     if differ.any():
         raise RuntimeError(
             f"the copies of {names[differ.argmax()]!r} differ between the devices of the mesh: all "
@@ -161,7 +161,7 @@ def _replica_axes(spec: P, mesh: Mesh) -> Axes:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _differ(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
+def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
     """Tell for each array whether the copies of a shard differ."""
 
     def compare(*shards: jax.Array) -> jax.Array:

@@ -39,9 +39,9 @@ from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
-from optfn.state.padded import Padded, cut, map_padded, padded
-from optfn.state.per_worker import axes_of_exchanges, check_wrappers, map_divided
-from optfn.state.placement import on_workers_of, spec_over_workers, specs_of
+from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
+from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
+from optfn.state.placement import spec_over_workers, specs_of, widen_init
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -63,13 +63,13 @@ class Layout:
     gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
         return tree.map_arrays(lambda x: P(), params)
 
-    def dense_gradients(self, params: Params) -> PyTree:
+    def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
-        return self.dense_params(params)
+        return self.dense_param_specs(params)
 
     @property
     def data_axes(self) -> Axes:
@@ -82,7 +82,7 @@ class Layout:
         return exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
-    def divides(self) -> bool:
+    def is_divided(self) -> bool:
         """Whether the devices of a worker keep shards of arrays."""
         return bool(self.shard_axes)
 
@@ -93,11 +93,11 @@ class Layout:
 
     def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
-        return self._add_tables(self.dense_params(params), params)
+        return self._add_tables(self.dense_param_specs(params), params)
 
     def gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
-        return self._add_tables(self.dense_gradients(params), params)
+        return self._add_tables(self.dense_gradient_specs(params), params)
 
     def is_table(self, params: Params) -> PyTree:
         """Return for each leaf of params whether it is a table; masked leaves stay masked."""
@@ -123,13 +123,13 @@ class Layout:
     ) -> PyTree:
         """Replace the specs of the leaves at these paths by `spec`; raise where it does not fit."""
 
-        def chosen(place: tree.Place, x: Leaf, old: P) -> P:
+        def choose(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
                 return old
             _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
             return spec
 
-        return tree.map_named(chosen, params, specs)
+        return tree.map_named(choose, params, specs)
 
     def state_specs(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
@@ -139,7 +139,7 @@ class Layout:
         gradient of that parameter, also behind further leading axes such as that of a history. An
         array of another shape is divided along its first dimension that the shard axes divide.
         """
-        if not self.divides:
+        if not self.is_divided:
             return specs_of(state, self.worker_axes)
         check_wrappers("the optimizer", state)
         owners = self._specs_by_path(params)
@@ -157,22 +157,22 @@ class Layout:
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
-            padded = self.padded_shape(jnp.shape(p), spec)
-            leading = _leading(shape, padded)
+            padded = self.pad_shape(jnp.shape(p), spec)
+            leading = _count_leading(shape, padded)
             # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
-                return _over_both(over, P(*[None] * leading, *spec) if any(spec) else P())
+                return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
             # 5. x has only the padded layers in common with it: a device keeps those of its layers.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
             # 6. x has a number for each index of leading axes, such as the scale of a row: a device
             #    keeps those of its shard.
             if shape == padded[: len(shape)]:
-                return _over_both(over, P(*spec[: len(shape)]))
+                return _join_specs(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
             #    x, along any dimension that fits; else it is whole on each device of a worker.
-            return _over_both(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
+            return _join_specs(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
 
         return map_entries(state_spec, state, owners)
 
@@ -195,7 +195,7 @@ class Layout:
         """Return the dimensions that a spec divides over shard axes, with these axes."""
         return divisions_of(spec, self.shard_axes)
 
-    def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+    def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of an array with padding, so that all shards have one size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
@@ -215,23 +215,23 @@ class Layout:
             if entry.param is None:
                 return x
             p, spec = owners[entry.param]
-            shape = self.padded_shape(jnp.shape(p), spec)
-            leading = _leading(x.shape, jnp.shape(p))
+            shape = self.pad_shape(jnp.shape(p), spec)
+            leading = _count_leading(x.shape, jnp.shape(p))
             end = leading + len(spec)
             if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            return padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
+            return wrap_padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
 
         return map_entries(pad, state, owners)
 
-    def unpadded(self, state: OptState) -> OptState:
+    def unpad_state(self, state: OptState) -> OptState:
         """Return a stored state without padding, as an update takes it inside jit."""
 
-        def without_padding(x: Padded) -> jax.Array:
+        def unpad_leaf(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
-            return meshes.constrain_sharding(cut(x), self.mesh, spec)
+            return meshes.constrain_sharding(unwrap_padded(x), self.mesh, spec)
 
-        return map_padded(without_padding, state)
+        return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
         """Return the shard group of a worker, which divides gradients; None for one device."""
@@ -245,7 +245,7 @@ class Layout:
         ]
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
-    def bound_specs(self, specs: PyTree) -> PyTree:
+    def restrict_specs(self, specs: PyTree) -> PyTree:
         """Keep only the shard axes in specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
@@ -268,7 +268,7 @@ class Layout:
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def put(self, params: Params) -> Params:
+    def place_params(self, params: Params) -> Params:
         """Copy params to the mesh, each divided by its spec."""
         placements = self.shardings(self.param_specs(params), params)
         return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
@@ -289,24 +289,24 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = self.stored_init(init)
+        all_workers = self.make_padded_init(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = self.shardings(self.state_specs(shapes, params), shapes)
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
-    def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers.
 
         Args:
           init: the function from params to the state of one worker.
         """
-        widened = on_workers_of(self._leaf_shaped(init), self.mesh, self.worker_axes)
+        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
         return lambda params: self.stored(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
-        divided = [axis for axis in axes_of_exchanges(state) if axis in self.shard_axes]
+        divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -321,13 +321,15 @@ class Layout:
                 "axes that divide them, shard=sharded(..., axis=), or leave shard out"
             )
 
-    def _leaf_shaped(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def _reshape_to_leaves(
+        self, init: Callable[[Params], OptState]
+    ) -> Callable[[Params], OptState]:
         """Wrap `init`: reshape flat per-worker arrays to their leaf, so that specs can divide them.
 
         A shard of a leaf is not a contiguous range of the flat array.
         """
 
-        def reshaped(params: Params) -> OptState:
+        def init_in_shapes(params: Params) -> OptState:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
@@ -343,14 +345,14 @@ class Layout:
             state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
             return map_entries(shape, state, owners)
 
-        return reshaped if self.worker_axes and self.divides else init
+        return init_in_shapes if self.worker_axes and self.is_divided else init
 
 
 class Replicated(Layout):
     """Params and state are whole on every device of a worker; only rows of tables are divided."""
 
 
-def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
     """Return how many leading axes `shape` has in front of `of`; 0 if it does not end with `of`."""
     extra = len(shape) - len(of)
     return extra if extra > 0 and shape[extra:] == of else 0
@@ -361,7 +363,7 @@ def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...
     return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
-def _over_both(over: P, spec: P) -> P:
+def _join_specs(over: P, spec: P) -> P:
     """Return the spec of an array that is divided over workers, and by `spec` within each."""
     if not any(over):
         return spec

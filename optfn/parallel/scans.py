@@ -20,7 +20,7 @@ from optfn.collectives.axes import Division, is_spec, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
-from optfn.core.checks import shown
+from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.parallel.mesh_layout import Layout
@@ -148,7 +148,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
     """
     if not callable(fn):
-        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {show(fn)}")
     if isinstance(stacked, list):
         raise TypeError(
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "

@@ -155,7 +155,7 @@ class ShardState(Layout):
 
     whole: Pattern | None = None
 
-    def dense_gradients(self, params: Params) -> PyTree:
+    def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return specs that divide each floating-point leaf along one dimension.
 
         A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
@@ -172,7 +172,7 @@ class ShardState(Layout):
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
         """
-        stacked = contents.stacked_axes(params)
+        stacked = contents.count_stacked_axes(params)
         axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
         small = find_small_leaves(params, self.num_shards)
 
@@ -206,7 +206,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
     latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
     or, with more than 100 devices, a ten-thousandth of params.
     """
-    stacked = contents.stacked_axes(params)
+    stacked = contents.count_stacked_axes(params)
     sizes: dict[int, int] = {}
     layers: dict[int, int] = {}
     for place, x in tree.items(params):
@@ -234,7 +234,7 @@ class ShardParams(ShardState):
     name = "params"
     keeps_params = False
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
@@ -249,13 +249,13 @@ class ShardBySpec(Layout):
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
 
     @property
-    def divides(self) -> bool:
+    def is_divided(self) -> bool:
         """Whether the devices of a worker keep shards of arrays."""
         return True
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf; P() if none does."""
-        specs = super().dense_params(params)
+        specs = super().dense_param_specs(params)
         for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
         return specs

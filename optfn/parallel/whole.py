@@ -28,13 +28,13 @@ def find_layer_axes(
     """
     chosen = patterns.match_names(whole, params, "whole")
     rows = patterns.match_names(tables, params, "tables")
-    stacked_axes, found = contents.stacked_axes(params), {}
+    stacked_axes, found = contents.count_stacked_axes(params), {}
     for place, x in tree.items(params):
         path = str(place)
         if path not in chosen or tree.is_masked(x) or not tree.is_inexact(x):
             continue
         shape, stacked = jnp.shape(x), stacked_axes[place.number]
-        if problem := _problem(shape, stacked, path in rows):
+        if problem := _find_layer_problem(shape, stacked, path in rows):
             raise ValueError(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
             )
@@ -42,7 +42,7 @@ def find_layer_axes(
     return found
 
 
-def _problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
+def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
     """Return the reason why a leaf cannot be divided by layers, or ""."""
     if is_table:
         return "a table, whose rows are divided"

@@ -17,9 +17,7 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def params_of_leaves(
-    named: Iterable[tuple[str, Any]], paths: Iterable[str]
-) -> Iterator[str | None]:
+def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iterator[str | None]:
     """Yield the path of its parameter for each (name, array) of a state; None for counters, rates.
 
     It is the longest of `paths` that the name ends with, before any numbers, which count the arrays
@@ -30,40 +28,40 @@ def params_of_leaves(
     for name, leaf in named:
         ends = (
             path
-            for end in _without_numbers(name)
+            for end in _strip_numbers(name)
             for path in longest_first
             if end.endswith(f"/{path}") or (path == "" and leaf.shape)
         )
         yield next(ends, None)
 
 
-def _without_numbers(name: str) -> Iterator[str]:
+def _strip_numbers(name: str) -> Iterator[str]:
     """Yield a name, and the name without each number that it ends with."""
     yield name
     before, _, last = name.rpartition("/")
     if last.isdigit():
-        yield from _without_numbers(before)
+        yield from _strip_numbers(before)
 
 
-def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
+def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
     """Yield the nodes of a state that are chosen, each before those inside of it."""
     for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
         if chosen(node):
             yield node
-            yield from nested(chosen, children(node))
+            yield from iterate_nodes(chosen, get_children(node))
 
 
-def children(node: object) -> list[Any]:
+def get_children(node: object) -> list[Any]:
     """Return the children of a node."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
-def main_state(state: OptState) -> OptState:
+def find_main_state(state: OptState) -> OptState:
     """Return the state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
-    found = next(nested(lambda x: traits_of(x).labels not in ("", "*"), state), None)
+    found = next(iterate_nodes(lambda x: traits_of(x).labels not in ("", "*"), state), None)
     return state if found is None else found._asdict()[traits_of(found).labels]
 
 
@@ -160,7 +158,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
     yield from walk(state, "", "")
 
 
-def names_within(names: Iterable[str], field: str) -> dict[str, str]:
+def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
     """Map the path within a field to the name, for the field and each array in it.
 
     All names are in the field "".
@@ -169,7 +167,7 @@ def names_within(names: Iterable[str], field: str) -> dict[str, str]:
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
-def reports_of(state: OptState) -> Callable[[str], bool]:
+def make_report_test(state: OptState) -> Callable[[str], bool]:
     """Return a function that tells whether a name is of a field that only reports on a run.
 
     Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
@@ -184,7 +182,7 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         for field, report in reports.items()
         if report is None or not report.is_needed
     ]
-    present = {state_word(type(x)) for x in nested(is_state, state)}
+    present = {state_word(type(x)) for x in iterate_nodes(is_state, state)}
 
     def is_report(name: str) -> bool:
         words = name.split("/")

@@ -24,10 +24,10 @@ from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.state.encoded import codes_by_name
+from optfn.state.encoded import find_codes
 from optfn.state.inventory import Entry, arrays_with_entries, map_entries
-from optfn.state.names import names_within
-from optfn.state.per_worker import check_wrappers, has_own_state
+from optfn.state.names import find_names_in_field
+from optfn.state.per_worker import check_wrappers, has_per_worker_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -74,7 +74,7 @@ def state_specs(
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
-def on_workers_of(
+def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
     """Return `init` with its result widened from one worker to all workers of a mesh.
@@ -92,13 +92,13 @@ def on_workers_of(
         if entry.kept == "per_worker":
             return jnp.tile(x, (count, *[1] * (x.ndim - 1)))
         if entry.kept == "sliced":
-            return padded_to_multiple(x, entry.size, count)
+            return pad_to_multiple(x, entry.size, count)
         return jnp.full_like(x, count)
 
     return lambda params: map_entries(widen, init(params))
 
 
-def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
+def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     """Return x[..., :size], padded with zeros until `count` divides its last axis.
 
     Args:
@@ -141,7 +141,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     count = checks.count("num_workers", num_workers)
     if isinstance(opt_state, Mapping):
         return _rescale_mapping(opt_state, count)
-    if not has_own_state(opt_state):
+    if not has_per_worker_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
     rescaled = _rescale(arrays_with_entries(opt_state), count)
     return jax.tree.unflatten(jax.tree.structure(opt_state), rescaled)
@@ -151,9 +151,9 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
-    codes = codes_by_name(names)
+    codes = find_codes(names)
     entries = [Entry(name, None, "per_worker", codes=codes.get(name)) for name in names]
-    entries += [Entry(name, None, "count") for name in count_names(mapping, names)]
+    entries += [Entry(name, None, "count") for name in find_count_names(mapping, names)]
     saved = [np.asarray(mapping[entry.name]) for entry in entries]
     arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
     rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
@@ -177,21 +177,21 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
 
     def rescale(entry: Entry, x: Leaf) -> Any:
         if entry.kept == "replicated":
-            return _host_array(x)
+            return _to_host(x)
         if entry.kept == "sliced":
-            return padded_to_multiple(np.asarray(x), entry.size, count)
+            return pad_to_multiple(np.asarray(x), entry.size, count)
         if entry.kept == "count":
             return np.full_like(x, count)
-        by_worker = _by_worker(x, old_count, entry.name)
+        by_worker = _split_by_worker(x, old_count, entry.name)
         if entry.codes is None:
-            return _repeat(_mean(by_worker), count)
-        scales = _by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
+            return _repeat(_average_workers(by_worker), count)
+        scales = _split_by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
         return _repeat(entry.codes.field.mean(by_worker, scales), count)
 
     return [rescale(entry, x) for entry, x in pairs]
 
 
-def _host_array(x: object) -> object:
+def _to_host(x: object) -> object:
     """Return an array that this process can read on the host, a key on its first device."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
@@ -200,7 +200,7 @@ def _host_array(x: object) -> object:
     return np.asarray(x)
 
 
-def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
+def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
     """Return the `num_workers` keys that belong to these per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
@@ -208,14 +208,14 @@ def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
 
     def counts(name: str) -> bool:
         owner, _, field = name.rpartition("/")
-        return field == "num_workers" and bool(names_within(per_worker, owner))
+        return field == "num_workers" and bool(find_names_in_field(per_worker, owner))
 
     return [name for name in names if name not in per_worker and counts(name)]
 
 
-def workers_of(opt_state: OptState) -> int:
+def count_workers(opt_state: OptState) -> int:
     """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
-    if not has_own_state(opt_state):  # the names of a large state take time
+    if not has_per_worker_state(opt_state):  # the names of a large state take time
         return 0
     counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
@@ -236,7 +236,7 @@ def _common_count(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
+def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
     """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
@@ -247,7 +247,7 @@ def _by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
     return array.reshape(count, array.shape[0] // count, *array.shape[1:])
 
 
-def _mean(by_worker: np.ndarray) -> np.ndarray:
+def _average_workers(by_worker: np.ndarray) -> np.ndarray:
     """Return the mean over the workers of (workers, n, …); worker 0's array if it has integers."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])

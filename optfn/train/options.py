@@ -152,11 +152,11 @@ class StepArguments(StepOptions):
             )
         arguments = ["params", "model_state", "batch"] if self.model_state else ["params", "batch"]
         if value_and_grad is not None:
-            checks.takes("value_and_grad", value_and_grad, arguments)
+            checks.check_signature("value_and_grad", value_and_grad, arguments)
             return
         if self.rng is not False:
             arguments.append("key")
-        checks.takes("loss_fn", loss_fn, arguments)
+        checks.check_signature("loss_fn", loss_fn, arguments)
 
     def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""
@@ -187,7 +187,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.shown(mesh)}"
+            f"got {checks.show(mesh)}"
         )
     meshes.check_axis_names("data_axis", data_axis)
     if mesh is not None:

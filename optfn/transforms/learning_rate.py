@@ -95,9 +95,11 @@ def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Arr
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
-        from optfn.transforms.scheduled import at_step
+        from optfn.transforms.scheduled import evaluate_schedule
 
-        rate = at_step("learning_rate", learning_rate, state.step, state.learning_rate.dtype)
+        rate = evaluate_schedule(
+            "learning_rate", learning_rate, state.step, state.learning_rate.dtype
+        )
     return rate, type(state)(core.next_step(state.step), rate)
 
 

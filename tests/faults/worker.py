@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import compare_replicas, data_mesh, exchange, top_k
-from optfn.sparse.sharded_table import natural
+from optfn.sparse.sharded_table import to_logical
 
 STEPS = 12
 ROWS = 24  # of the table
@@ -87,7 +87,7 @@ def batches(examples=8, bad=()):
 
 def digest(params):
     own = hashlib.sha256()
-    for x in jax.tree.leaves(natural(params)):
+    for x in jax.tree.leaves(to_logical(params)):
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             x = process_allgather(x, tiled=True)
         own.update(np.asarray(x).tobytes())
