@@ -22,7 +22,7 @@ from optfn.wrappers.attributes import (
 _MAX_MASKED_DENSITY = 0.02
 
 
-@core.named
+@core.record_call
 def dgc_momentum(
     learning_rate: Number | Schedule,
     momentum: Number,

@@ -42,7 +42,14 @@ from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
 from optfn.sparse.rows import Rows
-from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
+from optfn.state.per_worker import (
+    Divided,
+    Exchanged,
+    PerWorker,
+    mark_divided,
+    mark_exchanged,
+    mark_per_worker,
+)
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
@@ -86,7 +93,7 @@ class _Options(Sending):
         """The axes of all devices that take part in a step."""
         return join_axes(self.axis_name, self.group and self.group.axes)
 
-    def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
+    def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
@@ -104,7 +111,7 @@ class _Options(Sending):
         return zeros_like_mean(g, self.axis_name) if rows is None else rows
 
 
-@core.named
+@core.record_call
 def exchange(
     compressor: Choice | None = None,
     *,
@@ -194,9 +201,9 @@ def exchange(
                 check_compressor('exchange: with route="parts" compressor', codec)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
+        tx = core.Transform(partial(_init_dense, options), partial(_average_dense, options))
     else:
-        init, update = partial(_residuals_of_zeros, options), partial(_mean_of_packets, options)
+        init, update = partial(_init_residuals, options), partial(_mean_of_packets, options)
         tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
     return _hide_frozen(tx, attrs)
 
@@ -217,17 +224,17 @@ def _hide_frozen(
     def init(params: Params) -> Any:
         state = masking.init(params)
         mark = state.exchanged
-        whole = packed.unpack(leafwise.inexact(params))
-        return state._replace(exchanged=exchanged(whole, mark.axes, mark.traffic))
+        whole = packed.unpack(leafwise.keep_inexact(params))
+        return state._replace(exchanged=mark_exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, masking.update)
 
 
-def _mark_exchanged(options: _Options, params: Params) -> ExchangeDenseState:
-    return ExchangeDenseState(exchanged(params, options.axis_name))
+def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+    return ExchangeDenseState(mark_exchanged(params, options.axis_name))
 
 
-def _plain_mean(
+def _average_dense(
     options: _Options,
     updates: Updates,
     state: ExchangeDenseState,
@@ -238,14 +245,14 @@ def _plain_mean(
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
-    check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
+    check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
     return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
-def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
+def _init_residuals(options: _Options, params: Params) -> ExchangeState:
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
-    pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
+    pairs = list(zip(options.choose_compressors(whole), leaves, strict=True))
     masked = optax.MaskedNode()
     residuals = [masked if c is None else jnp.zeros(p.shape or 1, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
@@ -254,10 +261,10 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        per_worker(structure.unflatten(residuals), options.axis_name),
+        mark_per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, traffic),
-        divided(structure.unflatten(published), options.axis_name)
+        mark_exchanged(params, options.axis_name, traffic),
+        mark_divided(structure.unflatten(published), options.axis_name)
         if options.route == "parts"
         else (),
     )

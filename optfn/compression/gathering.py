@@ -75,7 +75,7 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
-    return Rows(indices, values, like.num_rows, parts=workers, view=like.view).merged()
+    return Rows(indices, values, like.num_rows, parts=workers, view=like.view).merge()
 
 
 def encode_all(

@@ -1,4 +1,4 @@
-"""An exchange between workers that are groups of devices: each device exchanges its shards."""
+"""An exchange between shard groups: each device of a worker exchanges its shards."""
 
 from collections.abc import Callable
 from typing import Any

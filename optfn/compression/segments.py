@@ -119,7 +119,7 @@ class RowChunks:
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
         """
 
-        def of_each(x: jax.Array) -> jax.Array:
+        def reduce_each(x: jax.Array) -> jax.Array:
             flat, length = x.reshape(-1), self.flat.length
             end = flat.size // length * length
             views = flat[:end].reshape(-1, length), flat[end:].reshape(1, -1)
@@ -127,8 +127,8 @@ class RowChunks:
             return jnp.concatenate(found) if len(found) > 1 else found[0]
 
         if self.rows < 2:
-            return of_each(x) if x.size else jnp.zeros(0, jnp.float32)
-        result: jax.Array = xla.on_cpu(of_each, lambda x: fn(x, self), x)
+            return reduce_each(x) if x.size else jnp.zeros(0, jnp.float32)
+        result: jax.Array = xla.call_for_platform(reduce_each, lambda x: fn(x, self), x)
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ class RowChunks:
         return self._reduce_rows(x, jnp.max)
 
     def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-        of_rows = xla.reduced_rows(x, of_axis).reshape(-1)
+        of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
@@ -231,11 +231,11 @@ class Segments:
         """The index of the first entry of each row in its array, (rows,)."""
         return np.concatenate([rows.starts for rows in self.arrays])
 
-    def spread_over_rows(self, per_segment: jax.Array) -> jax.Array:
+    def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
         """Repeat a number per segment for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
-    def spread_over_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
+    def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
         """Repeat a number per segment for each of its k entries, (∑k,).
 
         It is broadcast, because a constant of this size would take seconds to compile.
@@ -254,7 +254,7 @@ class Segments:
         """Split an array with a number for each of the k entries of the segments, by array."""
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
-    def totals(self, per_row: jax.Array) -> jax.Array:
+    def sum_segments(self, per_row: jax.Array) -> jax.Array:
         """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""
         if self.chunk is not None:
             return per_row

@@ -18,7 +18,7 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
-from optfn.transforms.in_place import when
+from optfn.transforms.in_place import run_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sending:
                 [leaf.direction for leaf in leaves],
             )
             leaves = list(map(lambda leaf, mean: leaf._replace(direction=mean), leaves, means))
-        (sent,) = when(sends, [partial(self._send_accumulated, compressors)], (leaves,))
+        (sent,) = run_if(sends, [partial(self._send_accumulated, compressors)], (leaves,))
         return sent
 
     def _send_accumulated(

@@ -52,7 +52,7 @@ def slicewise_mean(
         return _unzip(encode_all(compressors, xs, states))
 
     # 1. Every worker cuts its accumulated updates into N slices, (N, …).
-    slices = [_slices(leaf.residual, workers) for leaf in leaves]
+    slices = [_cut_slices(leaf.residual, workers) for leaf in leaves]
     # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices; the
     #    sender has its own N packets.
     means, packets, _ = mean_scatter_slices(slices, encode_slices, decode, axis_name)
@@ -70,9 +70,9 @@ def slicewise_mean(
     def rebuild(
         leaf: LeafInExchange, direction: jax.Array, residual: jax.Array, state: PyTree, x: jax.Array
     ) -> LeafInExchange:
-        direction = _leaf_of_slices(direction, leaf.direction.shape)
+        direction = _join_slices(direction, leaf.direction.shape)
         x = _replace_slice_of_owner(leaf, x.reshape(-1), worker)
-        return LeafInExchange(direction, _leaf_of_slices(residual, leaf.residual.shape), state, x)
+        return LeafInExchange(direction, _join_slices(residual, leaf.residual.shape), state, x)
 
     return list(map(rebuild, leaves, directions, residuals, next_states, published))
 
@@ -90,7 +90,7 @@ def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
 
 
-def _slices(x: jax.Array, count: int) -> jax.Array:
+def _cut_slices(x: jax.Array, count: int) -> jax.Array:
     """Return an array as `count` slices, (count, …), padded with zeros where they are flat."""
     shape = slice_shape(x.shape, count)
     if x.size % count:
@@ -98,8 +98,8 @@ def _slices(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(count, *shape)
 
 
-def _leaf_of_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array that `_slices` cut."""
+def _join_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the array that `_cut_slices` cut."""
     size = math.prod(shape)
     return (slices if slices.size == size else slices.reshape(-1)[:size]).reshape(shape)
 
@@ -117,7 +117,7 @@ def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.
     assert leaf.published is not None
     x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
     if _has_all_slices(leaf, math.prod(shape)):
-        x = lax.dynamic_index_in_dim(_slices(x, count), worker, keepdims=False)
+        x = lax.dynamic_index_in_dim(_cut_slices(x, count), worker, keepdims=False)
     return x.reshape(shape)
 
 
@@ -127,7 +127,5 @@ def _replace_slice_of_owner(leaf: LeafInExchange, x: jax.Array, worker: jax.Arra
     x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)
     if not _has_all_slices(leaf, x.size):
         return x
-    slices = _slices(leaf.published, -(-leaf.published.size // x.size))
-    return _leaf_of_slices(
-        lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape
-    )
+    slices = _cut_slices(leaf.published, -(-leaf.published.size // x.size))
+    return _join_slices(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape)

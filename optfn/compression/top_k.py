@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optfn.compression.compressors import ShownAsCall, show_call
-from optfn.compression.k_largest import num_selected, search_of
-from optfn.compression.packets import PacketFormat
+from optfn.compression.k_largest import make_search, num_selected
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32, format_with_scales
 from optfn.core import checks
@@ -58,7 +58,7 @@ class TopK(ShownAsCall):
             return []
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
-        values, index = search_of(segments, k).largest(flat, k)
+        values, index = make_search(segments, k).largest(flat, k)
         sizes = [x.size for x in flat]
         return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from optfn.wrappers.attributes import ParamAttrs
 
 
-def scale_by_adam_in(
+def choose_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Unchecked:
     """Return Adam's rule: `scale_by_adam`, unless moments are stored narrow or lazy is "exact"."""
@@ -67,6 +67,6 @@ def adam(
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return [
-        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        choose_adam(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate.unchecked(learning_rate),
     ]

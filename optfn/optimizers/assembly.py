@@ -48,8 +48,8 @@ def optimizer(
         bound.apply_defaults()
         fields = {"call": (name, args, kwargs), "module": factory.__module__}
         clip, penalty, attrs, masters = (bound.arguments[name] for name in COMMON)
-        clip = _optional("grad_clip", clip, "optfn.clip_by_global_norm")
-        penalty = _optional("regularization", penalty, "optfn.l2_decay")
+        clip = _check_optional("grad_clip", clip, "optfn.clip_by_global_norm")
+        penalty = _check_optional("regularization", penalty, "optfn.l2_decay")
         # Only an optimizer with attributes or masters imports them.
         if attrs is None and masters is False:
             rules = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
@@ -64,7 +64,7 @@ def optimizer(
     return make
 
 
-def _optional(
+def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
     return None if tx is None else core.check_transform(argument, tx, usual)

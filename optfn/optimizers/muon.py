@@ -14,7 +14,7 @@ from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import restrict
-from optfn.optimizers.adam import scale_by_adam_in
+from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.muon import Scale, matrix_paths, scale_by_muon
@@ -101,7 +101,7 @@ def muon(
     ]
     links = [dense_rows.unchecked("muon"), direction]
     if others is None:
-        adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        adam = choose_adam(0.9, 0.999, 1e-8, False, moment_dtype, False)
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]

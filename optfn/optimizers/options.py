@@ -6,7 +6,7 @@ import optax
 
 from optfn import core
 from optfn.wrappers.attributes import apply_attributes
-from optfn.wrappers.master_weights import masters_of
+from optfn.wrappers.master_weights import choose_masters
 
 
 def apply_options(
@@ -21,7 +21,7 @@ def apply_options(
 
     Masters are inside: attributes freeze a parameter together with its master.
     """
-    masters = masters_of(multi_precision)
+    masters = choose_masters(multi_precision)
 
     def build(
         before: Sequence[optax.GradientTransformation],

@@ -17,14 +17,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import Division, is_spec, join_axes
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
-from optfn.core.checks import shown
+from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import compiler_slices, gather_shard
-from optfn.state.placement import num_workers
 
 
 class _Shard(NamedTuple):
@@ -49,7 +49,7 @@ class _Shard(NamedTuple):
         if self.layout.gather is None and self.layout.reduce is None:
             return None
         names = join_axes(*(names for _, names in self.divisions))
-        size = self.array.size * num_workers(self.layout.mesh, names)
+        size = self.array.size * count_devices(self.layout.mesh, names)
         return self.step if size >= MIN_SIZE else None
 
     def gather(self) -> jax.Array:
@@ -66,7 +66,7 @@ class _Shard(NamedTuple):
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
             return self
-        count = num_workers(self.layout.mesh, names)
+        count = count_devices(self.layout.mesh, names)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
         sizes = enumerate(self.array.shape)
@@ -148,12 +148,13 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
     """
     if not callable(fn):
-        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {show(fn)}")
     if isinstance(stacked, list):
         raise TypeError(
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
+    # 1. The shards of the params that this step has gathered; other leaves are scanned as they are.
     leaves, structure = jax.tree.flatten(_unwrap_stacked(stacked))
     found = [x and x.divide_layers() for x in map(_shard_of_gathered.get().get, map(id, leaves))]
     shards = [leaf if x is None else x.array for leaf, x in zip(leaves, found, strict=True)]
@@ -164,6 +165,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"shapes {shapes}"
         )
 
+    # 2. Scan over the shards, and gather a layer when its turn comes.
     def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
         pairs = zip(shards, found, strict=True)
         layer = [shard if known is None else known.gather_layer(shard) for shard, known in pairs]
@@ -171,6 +173,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     apply = fn
     if any(x is not None for x in found):
+        # The backward pass gathers each layer again, instead of keeping whole layers of all params.
+        # The barriers of prevent_cse are for code without a loop: a scan cannot merge the passes.
         apply = functools.partial(_recompute_once, fn)
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, shards)[0]
@@ -196,6 +200,6 @@ def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
     def unwrap(x: PyTree) -> PyTree:
-        return _unwrap_stacked(tree.inside(x)) if tree.is_transparent(x) else x
+        return _unwrap_stacked(tree.inner_tree(x)) if tree.is_transparent(x) else x
 
     return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)

@@ -16,7 +16,7 @@ from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read,
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.rows import Rows
-from optfn.sparse.tables import lookup_rows, num_rows_of
+from optfn.sparse.tables import count_rows, lookup_rows
 
 
 @jax.tree_util.register_pytree_node_class
@@ -56,13 +56,13 @@ class Table:
             raise AttributeError(name)
         if name in ("shape", "dtype", "ndim", "size"):
             return getattr(self._array, name)
-        raise _dense_use(self.path, f"its attribute {name!r}")
+        raise _dense_use_error(self.path, f"its attribute {name!r}")
 
     def __jax_array__(self) -> Any:
-        raise _dense_use(self.path, "an operation on the whole array")
+        raise _dense_use_error(self.path, "an operation on the whole array")
 
     def __array__(self, *args: object, **options: object) -> Any:
-        raise _dense_use(self.path, "a conversion to NumPy")
+        raise _dense_use_error(self.path, "a conversion to NumPy")
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], str]:
         """Return the array and, as static data, the path."""
@@ -74,16 +74,16 @@ class Table:
         return cls(children[0], path)
 
 
-def _dense_use(path: str, use: str) -> TypeError:
+def _dense_use_error(path: str, use: str) -> TypeError:
     return TypeError(
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
 
 
-def _refusing(operation: str) -> Callable[..., Any]:
+def _make_refusal(operation: str) -> Callable[..., Any]:
     def refuse(self: Table, *args: object) -> Any:
-        raise _dense_use(self.path, operation)
+        raise _dense_use_error(self.path, operation)
 
     return refuse
 
@@ -92,9 +92,9 @@ def _refusing(operation: str) -> Callable[..., Any]:
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow")
 _OPERATORS = ("neg", "abs", "len", "iter", "bool", "contains", "float", "int")
 for _name in (*_BINARY, *_OPERATORS, "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Table, f"__{_name}__", _refusing(_name))
+    setattr(Table, f"__{_name}__", _make_refusal(_name))
 for _name in _BINARY:
-    setattr(Table, f"__r{_name}__", _refusing(_name))
+    setattr(Table, f"__r{_name}__", _make_refusal(_name))
 
 
 class LossOfTables:
@@ -121,22 +121,22 @@ class LossOfTables:
     ) -> None:
         paths = patterns.match_names(pattern, params, "tables")
 
-        def enter(place: tree.Place, x: Leaf) -> Leaf:
+        def wrap_table(place: tree.Place, x: Leaf) -> Leaf:
             path = str(place)
             if path not in paths:
                 return x
             _check_table(path, x)
             if owners is not None:
                 # In a shard, negative ids would count from its end.
-                x = jax.ShapeDtypeStruct((num_rows_of(owners, x), *x.shape[1:]), x.dtype)
+                x = jax.ShapeDtypeStruct((count_rows(owners, x), *x.shape[1:]), x.dtype)
             return Table(x, path)
 
-        self._program = Equations(loss_fn, tree.map_named(enter, params))
+        self._program = Equations(loss_fn, tree.map_named(wrap_table, params))
         self._owners = owners
         self.inputs = self._program.inputs
         named = zip(self.inputs, tree.array_paths(params), strict=True)
         self.tables = {v: path for v, path in named if path in paths}
-        self.lookups = _lookups(self._program, self.tables)
+        self.lookups = _find_lookups(self._program, self.tables)
 
     def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the ids and the rows of each lookup, by the equations that these depend on.
@@ -148,14 +148,14 @@ class LossOfTables:
         if self._owners is not None:
             instead = {id(e): partial(_fetch_rows, e, self._owners) for e in self.lookups}
         outputs = [e.outvars[0] for e in self.lookups]
-        found = self._program.run(self._program.needed_for(outputs), known, instead)
+        found = self._program.run(self._program.find_equations(outputs), known, instead)
         starts = read(found, [e.invars[1] for e in self.lookups])
         return [x[..., 0] for x in starts], read(found, outputs)
 
     def value(self, known: Environment, rows: list[jax.Array]) -> Any:
         """Return the loss for the values of the inputs and the rows of each lookup."""
         pairs = zip(self.lookups, rows, strict=True)
-        instead = {id(e): partial(_constant, x) for e, x in pairs}
+        instead = {id(e): partial(_return_constant, x) for e, x in pairs}
         values = self._program.run(self._program.equations, known, instead)
         return self._program.structure.unflatten(read(values, self._program.outputs))
 
@@ -164,7 +164,7 @@ class LossOfTables:
         found: dict[Atom, list[_Lookup]] = {v: [] for v in self.tables}
         for lookup in zip(self.lookups, ids, row_grads, strict=True):
             found[lookup[0].invars[0]].append(lookup)
-        return {v: _rows(type_of(v), lookups) for v, lookups in found.items()}
+        return {v: _collect_rows(type_of(v), lookups) for v, lookups in found.items()}
 
 
 # The equation of a lookup, its ids, and the gradient of the rows that it returns.
@@ -176,7 +176,7 @@ def _fetch_rows(
 ) -> list[jax.Array]:
     """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], shard.shape[1:]
-    count = num_rows_of(owners, shard)
+    count = count_rows(owners, shard)
     # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
     found = lookup_rows(owners, shard, inside.reshape(-1).astype(jnp.int32)).reshape(
@@ -190,7 +190,7 @@ def _fetch_rows(
     return [jnp.moveaxis(found, last, equation.params["dimension_numbers"].offset_dims)]
 
 
-def _constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
+def _return_constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
     return [x]
 
 
@@ -202,7 +202,7 @@ def _check_table(path: str, leaf: Leaf) -> None:
         raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
 
 
-def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
+def _find_lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
     """Return the equations that look up rows; raise a TypeError if a table is used otherwise.
 
     Args:
@@ -221,11 +221,11 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
                     f"table {path!r} is used inside the body of {name}, where lookups cannot be "
                     "found. Look the rows up before it, and pass them in"
                 )
-            raise _dense_use(path, name)
+            raise _dense_use_error(path, name)
         found.append(equation)
     for v in variables(program.outputs):
         if v in path_of:
-            raise _dense_use(path_of[v], "it is returned")
+            raise _dense_use_error(path_of[v], "it is returned")
     return found
 
 
@@ -247,7 +247,7 @@ def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
     )
 
 
-def _rows(table: Any, lookups: list[_Lookup]) -> Rows:
+def _collect_rows(table: Any, lookups: list[_Lookup]) -> Rows:
     """Return the gradient of a table.
 
     Args:

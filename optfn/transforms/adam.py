@@ -88,12 +88,12 @@ def next_count(
     A number is a scalar, or a PerLeaf if the moments of some leaves began late.
     """
     if isinstance(step, tuple):
-        return _by_leaf(of_step, step, like)
+        return _count_by_leaf(of_step, step, like)
     step = core.next_step(step)
     return step, of_step(step)
 
 
-def _by_leaf(
+def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
     from optfn.transforms.late_steps import advance_by_leaf

@@ -11,14 +11,14 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
+from optfn.state.encoded import declare_encoded
 from optfn.transforms.adam import count_steps
 from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import (
     check_moment_dtype,
+    declare_int8_codes,
+    declare_uint8_codes,
     quantize_moments,
-    signed_codes,
-    unsigned_codes,
 )
 
 
@@ -32,7 +32,7 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@encodes(signed_codes("mu"), unsigned_codes("infinity_norm"))
+@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("infinity_norm"))
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.00 to 2.03 bytes per parameter, and the step."""
 

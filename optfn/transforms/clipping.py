@@ -91,10 +91,10 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
-    return _by_norm(max_norm, clip)
+    return _make_clip_rule(max_norm, clip)
 
 
-def _by_norm(
+def _make_clip_rule(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
     """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
@@ -132,4 +132,4 @@ def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
         factor = clip_factor(leafwise.global_norm(updates), c)
         return leafwise.scale(updates, factor), factor
 
-    return _by_norm(max_norm, clip)
+    return _make_clip_rule(max_norm, clip)

@@ -106,7 +106,7 @@ def row_max(x: jax.Array) -> jax.Array:
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
 
-def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
     inner = [1] * (len(shape) - scale.ndim)
     return jnp.broadcast_to(scale.reshape(*scale.shape, *inner), shape)
@@ -115,7 +115,7 @@ def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
     """Return the code of x/scale·largest, x ≥ 0, int32; `noise` is uint32 in [0, 2¹⁶)."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
-    shifted = x * _per_element(factor, x.shape) + code.smallest
+    shifted = x * _broadcast_scale(factor, x.shape) + code.smallest
     fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
     bits = (_int_bits(shifted) & _SIGNLESS) + fraction  # NaN may have a sign
     return jnp.minimum((bits >> 20) - code.start, code.top)
@@ -124,7 +124,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
     """Return the numbers of codes ≥ 0, int32."""
     magnitude = _from_bits((k + code.start) << 20)
-    x = (magnitude - code.smallest) * _per_element(scale / code.largest, k.shape)
+    x = (magnitude - code.smallest) * _broadcast_scale(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
 
 

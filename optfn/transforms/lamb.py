@@ -15,7 +15,7 @@ from optfn.leaves import patterns, tensors
 from optfn.leaves.patterns import Pattern
 from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
-from optfn.transforms.in_place import in_passes
+from optfn.transforms.in_place import run_in_passes
 from optfn.transforms.regularization import check_weight_decay, decay_of_leaves, weight_decay_at
 from optfn.transforms.scaling import trust_ratio
 
@@ -96,7 +96,7 @@ def scale_by_lamb(
         step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.global_count(state.step))
         scalars: dict[str, Any] = {
-            **late_steps.by_leaf(of_step, step, updates),
+            **late_steps.evaluate_by_leaf(of_step, step, updates),
             "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
         }
         moments = partial(adam_moments, b1=b1, b2=b2)
@@ -141,7 +141,7 @@ def _update(
     # multiplied by q, which is 1 at first, to give each leaf a scalar of its own; XLA would
     # broadcast a shared one to an array.
     ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
-    mu, nu, q = in_passes([advance, ratios], (*old, ones), updates, params)
+    mu, nu, q = run_in_passes([advance, ratios], (*old, ones), updates, params)
     factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)
     new: tuple[PyTree, ...] = leafwise.apply(
         _scale_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars

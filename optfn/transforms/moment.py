@@ -17,12 +17,12 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
+from optfn.state.encoded import declare_encoded
 from optfn.transforms.stored import (
     check_moment_dtype,
+    declare_int8_codes,
+    declare_uint8_codes,
     quantize_moments,
-    signed_codes,
-    unsigned_codes,
 )
 
 
@@ -47,7 +47,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
 
 
 @traits(link="momentum", spans_buffers=True)
-@encodes(signed_codes("velocity"))
+@declare_encoded(declare_int8_codes("velocity"))
 class ScaleByInt8MomentumState(NamedTuple):
     """State of `scale_by_momentum` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
@@ -266,7 +266,7 @@ class ScaleByNarrowRmsState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True)
-@encodes(unsigned_codes("mean_square"))
+@declare_encoded(declare_uint8_codes("mean_square"))
 class ScaleByInt8RmsState(NamedTuple):
     """State of `scale_by_rms` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 

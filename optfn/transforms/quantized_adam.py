@@ -9,20 +9,20 @@ from optfn.core import checks
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
+from optfn.state.encoded import declare_encoded
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments
 from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import (
     MOMENT_DTYPES,
     Arrays,
+    declare_int8_codes,
+    declare_uint8_codes,
     quantize_moments,
-    signed_codes,
-    unsigned_codes,
 )
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@encodes(signed_codes("mu"), unsigned_codes("nu"))
+@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("nu"))
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.00 to 2.03 bytes per parameter."""
 

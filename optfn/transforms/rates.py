@@ -94,8 +94,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
-        opt_state = state_names.main_state(opt_state)
-    rates = dict(state_names.named_states(is_rate, opt_state))
+        opt_state = state_names.find_main_state(opt_state)
+    rates = dict(state_names.states_with_names(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
     plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
     found = {name: rates[name] for name in plateau or rates}
@@ -123,7 +123,7 @@ def numbers_of_rates(
     """
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
-        for name, x in state_names.named_states(is_rate, opt_state)
+        for name, x in state_names.states_with_names(is_rate, opt_state)
         if type(x) is kind and not checks.is_traced(x)
     }
 
@@ -131,10 +131,10 @@ def numbers_of_rates(
 def _rate_of_workers(rate: PyTree) -> jax.Array:
     """Return the largest rate of the workers where each has its own, else the rate."""
     array: jax.Array = jax.tree.leaves(rate)[0]
-    return largest(array) if isinstance(rate, PerWorker) else array
+    return take_largest(array) if isinstance(rate, PerWorker) else array
 
 
-def largest(rate: jax.Array) -> jax.Array:
+def take_largest(rate: jax.Array) -> jax.Array:
     """Return the largest rate of the workers where each has its own."""
     return jnp.max(rate) if rate.ndim else rate
 

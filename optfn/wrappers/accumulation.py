@@ -13,8 +13,8 @@ from optfn.collectives.axes import join_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
-from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
-from optfn.transforms.in_place import when
+from optfn.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
+from optfn.transforms.in_place import run_if
 
 
 @traits(link="accumulate", passes_own_gradients=True)
@@ -33,7 +33,7 @@ class AccumulateState(NamedTuple):
     inner_state: OptState
 
 
-@core.named
+@core.record_call
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,7 +63,7 @@ def accumulate(
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
-        return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
+        return AccumulateState(core.first_step(), *_init_totals(inner_state, params), inner_state)
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("accumulate", state, AccumulateState)
@@ -83,7 +83,7 @@ def accumulate(
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
 
-        updated, totals, inner_state = _step_when(
+        updated, totals, inner_state = _step_if(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
@@ -92,24 +92,24 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
+def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
     """Return zeros for two trees of sums: the sums that all workers share, and private ones.
 
     A leaf is private if the inner optimizer exchanges its gradient, and masked in the other tree.
     """
-    exchanging = exchanged_axes(inner_state, params)
+    exchanging = find_exchange_axes(inner_state, params)
 
     def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
         is_private = exchanging[place.number] and not tree.is_masked(total)
         masked = optax.MaskedNode()
         return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
-    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
-    return shared, per_worker(private, join_axes(*exchanging))
+    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.keep_inexact(params)))
+    return shared, mark_per_worker(private, join_axes(*exchanging))
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Split one tree of totals into the two trees of `state`; see `_totals`."""
+    """Split one tree of totals into the two trees of `state`; see `_init_totals`."""
 
     def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
@@ -149,7 +149,7 @@ def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return arrays, {k: v for k, v in extra.items() if k not in arrays}
 
 
-def _step_when(
+def _step_if(
     due: jax.Array,
     step: Callable[[Updates, OptState, PyTree], tuple[Updates, OptState]],
     totals: Updates,
@@ -174,7 +174,7 @@ def _step_when(
             return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
         return like if tree.is_masked(like) else numerics.integer_zeros(like.shape, like.dtype)
 
-    totals, inner_state = when(due, [run], (totals, inner_state), reads)
+    totals, inner_state = run_if(due, [run], (totals, inner_state), reads)
     return tree.map(read, shapes, totals), totals, inner_state
 
 

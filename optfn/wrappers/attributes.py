@@ -79,7 +79,7 @@ def _check_factor(name: str, of: str, factor: object) -> None:
     if not checks.is_host_number(factor):
         raise TypeError(
             f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
-            f"got {checks.shown(factor)}"
+            f"got {checks.show(factor)}"
         )
     checks.nonnegative(f"ParamAttr: {name}", factor)
 
@@ -95,7 +95,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     if not isinstance(param_attrs, Mapping):
         raise TypeError(
             "param_attrs must be a mapping from a pattern of paths to a ParamAttr; "
-            f"got {checks.shown(param_attrs)}"
+            f"got {checks.show(param_attrs)}"
         )
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):

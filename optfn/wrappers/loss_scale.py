@@ -12,7 +12,7 @@ from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
-from optfn.state.per_worker import nodes_of
+from optfn.state.per_worker import find_nodes
 from optfn.wrappers.nonfinite import skip_nonfinite
 
 
@@ -30,7 +30,7 @@ class DynamicLossScaleState(NamedTuple):
     inner_state: OptState
 
 
-@core.named
+@core.record_call
 def dynamic_loss_scale(
     tx: optax.GradientTransformation,
     *,
@@ -135,11 +135,11 @@ def scale_of(opt_state: OptState) -> jax.Array | None:
     Raises:
       ValueError: there are several scales, or one for each worker.
     """
-    found = nodes_of(DynamicLossScaleState, opt_state)
+    found = find_nodes(DynamicLossScaleState, opt_state)
     if not found:
         return None
     scale: jax.Array = jax.tree.leaves(found[0].scale)[0]
-    if len(found) > 1 or nodes_of(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
+    if len(found) > 1 or find_nodes(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
         raise ValueError(
             "the state has several scales of dynamic_loss_scale, but a loss has only one factor: "
             "put a single dynamic_loss_scale around all other transforms"

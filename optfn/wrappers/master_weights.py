@@ -81,7 +81,7 @@ class MasterForm(NamedTuple):
     advance: Callable[[Sequence[jax.Array], Params, Params], list[jax.Array]]
 
 
-@core.named
+@core.record_call
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -128,7 +128,7 @@ def master_weights(
     24 and 32 bits: FlashOptim's `master_weight_bits`, here on the bits of the numbers.
     """
     wide_dtype = _wide_dtype(dtype)
-    form = _form(wide_dtype, bits)
+    form = _choose_form(wide_dtype, bits)
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
@@ -185,17 +185,17 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
         )
 
 
-def _form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
+def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
     """Return the form for these arguments of `master_weights`."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
-        return _copies(dtype)
+        return _make_copy_form(dtype)
     if dtype != jnp.float32:
         raise ValueError(f"master_weights: bits={bits} needs float32 masters; got dtype {dtype}")
-    return _remainders(bits)
+    return _make_remainder_form(bits)
 
 
-def _copies(dtype: np.dtype[Any]) -> MasterForm:
+def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
     """Return the form of masters that are arrays of `dtype`."""
     return MasterForm(
         MasterWeightsState,
@@ -210,7 +210,7 @@ def _copies(dtype: np.dtype[Any]) -> MasterForm:
     )
 
 
-def _remainders(bits: int) -> MasterForm:
+def _make_remainder_form(bits: int) -> MasterForm:
     """Return the form of float32 masters that consist of a parameter and a remainder."""
 
     def write(
@@ -261,7 +261,7 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
     return jnp.where(u == 0, -0.0, u)
 
 
-def masters_of(
+def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
     """Return the wrapper that adds masters to an optimizer."""
@@ -270,5 +270,5 @@ def masters_of(
     if isinstance(multi_precision, int) and multi_precision in (32, 24):
         return partial(master_weights, bits=multi_precision)
     raise TypeError(
-        f"multi_precision must be True, False, 32 or 24; got {checks.shown(multi_precision)}"
+        f"multi_precision must be True, False, 32 or 24; got {checks.show(multi_precision)}"
     )

@@ -18,8 +18,8 @@ from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
 from optfn.state import names as state_names
-from optfn.state.per_worker import nodes_of
-from optfn.state.reports import nested, reported
+from optfn.state.per_worker import find_nodes
+from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 
@@ -63,7 +63,7 @@ _NUMBERS = RecordMetricsState._fields[:5]
 MEASURED = _NUMBERS[:3]
 
 
-@core.named
+@core.record_call
 def record_metrics(
     tx: optax.GradientTransformation,
     *,
@@ -92,7 +92,7 @@ def record_metrics(
     Raises:
       ValueError: at init and update, a pattern matches no path.
     """
-    patterns = _patterns(per)
+    patterns = _check_patterns(per)
     check_axis_names("record_metrics: axis_name", axis_name, optional=True)
     inner = core.check_transform("record_metrics: tx", tx)
 
@@ -109,7 +109,7 @@ def record_metrics(
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
-        trees = [leafwise.inexact(x) for x in (updates, updated, params)]
+        trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
             return [among.root_mean_square(_norm(x)) for x in trees]
@@ -124,12 +124,12 @@ def record_metrics(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _patterns(per: str | Sequence[str] | None) -> list[str]:
+def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
             "record_metrics: per must be a regular expression of paths, or a sequence of them; "
-            f"got {checks.shown(per)}"
+            f"got {checks.show(per)}"
         )
     for pattern in patterns:
         check_pattern("record_metrics: per", pattern)
@@ -138,7 +138,7 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
 
 def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
     grad_norm, update_norm, param_norm = norms
-    factor, rate = _readings(inner_state)
+    factor, rate = _read_inner(inner_state)
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
@@ -146,9 +146,9 @@ def _norm(x: Updates) -> jax.Array:
     return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
-def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
+def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     """Return the smallest clip factor and the learning rate in a state."""
-    factors = [node.factor for node in nodes_of(ClipState, inner_state)]
+    factors = [node.factor for node in find_nodes(ClipState, inner_state)]
     factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
         rate = rates.get_learning_rate(inner_state)
@@ -173,12 +173,12 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     Raises:
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
-    state = state_names.main_state(opt_state) if path is None else opt_state
+    state = state_names.find_main_state(opt_state) if path is None else opt_state
     found = [
         recorder
-        for name, node in state_names.named_states(_is_recorder, state)
+        for name, node in state_names.states_with_names(_is_recorder, state)
         if path is None or f"/{path}/" in f"/{name}/"
-        for recorder in nested(_is_recorder, node)
+        for recorder in iterate_nodes(_is_recorder, node)
     ]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
@@ -186,7 +186,7 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     (recorder,) = found
     fields = {name: _combine_workers(name, getattr(recorder, name)) for name in _NUMBERS}
     groups = jax.tree.map(partial(_combine_workers, "norm"), recorder.groups)
-    return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
+    return fields | collect_reports(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
 def _is_recorder(x: object) -> bool:

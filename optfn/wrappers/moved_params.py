@@ -68,7 +68,7 @@ def error_of_moved(masters: Params, number: int) -> ValueError:
 
 def _names(masters: Params) -> list[str]:
     pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
-    return [tree.listed(names) for names, x in pairs if not tree.is_masked(x)]
+    return [tree.list_names(names) for names, x in pairs if not tree.is_masked(x)]
 
 
 def _error(names: list[str], number: int) -> ValueError:
@@ -98,6 +98,6 @@ def raise_if_moved(masters: Params, number: jax.Array) -> None:
         return number
 
     if checks.is_traced(number):
-        xla.on_cpu(call_host, lambda number: number, number)
+        xla.call_for_platform(call_host, lambda number: number, number)
     else:
         stop(number)
