@@ -32,8 +32,8 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "core", "collectives", "leaves", "mesh", "workers", "state", "transforms",
-    "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel",
+    "_version", "core", "estimate", "collectives", "leaves", "mesh", "workers", "state",
+    "transforms", "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel",
     "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
