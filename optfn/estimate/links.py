@@ -18,6 +18,21 @@ class Time(NamedTuple):
     lanes: frozenset[Lane] | None = None
 
 
+class Span(NamedTuple):
+    """A group along a dimension of the torus.
+
+    size: how many places it has.
+    directions: 2 if it goes round, 1 on a line.
+    sharing: how many groups use a link of it: with every second place taken, two.
+    hops: the links between places that are farthest from each other.
+    """
+
+    size: int
+    directions: int
+    sharing: float
+    hops: float
+
+
 class Switch:
     """Chips behind a switch; several nodes of them are joined by a network."""
 
@@ -57,33 +72,27 @@ class Torus:
         """Return the time of a collective.
 
         A collective goes along all dimensions that its group spans at once, in both directions of
-        those that it goes round; a permutation goes to each place by the shortest way, dimension
-        by dimension.
+        those that it goes round. Where a group leaves chips out, other groups use the same links.
+        A permutation goes to each place by the shortest way, dimension by dimension.
         """
         if x.kind == "collective-permute":
             return self._permute(x.num_bytes, x.pairs)
-        spans = [k for k in range(len(self.lengths)) if self._extent(x.group, k) > 1]
+        spans = [span for span in self._spans(x.group) if span.size > 1]
         if not spans:
             return Time(0.0)
-        around = {
-            k: self.is_closed[k] and self._extent(x.group, k) == self.lengths[k] for k in spans
-        }
-        hops = sum(
-            self.lengths[k] / 2 if around[k] else self._extent(x.group, k) - 1 for k in spans
-        )
-        return Time(self._busy(x, around) / self.chip.link + hops * self.chip.latency)
+        hops = sum(span.hops for span in spans)
+        return Time(_busy(x, spans) / self.chip.link + hops * self.chip.latency)
 
-    def _busy(self, x: Collective, around: dict[int, bool]) -> float:
-        """Return the bytes that the busiest link carries in one direction."""
-        if x.kind == "all-to-all":
-            # Half of the chips send half of their bytes through the cut across a dimension.
-            cuts = (self._extent(x.group, k) / (8 if ring else 4) for k, ring in around.items())
-            return x.num_bytes * max(cuts)
-        width = sum(2 if ring else 1 for ring in around.values())
-        return x.sent / (min(width, 2) if x.is_one_ring else width)
-
-    def _extent(self, group: Sequence[int], k: int) -> int:
-        return len({self.places[device][k] for device in group})
+    def _spans(self, group: Sequence[int]) -> list[Span]:
+        found = []
+        for k, length in enumerate(self.lengths):
+            along = sorted({self.places[device][k] for device in group})
+            size, distance = len(along), along[-1] - along[0]
+            if self.is_closed[k] and along == [*range(along[0], length, length // size)][:size]:
+                found.append(Span(size, 2, sharing=length / size, hops=length / 2))
+            else:
+                found.append(Span(size, 1, sharing=distance / max(1, size - 1), hops=distance))
+        return found
 
     def _permute(self, num_bytes: float, pairs: Pairs) -> Time:
         loads: Counter[tuple[Place, Lane]] = Counter()
@@ -112,8 +121,29 @@ class Torus:
         return way
 
 
+def _busy(x: Collective, spans: Sequence[Span]) -> float:
+    """Return the bytes that the busiest link carries in one direction."""
+    if x.kind == "all-to-all":
+        # Half of the chips send half of their bytes through the cut across a dimension.
+        cuts = (span.size / (4 * span.directions) * span.sharing for span in spans)
+        return x.num_bytes * max(cuts)
+    width = sum(span.directions / span.sharing for span in spans)
+    return x.sent / (min(width, 2) if x.is_one_ring else width)
+
+
 def places_in_order(lengths: Sequence[int]) -> list[Place]:
-    """Return the places of a torus in the order of its devices: the first dimension is fastest."""
+    """Return the places of a torus as JAX lists its chips: by hosts of 2 × 2, x first, then y."""
+    hosts = [2 if k < 2 and length % 2 == 0 else 1 for k, length in enumerate(lengths)]
+    places: list[Place] = []
+    for host in _box([length // size for length, size in zip(lengths, hosts, strict=True)]):
+        for chip in _box(hosts):
+            sizes = zip(host, hosts, chip, strict=True)
+            places.append(tuple(i * size + j for i, size, j in sizes))
+    return places
+
+
+def _box(lengths: Sequence[int]) -> list[Place]:
+    """Return the places of a box, the first dimension fastest."""
     places: list[Place] = [()]
     for length in reversed(lengths):
         places = [(i, *rest) for rest in places for i in range(length)]

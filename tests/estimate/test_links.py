@@ -18,8 +18,13 @@ def on_torus(x, *lengths, chip=TORUS):
     return Torus(chip, places_in_order(lengths)).time(x).seconds
 
 
-def test_the_first_dimension_of_a_torus_is_fastest():
+def test_places_are_listed_by_hosts():
+    """`jax.experimental.topologies` lists "v5e:4x4" so, and "v5p:4x4x4"."""
     assert places_in_order((2, 3)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    x_of_four = [y * 4 + x for x, y in places_in_order((4, 4))]
+    assert x_of_four == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    cube = [(z * 4 + y) * 4 + x for x, y, z in places_in_order((4, 4, 4))]
+    assert cube[:16] == x_of_four and cube[16:20] == [16, 17, 20, 21]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,7 @@ def test_a_ring_uses_both_directions_and_a_line_one():
     gather = Collective("all-gather", 16, FOUR)
     assert on_torus(gather, 4) == 6
     assert on_torus(gather, 4, chip=dataclasses.replace(TORUS, ring_of=16)) == 12
-    assert on_torus(gather, 8) == 12  # half of a ring is a line
+    assert on_torus(gather._replace(group=(0, 1, 4, 5)), 8, 2) == 12  # half of a ring is a line
 
 
 def test_all_dimensions_of_a_group_work_at_once_unless_it_is_one_ring():
@@ -42,7 +47,19 @@ def test_all_dimensions_of_a_group_work_at_once_unless_it_is_one_ring():
     gather = Collective("all-gather", 16, group)
     assert on_torus(gather, 4, 4) == pytest.approx(15 / 4)
     assert on_torus(gather._replace(is_one_ring=True), 4, 4) == 15 / 2
-    assert on_torus(gather._replace(group=(0, 4, 8, 12)), 4, 4) == 12 / 2
+    row = (0, 1, 4, 5)  # places (0, 0), (1, 0), (2, 0) and (3, 0)
+    assert on_torus(gather._replace(group=row), 4, 4) == 12 / 2
+
+
+def test_groups_that_leave_chips_out_share_links():
+    chip = dataclasses.replace(TORUS, ring_of=16)
+    gather = Collective("all-gather", 16, FOUR)
+    assert on_torus(gather, 4, 4, chip=chip) == 12 / 2  # a square of neighbours
+    every_second = gather._replace(group=(0, 4, 8, 12))  # (0, 0), (2, 0), (0, 2) and (2, 2)
+    assert on_torus(every_second, 4, 4, chip=chip) == 12
+    assert on_torus(every_second, 4, 4) == 12 / 2  # round both rings
+    everyone = every_second._replace(kind="all-to-all")
+    assert on_torus(everyone, 4, 4, chip=chip) == 16 * 2 / 4 * 2
 
 
 def test_each_hop_has_its_latency():

@@ -106,9 +106,9 @@ def test_a_loop_of_one_chip(name, cycles):
 def test_what_it_prints():
     lines = str(estimate_step(text("fsdp_v5p"), "v5p:4x4x4")).splitlines()
     assert lines[0] == "v5p, inferred from the compiled schedule: nothing was run"
-    assert lines[1].startswith("step 2.21 ms = compute 1.05 ms + exposed 1.16 ms of 1.77 ms")
-    assert lines[2].startswith("  all-gather: 36, 24 asynchronous, 1.17 ms, exposed 0.80 ms, 198.2")
-    assert lines[-1] == "0.36 TFLOP, 0.05 of them again; model FLOPs utilization 30.5 %"
+    assert lines[1].startswith("step 2.25 ms = compute 1.05 ms + exposed 1.19 ms of 1.80 ms")
+    assert lines[2].startswith("  all-gather: 36, 24 asynchronous, 1.20 ms, exposed 0.82 ms, 198.2")
+    assert lines[-1] == "0.36 TFLOP, 0.05 of them again; model FLOPs utilization 30.0 %"
 
 
 def test_what_cannot_be_estimated():
