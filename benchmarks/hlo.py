@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from optfn.estimate.hbm import FREE, Traffic
-from optfn.estimate.hlo import Computation, Instruction, Program, arrays
+from optfn.estimate.hlo import Computation, Instruction, Program, read_arrays
 
 SCALARS = 2048  # bytes; a tile of the scalars' layout on a TPU has 512
 CALLS = {"while", "call", "conditional"}
@@ -72,4 +72,4 @@ def executed(program: Program, name: str, times: int = 1) -> Iterator[Run]:
 
 def hbm_bytes(shape: str) -> list[float]:
     """Return the bytes of each array of a type, with the padding of its tiles; 0 outside of HBM."""
-    return [array.hbm_bytes for array in arrays(shape)]
+    return [array.hbm_bytes for array in read_arrays(shape)]

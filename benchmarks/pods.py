@@ -315,12 +315,12 @@ def is_whole(x: wire.Collective, model: str, group: int) -> bool:
 
 
 def ways(model: str, topology: str) -> list[str]:
-    """Return the names of the ways to compile a model for a topology, with at least two groups."""
+    """Return the names of the ways to compile a model for a topology that has chips for them."""
     chips = math.prod(int(n) for n in re.findall(r"\d+", topology.split(":")[-1]))
     sparse = ["FSDP" + SPARSE, "GSPMD" + SPARSE] if topology.startswith(("v5p", "v6e")) else []
     found = divisions(model).items()
     return [
-        *(name for name, x in found if 2 * math.prod(x.inner.values()) <= chips), "GSPMD", *sparse,
+        *(name for name, x in found if math.prod(x.inner.values()) <= chips), "GSPMD", *sparse,
     ]  # fmt: skip
 
 

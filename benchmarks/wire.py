@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optfn.estimate.communication import read_group
-from optfn.estimate.hlo import Instruction, Program, arrays
+from optfn.estimate.hlo import Instruction, Program, read_arrays
 
 # What a device of a ring of n sends, as a multiple of the bytes of the result.
 FACTORS = {
@@ -95,7 +95,7 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
         ends = "AsyncCollectiveDone" in targets
         if not is_async and (ends or name.startswith("async_collective")):
             return
-        group, size = read_group(x), sum(array.num_bytes for array in arrays(x.result))
+        group, size = read_group(x), sum(array.num_bytes for array in read_arrays(x.result))
         if "all-reduce-scatter" in name:  # a TPU's reduce-scatter
             kind, size = "reduce-scatter", size / len(group)
         yield Collective(kind, times * size, group, times, is_async)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optfn.estimate.hlo import Instruction, arrays
+from optfn.estimate.hlo import Instruction, read_arrays
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 Group = tuple[int, ...]
@@ -55,7 +55,7 @@ def read_collective(
     """
     kind = x.opcode.removesuffix("-start")
     group = read_group(x) or tuple(range(num_partitions))
-    num_bytes = sum(array.num_bytes for array in arrays(x.result))
+    num_bytes = sum(array.num_bytes for array in read_arrays(x.result))
     if kind == "reduce-scatter":
         num_bytes *= len(group)
     elif "all-reduce-scatter" in computation:  # a TPU's scatter: an all-reduce and a slice
@@ -84,35 +84,35 @@ def read_group(x: Instruction) -> Group:
     """
     line = x.attributes
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return _integers(listed[1])
+        return _read_integers(listed[1])
     if ranged := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        numbers = _range(ranged[3], ranged[4])
+        numbers = _number_devices(ranged[3], ranged[4])
         return tuple(numbers.reshape(int(ranged[1]), int(ranged[2]))[0].tolist())
     if along := _MESH.search(line):
-        return _along_axes(*along.groups())
+        return _group_along_axes(*along.groups())
     if pairs := read_pairs(x):
-        return _connected(pairs)
+        return _find_connected(pairs)
     if "replica_groups={}" in line:
         return ()
     raise ValueError(f"estimate_step: replica groups of another form in {x.name}: {line[:200]}")
 
 
-def _along_axes(axes: str, shape: str | None, order: str | None, chosen: str) -> Group:
+def _group_along_axes(axes: str, shape: str | None, order: str | None, chosen: str) -> Group:
     sizes = re.findall(r"'([^']+)'=(\d+)", axes)
     dims = ",".join(n for _, n in sizes)
-    numbers = _range(shape or dims, order).reshape(_integers(dims))
+    numbers = _number_devices(shape or dims, order).reshape(_read_integers(dims))
     names = re.findall(r"'([^']+)'", chosen)
     first = tuple(slice(None) if name in names else 0 for name, _ in sizes)
     return tuple(numbers[first].ravel().tolist())
 
 
-def _range(shape: str, order: str | None) -> np.ndarray:
-    sizes = _integers(shape)
+def _number_devices(shape: str, order: str | None) -> np.ndarray:
+    sizes = _read_integers(shape)
     numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
-    return numbers.transpose(_integers(order)) if order else numbers
+    return numbers.transpose(_read_integers(order)) if order else numbers
 
 
-def _connected(pairs: Pairs) -> Group:
+def _find_connected(pairs: Pairs) -> Group:
     """Return the devices that a permutation connects with the first of its pairs."""
     found = set(pairs[0])
     while more := [set(pair) for pair in pairs if len(found & set(pair)) == 1]:
@@ -120,5 +120,5 @@ def _connected(pairs: Pairs) -> Group:
     return tuple(sorted(found))
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _read_integers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(","))

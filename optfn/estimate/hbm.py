@@ -6,7 +6,7 @@ results say too much: its computation is read as well.
 
 import functools
 
-from optfn.estimate.hlo import Computation, Instruction, Program, arrays
+from optfn.estimate.hlo import Computation, Instruction, Program, read_arrays
 
 # Instructions that neither compute nor move: names, views, and the ends of what has a start.
 FREE = {
@@ -30,7 +30,7 @@ class Traffic:
         """Return the bytes that an instruction of the computation `home` moves."""
         shapes = [home[name].shape for name in x.operands if name in home]
         if x.opcode in COPIES:  # a slice may go to fast memory, or come from it
-            ends = [end for end in arrays(x.shape) if end.shape][:2]
+            ends = [end for end in read_arrays(x.shape) if end.shape][:2]
             sizes = [end.tiled_bytes for end in ends]
             return min(sizes, default=0) * sum(end.hbm_bytes > 0 for end in ends)
         if x.opcode in SLICES:
@@ -92,4 +92,4 @@ class Traffic:
 
 
 def _total(shape: str) -> float:
-    return sum(array.hbm_bytes for array in arrays(shape))
+    return sum(array.hbm_bytes for array in read_arrays(shape))

@@ -54,15 +54,15 @@ class Array(NamedTuple):
         # "1,0:T(8,128)": the axes from minor to major, and the tile of the minor ones.
         if tile := re.search(r"T\(([\d,]+)\)", self.layout):
             minor = [int(x) for x in self.layout.split(":")[0].split(",") if x]
-            for axis, size in zip(minor, reversed(_integers(tile[1])), strict=False):
+            for axis, size in zip(minor, reversed(_read_integers(tile[1])), strict=False):
                 sizes[axis] = -(-sizes[axis] // size) * size
         return math.prod(sizes) * BITS[self.dtype] / 8
 
 
-def arrays(shape: str) -> list[Array]:
+def read_arrays(shape: str) -> list[Array]:
     """Return the arrays of a type, also of a tuple; tokens are left out."""
     return [
-        Array(dtype, _integers(dims), layout)
+        Array(dtype, _read_integers(dims), layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
         if dtype not in ("token", "opaque")
     ]
@@ -122,7 +122,7 @@ class Instruction(NamedTuple):
         results_only = self.opcode == "all-reduce-start" and not self.shape.startswith("((")
         if not is_start or results_only:
             return self.shape
-        return [*parts_of(self.shape), ""][1]
+        return [*split_tuple(self.shape), ""][1]
 
 
 Computation = dict[str, Instruction]
@@ -147,7 +147,7 @@ class Program:
             if head := _HEAD.match(line):
                 current = self.computations[head[2]] = {}
                 self.entry = head[2] if head[1] else self.entry
-            elif found := _instruction(line):
+            elif found := _read_instruction(line):
                 current[found.name] = found
         head_line = text.partition("\n\n")[0]
         partitions = re.search(r"num_partitions=(\d+)", head_line)
@@ -176,32 +176,32 @@ class Program:
             return None
         condition = self.computations[loop.attribute("condition").lstrip("%")]
         body = self.computations[loop.attribute("body").lstrip("%")]
-        before = after = self._state(initial, home, _unknown)
+        before = after = self._read_state(initial, home, _unknown)
         if (root := _root(body)).opcode == "tuple":
-            after = self._state(root, body, before)
-        (first, bound), (second, _) = (self._compared(condition, x) for x in (before, after))
+            after = self._read_state(root, body, before)
+        (first, bound), (second, _) = (self._read_sides(condition, x) for x in (before, after))
         if first is None or bound is None or second is None or second <= first:
             return None
         # A TPU's compiler unrolls loops: the counter then grows by 2.
         return max(0, -((first - bound) // (second - first)))
 
-    def _state(self, x: Instruction, home: Computation, outer: State) -> State:
+    def _read_state(self, x: Instruction, home: Computation, outer: State) -> State:
         """Return the integers in a tuple of the computation `home`."""
-        return lambda i: self._integer(x.operands[i], home, outer)
+        return lambda i: self._read_integer(x.operands[i], home, outer)
 
-    def _compared(self, condition: Computation, state: State) -> tuple[int | None, int | None]:
+    def _read_sides(self, condition: Computation, state: State) -> tuple[int | None, int | None]:
         """Return both sides of a condition `counter < bound`, None for what is not known."""
         root = _root(condition)
         if root.opcode == "fusion":
-            state = self._state(root, condition, state)
+            state = self._read_state(root, condition, state)
             condition = self.computations[root.called[0]]
             root = _root(condition)
         if root.opcode != "compare" or root.attribute("direction") != "LT":
             return None, None
-        counter, bound = (self._integer(name, condition, state) for name in root.operands)
+        counter, bound = (self._read_integer(name, condition, state) for name in root.operands)
         return counter, bound
 
-    def _integer(self, name: str, home: Computation, state: State) -> int | None:
+    def _read_integer(self, name: str, home: Computation, state: State) -> int | None:
         """Return the value of an integer, given those of the parameter; None if it is not known."""
         x = home.get(name)
         if x is None:
@@ -214,11 +214,11 @@ class Program:
             return state(int(x.attribute("index")))
         if x.opcode == "fusion" and not x.shape.startswith("("):
             called = self.computations[x.called[0]]
-            return self._integer(_root(called).name, called, self._state(x, home, state))
+            return self._read_integer(_root(called).name, called, self._read_state(x, home, state))
         if x.opcode in _PASSED_ON:
-            return self._integer(x.operands[0], home, state)
+            return self._read_integer(x.operands[0], home, state)
         if x.opcode == "add":
-            terms = [self._integer(operand, home, state) for operand in x.operands]
+            terms = [self._read_integer(operand, home, state) for operand in x.operands]
             return None if None in terms else sum(term or 0 for term in terms)
         return None
 
@@ -231,7 +231,7 @@ def _root(computation: Computation) -> Instruction:
     return next(x for x in computation.values() if x.is_root)
 
 
-def _instruction(line: str) -> Instruction | None:
+def _read_instruction(line: str) -> Instruction | None:
     found = _INSTRUCTION.match(line)
     if not found:
         return None
@@ -264,7 +264,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def parts_of(shape: str) -> list[str]:
+def split_tuple(shape: str) -> list[str]:
     """Return the types in a tuple's type."""
     depth, parts, start = 0, [], 1
     for bracket in re.finditer(r"[(\[{)\]},]", shape):
@@ -278,5 +278,5 @@ def parts_of(shape: str) -> list[str]:
     return parts
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _read_integers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(",") if x)

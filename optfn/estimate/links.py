@@ -81,7 +81,7 @@ class Torus:
         if not spans:
             return Time(0.0)
         hops = sum(span.hops for span in spans)
-        return Time(_busy(x, spans) / self.chip.link + hops * self.chip.latency)
+        return Time(_busiest_bytes(x, spans) / self.chip.link + hops * self.chip.latency)
 
     def _spans(self, group: Sequence[int]) -> list[Span]:
         found = []
@@ -121,7 +121,7 @@ class Torus:
         return way
 
 
-def _busy(x: Collective, spans: Sequence[Span]) -> float:
+def _busiest_bytes(x: Collective, spans: Sequence[Span]) -> float:
     """Return the bytes that the busiest link carries in one direction."""
     if x.kind == "all-to-all":
         # Half of the chips send half of their bytes through the cut across a dimension.
@@ -131,18 +131,18 @@ def _busy(x: Collective, spans: Sequence[Span]) -> float:
     return x.sent / (min(width, 2) if x.is_one_ring else width)
 
 
-def places_in_order(lengths: Sequence[int]) -> list[Place]:
+def list_places(lengths: Sequence[int]) -> list[Place]:
     """Return the places of a torus as JAX lists its chips: by hosts of 2 × 2, x first, then y."""
     hosts = [2 if k < 2 and length % 2 == 0 else 1 for k, length in enumerate(lengths)]
     places: list[Place] = []
-    for host in _box([length // size for length, size in zip(lengths, hosts, strict=True)]):
-        for chip in _box(hosts):
+    for host in _list_box([length // size for length, size in zip(lengths, hosts, strict=True)]):
+        for chip in _list_box(hosts):
             sizes = zip(host, hosts, chip, strict=True)
             places.append(tuple(i * size + j for i, size, j in sizes))
     return places
 
 
-def _box(lengths: Sequence[int]) -> list[Place]:
+def _list_box(lengths: Sequence[int]) -> list[Place]:
     """Return the places of a box, the first dimension fastest."""
     places: list[Place] = [()]
     for length in reversed(lengths):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optfn.estimate.hlo import BITS, Array, Computation, Instruction, Program, arrays
+from optfn.estimate.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
 
 # What the compilers put into the name of an operation that runs again in the backward pass.
 _RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
@@ -25,16 +25,16 @@ def find_products(program: Program, x: Instruction, home: Computation) -> Iterat
     """Yield the products of an instruction, also those in a fusion or a called computation."""
     for body, y in [(home, x), *program.inside(x)]:
         if y.opcode == "dot":
-            contracted = _integers(y.attribute("lhs_contracting_dims"))
-            flops = _product(y, body, contracted)
+            contracted = _read_integers(y.attribute("lhs_contracting_dims"))
+            flops = _dot_flops(y, body, contracted)
         elif y.opcode == "convolution":
-            flops = _convolution(y, body)
+            flops = _convolution_flops(y, body)
         elif y.opcode == "custom-call" and is_gemm(y):
             found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', y.attributes)
-            flops = _product(y, body, _integers(found[1] if found else ""))
+            flops = _dot_flops(y, body, _read_integers(found[1] if found else ""))
         else:
             continue
-        bits = BITS[_operand(y, body, 0).dtype]
+        bits = BITS[_operand_array(y, body, 0).dtype]
         yield Product(flops, bits, bool(_RECOMPUTED.search(y.name + y.attributes)))
 
 
@@ -43,19 +43,23 @@ def is_gemm(x: Instruction) -> bool:
     return x.target.startswith("__cublas$")
 
 
-def _product(x: Instruction, home: Computation, contracted: tuple[int, ...]) -> float:
-    lhs = _operand(x, home, 0)
+def _dot_flops(x: Instruction, home: Computation, contracted: tuple[int, ...]) -> float:
+    lhs = _operand_array(x, home, 0)
     summed = math.prod(lhs.shape[i] for i in contracted)
-    return 2 * arrays(x.shape)[0].size * summed
+    return 2 * read_arrays(x.shape)[0].size * summed
 
 
-def _convolution(x: Instruction, home: Computation) -> float:
+def _convolution_flops(x: Instruction, home: Computation) -> float:
     """Return the FLOPs of a convolution, as a TPU writes all products.
 
     A batch of products is a convolution with holes or padding: only the pairs of places count in
     which neither is.
     """
-    lhs, rhs, result = _operand(x, home, 0), _operand(x, home, 1), arrays(x.shape)[0]
+    lhs, rhs, result = (
+        _operand_array(x, home, 0),
+        _operand_array(x, home, 1),
+        read_arrays(x.shape)[0],
+    )
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", x.attribute("dim_labels"))
     if labels is None:
         raise ValueError(f"estimate_step: dimensions of another form in the convolution {x.name}")
@@ -65,11 +69,11 @@ def _convolution(x: Instruction, home: Computation) -> float:
     for spatial in filter(str.isdigit, labels[3]):
         size = lhs.shape[labels[1].index(spatial)]
         moves = result.shape[labels[3].index(spatial)]
-        flops *= _pairs(window, int(spatial), size, moves)
+        flops *= _count_pairs(window, int(spatial), size, moves)
     return flops
 
 
-def _pairs(window: str, i: int, size: int, moves: int) -> int:
+def _count_pairs(window: str, i: int, size: int, moves: int) -> int:
     """Return how many pairs of a place of the kernel and an entry meet along a dimension."""
 
     def setting(name: str, default: str) -> str:
@@ -83,9 +87,9 @@ def _pairs(window: str, i: int, size: int, moves: int) -> int:
     return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))
 
 
-def _operand(x: Instruction, home: Computation, i: int) -> Array:
-    return arrays(home[x.operands[i]].shape)[0]
+def _operand_array(x: Instruction, home: Computation, i: int) -> Array:
+    return read_arrays(home[x.operands[i]].shape)[0]
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _read_integers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text))

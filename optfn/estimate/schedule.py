@@ -13,6 +13,7 @@ What a compiler writes for a collective:
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from optfn.estimate.chips import Chip
 from optfn.estimate.clocks import Clocks, Totals, Transfer
@@ -54,14 +55,15 @@ _COMPUTES = {
 }  # fmt: skip
 
 
-class Loop:
+class Loop(NamedTuple):
     """A loop of a schedule: its name, the sums of one iteration, how often it runs.
 
     `times` is None where the program does not say it; the loop then counts once.
     """
 
-    def __init__(self, name: str, body: Totals, times: int | None) -> None:
-        self.name, self.body, self.times = name, body, times
+    name: str
+    body: Totals
+    times: int | None
 
 
 class Schedule:
@@ -171,12 +173,12 @@ class _Walk:
         base = x.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         if x.opcode in ("while", "conditional", "call"):
             self.visit_called(x)
-        elif x.opcode in _PASSES_ON and self.carried_by(x):
-            self.held[x.name] = self.carried_by(x)
+        elif x.opcode in _PASSES_ON and self.transfers_of(x):
+            self.held[x.name] = self.transfers_of(x)
         elif x.opcode in KINDS:
             self.run([self.schedule.transfer(x, self.name)])
         elif x.opcode.endswith("-done") and (base in KINDS or base in _WRAPPERS):
-            for transfer in self.carried_by(x):
+            for transfer in self.transfers_of(x):
                 self.clocks.wait(transfer)
         elif x.opcode.endswith("-update"):
             self.visit_update(x)
@@ -187,7 +189,7 @@ class _Walk:
         elif x.opcode not in _PREFETCHES:
             self.compute(x)
 
-    def carried_by(self, x: Instruction) -> list[Transfer]:
+    def transfers_of(self, x: Instruction) -> list[Transfer]:
         """Return the transfers of an instruction's operands, each once."""
         found = {id(t): t for name in x.operands for t in self.held.get(name, ())}
         return [*found.values()]
@@ -256,7 +258,7 @@ class _Walk:
 
     def visit_update(self, x: Instruction) -> None:
         """Send off what an update sends off, if it is not on its way."""
-        transfers = self.carried_by(x)
+        transfers = self.transfers_of(x)
         if x.opcode == "custom-call-update" and not any(t in self.clocks.flying for t in transfers):
             self.send(x, transfers)
         self.held[x.name] = transfers
@@ -271,10 +273,10 @@ class _Walk:
                 transfer.is_carried = True
             self.send(x, transfers)
         elif "AsyncCollectiveDone" in targets:
-            for transfer in self.carried_by(x):
+            for transfer in self.transfers_of(x):
                 self.clocks.wait(transfer)
         elif _is_carrier(x):
-            self.held[x.name] = [t for t in self.carried_by(x) if t.is_carried]
+            self.held[x.name] = [t for t in self.transfers_of(x) if t.is_carried]
             self.compute(x, self.held[x.name])
         else:
             transfers = self.schedule.transfers_inside(x, x.attributes)

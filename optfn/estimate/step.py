@@ -8,7 +8,7 @@ import jax
 
 from optfn.estimate.chips import Chip, recognize_chip
 from optfn.estimate.hlo import Program
-from optfn.estimate.links import Switch, Torus, places_in_order
+from optfn.estimate.links import Switch, Torus, list_places
 from optfn.estimate.schedule import Schedule
 
 
@@ -66,6 +66,8 @@ class StepEstimate:
     @property
     def utilization(self) -> float:
         """Model FLOPs utilization: FLOPs without recomputed ones over the chip's peak."""
+        if not self.seconds:
+            return 0.0
         return (self.flops - self.recomputed_flops) / (self.seconds * self.chip.flops)
 
     def __str__(self) -> str:
@@ -132,7 +134,7 @@ def estimate_step(
             "estimate_step: compiled must be what step.lower(...).compile() gives, or its text, "
             f"got {type(compiled).__name__}"
         )
-    devices = [] if isinstance(compiled, str) else _devices(compiled)
+    devices = [] if isinstance(compiled, str) else _find_devices(compiled)
     constants = Chip.of(chip) if isinstance(chip, str) else chip
     if devices and (constants is None or devices[0].platform == "cpu"):
         recognized = recognize_chip(devices)
@@ -142,19 +144,19 @@ def estimate_step(
             'estimate_step: text names no chip; pass chip="h100", or chip="v5e:4x4" with the slice'
         )
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    schedule = Schedule(program, constants, _links(program, constants, devices).time)
+    schedule = Schedule(program, constants, _make_links(program, constants, devices).time)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
-    return _estimate(schedule, memory)
+    return _make_estimate(schedule, memory)
 
 
 def estimate_schedule(text: str, chip: Chip, *, synchronous: bool = False) -> StepEstimate:
     """Return the estimate of a program's text, if asked with every collective synchronous."""
     program = Program(text)
-    links = _links(program, chip, [])
-    return _estimate(Schedule(program, chip, links.time, synchronous), None)
+    links = _make_links(program, chip, [])
+    return _make_estimate(Schedule(program, chip, links.time, synchronous), None)
 
 
-def _estimate(schedule: Schedule, memory: Any) -> StepEstimate:
+def _make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
     totals = schedule.totals()
     loops = [
         LoopEstimate(
@@ -180,7 +182,7 @@ def _estimate(schedule: Schedule, memory: Any) -> StepEstimate:
     )
 
 
-def _devices(compiled: jax.stages.Compiled) -> list[Any]:
+def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
     """Return the devices of a program, in the order of its mesh."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         if isinstance(sharding, jax.sharding.NamedSharding):
@@ -189,7 +191,7 @@ def _devices(compiled: jax.stages.Compiled) -> list[Any]:
     raise ValueError("estimate_step: a program without arrays has no devices")
 
 
-def _links(program: Program, chip: Chip, devices: list[Any]) -> Switch | Torus:
+def _make_links(program: Program, chip: Chip, devices: list[Any]) -> Switch | Torus:
     """Return the links between the devices of a program, or say what is missing."""
     if not program.is_scheduled:
         raise ValueError(
@@ -204,7 +206,7 @@ def _links(program: Program, chip: Chip, devices: list[Any]) -> Switch | Torus:
     if chip.ring_of is None:
         return Switch(chip)
     places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
-    places = places or places_in_order(chip.torus or (1,) * (program.num_partitions == 1))
+    places = places or list_places(chip.torus or (1,) * (program.num_partitions == 1))
     if len(places) != program.num_partitions:
         raise ValueError(
             f"estimate_step: the program is for {program.num_partitions} chips; name the slice, as "

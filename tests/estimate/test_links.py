@@ -7,7 +7,7 @@ import pytest
 from optfn.distributed import Chip
 from optfn.estimate.communication import Collective, read_collective
 from optfn.estimate.hlo import Program
-from optfn.estimate.links import Switch, Torus, places_in_order
+from optfn.estimate.links import Switch, Torus, list_places
 
 FOUR = (0, 1, 2, 3)
 TORUS = Chip("torus", 1.0, 1.0, link=1.0, links=4, latency=0.0, ring_of=4)
@@ -15,15 +15,15 @@ SWITCH = Chip("switch", 1.0, 1.0, link=1.0, links=2, latency=0.0)
 
 
 def on_torus(x, *lengths, chip=TORUS):
-    return Torus(chip, places_in_order(lengths)).time(x).seconds
+    return Torus(chip, list_places(lengths)).time(x).seconds
 
 
 def test_places_are_listed_by_hosts():
     """`jax.experimental.topologies` lists "v5e:4x4" so, and "v5p:4x4x4"."""
-    assert places_in_order((2, 3)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-    x_of_four = [y * 4 + x for x, y in places_in_order((4, 4))]
+    assert list_places((2, 3)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    x_of_four = [y * 4 + x for x, y in list_places((4, 4))]
     assert x_of_four == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
-    cube = [(z * 4 + y) * 4 + x for x, y, z in places_in_order((4, 4, 4))]
+    cube = [(z * 4 + y) * 4 + x for x, y, z in list_places((4, 4, 4))]
     assert cube[:16] == x_of_four and cube[16:20] == [16, 17, 20, 21]
 
 
@@ -97,7 +97,7 @@ def permute(*pairs):
 )
 def test_a_permutation_takes_the_time_of_its_busiest_link(pairs, ring, seconds, lanes):
     chip = TORUS if ring else dataclasses.replace(TORUS, ring_of=16)
-    found = Torus(chip, places_in_order((4,))).time(permute(*pairs))
+    found = Torus(chip, list_places((4,))).time(permute(*pairs))
     assert (found.seconds, found.lanes) == (seconds, lanes)
 
 
