@@ -21,7 +21,8 @@ for each parameter and token: a forward and a backward pass and the recomputatio
 
 Milliseconds of a step are those of `optfn.distributed.estimate_step`, which reads the compiled
 schedule with assumed speeds of links: step is compute and exposed, the communication for which
-compute waits. MFU is the model FLOPs utilization of it. No chip ran any of it.
+compute waits. MFU is the model FLOPs utilization of it; in a pipeline it counts the bubbles, in
+which products run too. No chip ran any of it.
 
 Rows are kept in `benchmarks/pods.json`; a run of some of them replaces these.
 """

@@ -44,6 +44,7 @@ class StepEstimate:
       asynchronous: those of them that can overlap compute, by kind.
       flops: FLOPs of all products.
       recomputed_flops: those of them that run again in the backward pass, under `jax.checkpoint`.
+        What a pipeline computes in its bubbles is not among them.
       kept: bytes of params, state and batch; None for text, which does not say it.
       temporaries: bytes beside them; None for text.
       loops: the loops of the step.

@@ -378,17 +378,16 @@ def test_what_a_llama_exposes(topology, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("model", "topology", "way", "most_gb", "gathers", "scatters"),
+    ("model", "topology", "way", "most_gb", "exposed", "step"),
     [
-        ("7B", "v5e:16x16", "FSDP", 2.5, 0.7, 0),
-        ("70B", "v5p:8x8x8", "FSDP", 7.0, 0, 0),
-        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.85, 1),
+        ("7B", "v5e:16x16", "FSDP", 2.5, 0.75, 1500),
+        ("70B", "v5p:8x8x8", "FSDP", 7.0, 1.0, 6200),
+        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.35, 4400),
     ],
 )
-def test_llama_on_a_pod(model, topology, way, most_gb, gathers, scatters, tmp_path):
-    """No whole all-reduce; gathers and scatters are asynchronous, at least so many of all."""
+def test_llama_on_a_pod(model, topology, way, most_gb, exposed, step, tmp_path):
+    """No whole all-reduce; at most so much of communication is exposed, and so many ms a step."""
     row = rows_of(topology, tmp_path / "rows.json", model, (way,))[way]
     assert row["whole"] == 0 and row["temporaries"] < 1e9 * most_gb
     assert 0.99 < row["sent"] / row["planned"] < 1.04
-    assert row["all-gather, asynchronous"] >= gathers * row["all-gather"]
-    assert row["reduce-scatter, asynchronous"] >= scatters * row["reduce-scatter"]
+    assert row["exposed"] <= exposed * row["communication"] and 1e3 * row["step"] <= step
