@@ -380,7 +380,7 @@ def test_what_a_llama_exposes(topology, tmp_path):
 @pytest.mark.parametrize(
     ("model", "topology", "way", "most_gb", "exposed", "step"),
     [
-        ("7B", "v5e:16x16", "FSDP", 2.5, 0.75, 1500),
+        ("7B", "v5e:16x16", "FSDP", 2.5, 0.8, 1400),
         ("70B", "v5p:8x8x8", "FSDP", 7.0, 1.0, 6200),
         ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.35, 4400),
     ],
