@@ -29,7 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Return an array of one number per row with axes of size 1 added, so that it broadcasts."""
+    """Append axes of size 1 to an array with a number per row, so that it broadcasts to `like`;
+    a float stays."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
@@ -90,13 +91,13 @@ def scale_by_catch_up_adam(
         m = β₁ⁿm;  v = β₂ⁿv                       the moments after n steps without a gradient
         u = u + the direction of `scale_by_adam` for g, m, v
 
-    Whenever a row is touched, its moments are exactly those of dense Adam; `caught_up` returns
-    those of all rows. Between two touches, the parameters of a row lag behind by the missed steps,
-    whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ from
-    those of dense Adam for three reasons: the sum uses the current learning rate for all missed
-    steps; eps matters if √v is as small; and one bias correction replaces those of all missed
-    steps. For the defaults, the last error is up to 9 % of the way for a row that is touched in the
-    first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
+    Whenever a row is touched, its moments equal dense Adam's exactly; `caught_up` returns the
+    moments of all rows. Between two touches, the parameters of a row lag behind by the missed
+    steps, whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ
+    from dense Adam's for three reasons: the sum uses the current learning rate for all missed
+    steps; eps matters if √v is as small; and one bias correction serves all missed steps. For the
+    defaults, the last error is up to 9 % of the way for a row that is touched in the first step and
+    then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
 
     Args:
       b1: β₁, in [0, 1), with β₁² < β₂, so that the missed steps fade.
@@ -117,6 +118,7 @@ def scale_by_catch_up_adam(
 
     def init(params: Params) -> ScaleByCatchUpAdamState:
         def never_touched(p: jax.Array) -> jax.Array:
+            """Return 0 for each row: int32, (rows,)."""
             # Computed from p, so that it is sharded as the rows of p are.
             return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
 
@@ -158,6 +160,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
+        # A late leaf counts its steps from its beginning, and `last_step` does too.
         step = late_steps.global_count(state.step) - begun.get(str(place), 0)
         moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
         return *moments, jnp.full_like(last, step)
