@@ -59,8 +59,8 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of `names`, with these axes;
-    others are left out."""
+    """Return the dimensions that a spec divides over some of `names`,
+    with these axes; others are left out."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 

@@ -162,8 +162,8 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first;
-    () if there is none.
+    """Return the sizes of the box of TPU chips along a mesh axis,
+    outermost dimension first; () if there is none.
 
     The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
     be in any order: the groups of each phase are then smaller boxes, and the compiler has native

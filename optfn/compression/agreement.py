@@ -37,8 +37,8 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
-    """Raise unless x, the state of the leaf at `place`, has this shape (of one worker's state);
-    a masked x raises too."""
+    """Raise unless x, the state of the leaf at `place`,
+    has this shape (of one worker's state); a masked x raises too."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(

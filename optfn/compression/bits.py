@@ -25,8 +25,8 @@ def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
-    """Pack fields one after the other into uint32 words (words,), without gaps;
-    zeros fill the last word.
+    """Pack fields one after the other into uint32 words (words,),
+    without gaps; zeros fill the last word.
 
     Args:
       fields: flat uint32 arrays; entries are below 2^width.
@@ -87,8 +87,8 @@ def count_ones(words: jax.Array) -> jax.Array:
 
 
 def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, counted from 0, by five bisections;
-    31 if it has no such bit."""
+    """Return the position of the n-th set bit of each word, counted from 0,
+    by five bisections; 31 if it has no such bit."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = count_ones(word & np.uint32((1 << width) - 1))

@@ -116,8 +116,8 @@ class BaseCompressor(Compressor):
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with the mean, the residual and the next state, by all-reduces;
-        only called if `is_reduced`."""
+        """Return leaves with the mean, the residual and the next state,
+        by all-reduces; only called if `is_reduced`."""
         raise NotImplementedError
 
 

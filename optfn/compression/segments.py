@@ -57,8 +57,8 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Return fn(rows, *per_chunk) of a flat array cut into rows (chunks, length),
-        joined along the chunks.
+        """Return fn(rows, *per_chunk) of a flat array cut into rows (chunks,
+        length), joined along the chunks.
 
         A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
         whole array would copy it.
@@ -262,8 +262,8 @@ class Segments:
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def sum_segments(self, per_row: jax.Array) -> jax.Array:
-        """Sum numbers per row, (rows,), over the rows of each segment, int32 (segments,);
-        a chunk is one row and stays."""
+        """Sum numbers per row, (rows,), over the rows of each segment,
+        int32 (segments,); a chunk is one row and stays."""
         if self.chunk is not None:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)

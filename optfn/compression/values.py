@@ -78,8 +78,8 @@ class ValueFormat(NamedTuple):
         return self._code_of_integer(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
     def _code_of_integer(self, ratio: jax.Array) -> jax.Array:
-        """Return rounded x/s in two's complement of `bits` bits, uint32,
-        clipped to the largest code."""
+        """Return rounded x/s in two's complement of `bits` bits,
+        uint32, clipped to the largest code."""
         # max|x|/s may exceed the largest integer by a rounding error.
         largest = _LARGEST[self.bits]
         ratio = jnp.clip(ratio, -largest, largest)

@@ -55,8 +55,8 @@ def _propagate_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
 
 
 def _propagate_equation(equation: Equation, given: Flags) -> Flags:
-    """Mark an equation's results: by the function that it calls, by its rule,
-    or else all of them."""
+    """Mark an equation's results: by the function that it calls,
+    by its rule, or else all of them."""
     rule, inner = _RULES.get(equation.primitive.name), find_called_jaxpr(equation)
     if inner is not None:
         return _propagate_jaxpr(inner, given)

@@ -69,8 +69,8 @@ class Layout:
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf's gradient, and of its moments,
-        as if it were no table."""
+        """Return the PartitionSpec of each leaf's gradient,
+        and of its moments, as if it were no table."""
         return self.dense_param_specs(params)
 
     @property
@@ -184,8 +184,8 @@ class Layout:
         return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension that N, the number of shards,
-        divides; else P().
+        """Return the spec that divides the first dimension that N,
+        the number of shards, divides; else P().
 
         The leading `stacked` axes, which count layers, come last, so that each device has a shard
         of each layer. P() is whole on every device.
@@ -195,8 +195,8 @@ class Layout:
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, with these axes;
-        [] if it divides none."""
+        """Return the dimensions that a spec divides over shard axes,
+        with these axes; [] if it divides none."""
         return divisions_of(spec, self.shard_axes)
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:

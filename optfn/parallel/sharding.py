@@ -168,8 +168,8 @@ class ShardState(Layout):
         return self._divide_leaves(params, self._check_padding)
 
     def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return each leaf's spec: by layers, along the first dimension that fits, or P();
-        masked leaves stay masked.
+        """Return each leaf's spec: by layers, along the first dimension that fits,
+        or P(); masked leaves stay masked.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.

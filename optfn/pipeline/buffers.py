@@ -39,8 +39,8 @@ def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def select_inexact(lengths: Lengths) -> Lengths:
-    """Return the lengths of dtypes that can have a gradient, real or complex floating point;
-    drop the others."""
+    """Return the lengths of dtypes that can have a gradient,
+    real or complex floating point; drop the others."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 
 

@@ -93,8 +93,8 @@ class Engine:
         return carry.loss, carry.gradient
 
     def _init_carry(self) -> Carry:
-        """Return zeros for the scan: activation, cotangent, ring buffers, sums of gradients,
-        and loss."""
+        """Return zeros for the scan: activation, cotangent, ring buffers,
+        sums of gradients, and loss."""
         item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         # Only shapes: no stage runs before the first tick.
@@ -181,8 +181,8 @@ class Engine:
         return carry._replace(gradient=Gradient(stage_sums, shared_sums))
 
     def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a stage's position in its order of this work, clipped to the order,
-        and False in the bubble."""
+        """Return a stage's position in its order of this work,
+        clipped to the order, and False in the bubble."""
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 

@@ -324,8 +324,8 @@ class _RavelledStages:
     def backward(
         self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
     ) -> BackwardResult:
-        """Run stage i's backward on the received cotangent, the last's on the loss;
-        the first passes zeros on."""
+        """Run stage i's backward on the received cotangent,
+        the last's on the loss; the first passes zeros on."""
         stash = buffers.unravel(stash, self.stashes[i])
         loss, shared_gradient, cotangent, context = self._backward(
             i, item, weights, stash, received

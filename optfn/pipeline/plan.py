@@ -117,8 +117,8 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The clock, split wherever a window begins or ends, with the work of each span;
-        for 1f1b three phases."""
+        """The clock, split wherever a window begins or ends,
+        with the work of each span; for 1f1b three phases."""
         cuts = sorted({tick for window in self.windows.values() for tick in window})
         return [
             Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))

@@ -177,8 +177,8 @@ class StackedStages(StagePlacement):
         ]
 
     def _data_divisions(self, spec: P) -> list[Division]:
-        """Return the dimension of a leaf (v, …) that the data axis divides, as a list;
-        [] if it divides none.
+        """Return the dimension of a leaf (v, …) that the data axis divides,
+        as a list; [] if it divides none.
 
         `spec` is the PartitionSpec of the leaf in a stage, without v.
         """

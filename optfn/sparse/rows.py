@@ -140,8 +140,8 @@ class Rows(LeafKind):
         )
 
     def sum_leading(self) -> "Rows":
-        """Sum over the leading axis of indices and values, which counts leaves:
-        join all their rows."""
+        """Sum over the leading axis of indices and values,
+        which counts leaves: join all their rows."""
         return Rows(
             self.indices.reshape(-1),
             self.values.reshape(-1, *self.values.shape[2:]),
@@ -199,8 +199,8 @@ def _view_rows(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def _merge(rows: Rows) -> Rows:
-    """Sort the indices, give each distinct one a place, and add the values up there,
-    in the order of the blocks."""
+    """Sort the indices, give each distinct one a place,
+    and add the values up there, in the order of the blocks."""
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)

@@ -103,8 +103,8 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
-    """Wrap each table of params in a ShardedTable, its rows dealt out to the owners;
-    other leaves stay.
+    """Wrap each table of params in a ShardedTable,
+    its rows dealt out to the owners; other leaves stay.
 
     Args:
       params: the params.
@@ -262,8 +262,8 @@ def _exchange_rows(
 
 
 def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
-    """Return the places of rows at this device: in its stored rows, and in its natural block;
-    (N, ⌈count/N⌉) each.
+    """Return the places of rows at this device:
+    in its stored rows, and in its natural block; (N, ⌈count/N⌉) each.
 
     Row k of each has the places of the rows that device k has in the other order.
     """

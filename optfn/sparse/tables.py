@@ -39,8 +39,8 @@ def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
 
 
 def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-    """Run `fn` on each owner's shards of the arguments, and return whole arrays;
-    scalars are the same on all.
+    """Run `fn` on each owner's shards of the arguments,
+    and return whole arrays; scalars are the same on all.
 
     Inside the `shard_map` of further axes `fn` must not close over arrays, whose types name the
     axes bound outside.
@@ -178,8 +178,8 @@ class _Rounds(NamedTuple):
         return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
     def find_positions(self, first: jax.Array, size: int) -> jax.Array:
-        """Return the positions of each owner's ids from number `first` on, (N, size);
-        n where it has no more."""
+        """Return the positions of each owner's ids from number `first` on, (N,
+        size); n where it has no more."""
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 

@@ -52,8 +52,8 @@ class Encoded:
         return np.asarray(self.encode_nearest(numbers, scale))
 
     def encode_nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
-        """Return the codes of numbers under a scale, rounded to the nearest:
-        the noise is half its range."""
+        """Return the codes of numbers under a scale,
+        rounded to the nearest: the noise is half its range."""
         return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
 
 

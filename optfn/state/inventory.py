@@ -69,8 +69,8 @@ def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tup
 def map_entries(
     fn: Callable[[Entry, Any], Any], state: OptState, params: Iterable[str] = ()
 ) -> PyTree:
-    """Map fn(entry, array) over the arrays of a state, and return a tree like it;
-    see `inventory`."""
+    """Map fn(entry, array) over the arrays of a state,
+    and return a tree like it; see `inventory`."""
     mapped = [fn(entry, x) for entry, x in arrays_with_entries(state, params)]
     return jax.tree.unflatten(jax.tree.structure(state), mapped)
 

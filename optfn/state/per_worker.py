@@ -161,8 +161,8 @@ def has_exchange(state: OptState) -> bool:
 
 
 def join_exchange_axes(state: OptState) -> Axes:
-    """Return the mesh axes over which transforms in a state exchange gradients, joined;
-    () if none does."""
+    """Return the mesh axes over which transforms in a state exchange gradients,
+    joined; () if none does."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 

@@ -151,8 +151,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Rescale the per-worker arrays and counts of a mapping; all other entries stay.
-    None listed raises."""
+    """Rescale the per-worker arrays and counts of a mapping;
+    all other entries stay. None listed raises."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")

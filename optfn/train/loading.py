@@ -181,8 +181,8 @@ def _compare_names(
 def _find_late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Find the leaves whose moments the mapping lacks, in states whose step it has:
-    these moments begin late.
+    """Find the leaves whose moments the mapping lacks,
+    in states whose step it has: these moments begin late.
 
     If the mapping has the step count of a state but not the moments of a leaf, these moments are
     the template's, and have seen as many steps as the template, which may be none.

@@ -138,8 +138,8 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Return params, outer state and model state after an outer step, and the bytes sent,
-        as metrics.
+        """Return params, outer state and model state after an outer step,
+        and the bytes sent, as metrics.
 
         If the pseudo-gradient of any worker is not finite, all three stay as they are in `state`.
         """

@@ -291,8 +291,8 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
-    """Return the paths that `exclude=` of an optimizer, or of a link in it,
-    exempts from weight decay."""
+    """Return the paths that `exclude=` of an optimizer,
+    or of a link in it, exempts from weight decay."""
     found: set[str] = set()
     for link in getattr(tx, "inner", []):
         found |= _find_without_decay(link, params)

@@ -29,8 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Append axes of size 1 to an array with a number per row, so that it broadcasts to `like`;
-    a float stays."""
+    """Append axes of size 1 to an array with a number per row,
+    so that it broadcasts to `like`; a float stays."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))

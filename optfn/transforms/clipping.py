@@ -98,8 +98,8 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
 def _make_clip_rule(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
-    """Return an unchecked transform from clip(updates, max_norm) -> (updates, factor);
-    with ∞ it changes nothing."""
+    """Return an unchecked transform from clip(updates, max_norm) -> (updates,
+    factor); with ∞ it changes nothing."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:

@@ -105,8 +105,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @_compiled
 def row_max(x: jax.Array) -> jax.Array:
-    """Return the largest element of each row of x ≥ 0, in the shape of the scales;
-    0 for an empty row."""
+    """Return the largest element of each row of x ≥ 0,
+    in the shape of the scales; 0 for an empty row."""
     lead = len(scale_shape(x.shape))
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
@@ -187,8 +187,8 @@ def _is_nan(bits: jax.Array) -> jax.Array:
 
 
 def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
-    """Return the bits of x, int32; with bits=24 rounded to 24 by the noise, or to nearest,
-    so that the last 8 are zero."""
+    """Return the bits of x, int32; with bits=24 rounded to 24 by the noise,
+    or to nearest, so that the last 8 are zero."""
     exact = _int_bits(x)
     if bits == 32:
         return exact
@@ -225,8 +225,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the e, int8 or int16, for which `join_float32(p, e)` comes nearest to x;
-    0 if either is NaN."""
+    """Return the e, int8 or int16, for which `join_float32(p,
+    e)` comes nearest to x; 0 if either is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)

@@ -48,8 +48,8 @@ def ftrl_linear(
     factor: Scalar,
     lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, n, z') with z' = z + g − σ·p; where rate·factor is 0, z' = z.
-    n is returned as it was."""
+    """Return (g, n, z') with z' = z + g − σ·p;
+    where rate·factor is 0, z' = z. n is returned as it was."""
     lr = numerics.scalar(rate * factor, g)
     is_zero = lr == 0
     counted, new_n = ftrl_accumulate(g, n, rate=rate, factor=factor)

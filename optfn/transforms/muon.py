@@ -114,8 +114,8 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
-    """Return a triple for each step: a name's, three numbers five times, or triples as given;
-    else raise."""
+    """Return a triple for each step: a name's, three numbers five times,
+    or triples as given; else raise."""
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
         return tuple(COEFFICIENTS[coefficients])

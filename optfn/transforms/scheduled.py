@@ -13,8 +13,8 @@ from optfn.core.checks import Scalar, Schedule
 def evaluate_schedule(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Return a schedule's value at `step`, or an array, as a new real scalar of `dtype`;
-    anything else raises."""
+    """Return a schedule's value at `step`, or an array,
+    as a new real scalar of `dtype`; anything else raises."""
     try:
         number = value(step) if callable(value) else value
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:

@@ -193,8 +193,8 @@ def apply_to_trained(
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Replace untrained gradients by the update of a frozen leaf, −0.0 or integer zeros;
-    others stay.
+    """Replace untrained gradients by the update of a frozen leaf,
+    −0.0 or integer zeros; others stay.
 
     A buffer of a Packed that has an untrained leaf is replaced as a whole.
     """
