@@ -51,7 +51,7 @@ class _Schedule:
 
 
 def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
-    """Decorate a factory, so that the `repr` of its schedules is the call that made them."""
+    """Decorate a factory so that the `repr` of its schedules is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
@@ -61,17 +61,19 @@ def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _make_schedule(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Return a schedule that takes numbers and arrays, from a function of an array."""
+    """Turn a function of an array into a schedule,
+    which takes numbers too and returns `scalar_dtype`."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
 def _to_float(step: jax.Array) -> jax.Array:
+    """Return an integer step in the dtype of rates."""
     # Convert, because with strict dtype promotion an int32 step times a float is an error.
     return step.astype(numerics.scalar_dtype())
 
 
 def _count_periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
-    """Return step/length, rounded down if `staircase`.
+    """Return step/length as a float; rounded down if `staircase`.
 
     It is rounded down in integers, because a compiler may replace a float division by length with a
     product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
@@ -153,6 +155,7 @@ def inverse_time(
 def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
+    """Check the arguments that the three decays share; return lr, steps and rate."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -197,7 +200,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
     """Return values[j] for the first j with i < boundaries[j], or the last value if there is none.
 
     Args:
-      boundaries: increasing steps ≥ 1, at which the rate changes.
+      boundaries: increasing steps ≥ 1; at each the rate changes.
       values: rates ≥ 0, one more than boundaries.
     """
     if len(values) != len(boundaries) + 1:
@@ -211,6 +214,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
+    """Return steps as integers ≥ 1; a ValueError unless they increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
@@ -302,7 +306,8 @@ def warmup_cosine(
 def _add_warmup(
     length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
 ) -> Schedule:
-    """Return the schedule of a line from start to end, `length` steps long, and of `after`."""
+    """Return the schedule of a line from start to end for `length` steps, then of `after`,
+    called with the step."""
     return _make_schedule(
         lambda i: jnp.where(i < length, _interpolate(i, length, start, end), after(i))
     )

@@ -20,7 +20,7 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return the mean over workers, in the dtype of x.
+    """Return the mean over workers, in the dtype of x; the all-reduce may add in a wider one.
 
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
@@ -112,12 +112,13 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype for a sum of integers: their own, or int32 if theirs has fewer bits."""
+    """Return the dtype for a sum of integers: their dtype, or int32 if it has fewer bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and worker 0's value of any other.
+    """Return the mean over workers of each floating-point leaf,
+    and worker 0's value of any other leaf.
 
     Without axes `x` passes through.
     """
@@ -168,7 +169,8 @@ def mean_scatter(
 
 
 def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
-    """Return this device's shard along one dimension of the mean over the axes `names`."""
+    """Return this device's shard of the mean along one dimension,
+    padded if the shards do not divide it."""
     count = axis_size(names)
     if x.shape[dimension] % count:
         missing = -x.shape[dimension] % count
@@ -184,7 +186,8 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
 
 
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
-    """Tell whether the collective runs over gloo: CPU devices of several processes."""
+    """Tell whether devices along these axes are CPUs of several processes,
+    so that gloo runs the collective."""
     along = tuple(mesh.axis_names.index(name) for name in names)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())

@@ -18,7 +18,7 @@ from optfn.core import checks
 def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of `fn` over the axes `names` of a mesh.
+    """Return `jax.shard_map` of `fn` over the axes `names`, except axes that are already bound.
 
     The compiler handles the remaining axes. Axes that an enclosing `shard_map` has already
     bound are left out, and the mesh then comes from the context.
@@ -64,7 +64,7 @@ def count_devices(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
-    """Tell whether, in the mesh, all axes of an outer `shard_map` stand before the inner ones.
+    """Tell whether all axes of an outer `shard_map` stand before the inner axes in the mesh.
 
     From jaxlib 0.11.2 on, XLA ends the process if they do not and a further axis of the mesh is
     left to the compiler.
@@ -75,7 +75,7 @@ def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> 
 
 
 def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Constrain an array to a PartitionSpec on a mesh; inside a `shard_map`, on its mesh."""
+    """Constrain an array to a PartitionSpec: on this mesh, or inside a `shard_map` on its mesh."""
     # A NamedSharding of the whole mesh would name axes that the shard_map has already bound.
     placement = spec if manual_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)

@@ -51,6 +51,7 @@ def row_norms(x: jax.Array) -> jax.Array:
 
 
 def _sums(x: jax.Array) -> jax.Array:
+    """Return the sum of each row of x, (len(x),)."""
     return jnp.sum(x, axis=range(1, x.ndim))
 
 
@@ -67,7 +68,7 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: Any) -> jax.Array:
-    """Return x/divisor, rounded once, for a divisor that is broadcast.
+    """Return x/divisor, rounded once, for a divisor that is broadcast; NaN where x is NaN.
 
     XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
     x. So here it is x where x is NaN, and `divisor` elsewhere.
@@ -134,7 +135,7 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Tell whether a number of an array is infinite or NaN; False without arrays.
+    """Tell whether any number of the arrays is infinite or NaN; False without arrays.
 
     XLA on CPU makes a slow loop of each reduction to a scalar. So there one pass turns each array
     into bits, and one reduction takes the bits of all arrays.

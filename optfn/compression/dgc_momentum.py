@@ -107,11 +107,15 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
+    # One boundary around both links, so that errors name dgc_momentum and gradients are checked
+    # once.
     tx = core.with_boundary("dgc_momentum", core.strip_boundary(chain))
     return apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:
+    """Warn if masking is on and the last sparsity sends over 2 % of the entries;
+    invalid arguments pass, to be refused later."""
     if momentum_masking is not True or not isinstance(sparsity, Sequence) or not sparsity:
         return
     last = sparsity[-1]

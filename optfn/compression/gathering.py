@@ -18,7 +18,8 @@ from optfn.sparse.rows import Rows
 def mean_by_all_gather(
     compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: Axes
 ) -> list[LeafInExchange]:
-    """Encode the leaves, gather the packets of all workers, and decode them.
+    """Encode leaves, gather all workers' packets, and return leaves with the mean,
+    the new residual and the next state.
 
     Args:
       compressors: the compressor of each leaf.
@@ -33,12 +34,14 @@ def mean_by_all_gather(
     zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
+        """Add each packet to its leaf's total; leaves whose mean is Rows have none."""
         columns = zip(zeros, totals, strict=True)
         return [compressors[i].add_to(total, packets[i], scale) for i, total in columns]
 
     means = gathered.mean(list(zeros.values()), add)
     directions: dict[int, jax.Array | Rows] = dict(zip(zeros, means, strict=True))
     if len(zeros) < len(leaves):
+        # Only here are all packets held at once; totals of arrays take them one by one.
         packets_of_all = gathered.packets
         for i, leaf in enumerate(leaves):
             if isinstance(leaf.direction, Rows):
@@ -50,7 +53,7 @@ def mean_by_all_gather(
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
-    """Return Rows of zeros with a place for each entry of all workers' packets of a leaf.
+    """Return padding Rows with a place for each entry of all workers' packets of a leaf.
 
     None where packets have no entries, or so many that an array costs less than to sort them.
     """
@@ -71,7 +74,8 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows, each entry once, with the bits of the dense mean."""
+    """Return the mean over workers as Rows, each entry once,
+    with the bits of the dense mean; `like` gives the shape."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
@@ -81,10 +85,12 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
 def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
-    """Return packet and next state of each leaf; equal compressors encode their leaves together."""
+    """Return (packet, next state) of each leaf, in order;
+    leaves of equal compressors are encoded together."""
 
     def encode(group: list[int]) -> list[tuple[PyTree, PyTree]]:
         compressor = compressors[group[0]]
         return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
 
+    # One program for a group: to compile a search per leaf takes a minute for a large model.
     return map_groups(encode, range(len(xs)), lambda i: compressors[i])

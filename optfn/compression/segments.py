@@ -57,7 +57,8 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Return fn(rows, *per_chunk) for the chunks of a flat array as rows, (count, …).
+        """Return fn(rows, *per_chunk) of a flat array cut into rows (chunks,
+        length), joined along the chunks.
 
         A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
         whole array would copy it.
@@ -74,13 +75,14 @@ class Chunks:
         return jnp.concatenate([whole, of_last])
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, (size,)."""
+        """Repeat a number per chunk, (count,), for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
 
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
-    """Return the chunks of an array of this size; if `chunk` is None, the whole array is one."""
+    """Return the chunks of an array of this size, at most `chunk` long;
+    with None the whole array is one."""
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
 
@@ -132,14 +134,17 @@ class RowChunks:
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
+        """Return the sum of each chunk, (count,), in the dtype of x;
+        x must hold whole chunks, see `map`."""
         return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
+        """Return the largest entry of each chunk, (count,);
+        entries are ≥ 0, because padding counts as 0."""
         return self._reduce_rows(x, jnp.max)
 
     def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+        """Reduce each row, then the rows of each chunk; zeros pad a shorter last chunk."""
         of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
@@ -147,7 +152,8 @@ class RowChunks:
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""
+        """Repeat a number per chunk, (count,), in a shape that broadcasts to the leaf:
+        (…, 1), or the leaf's if rows are cut."""
         if not self.rows:
             return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
@@ -232,7 +238,7 @@ class Segments:
         return np.concatenate([rows.starts for rows in self.arrays])
 
     def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
-        """Repeat a number per segment for each of its rows, (rows, 1)."""
+        """Repeat a number per segment, (segments,), for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
     def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
@@ -251,20 +257,23 @@ class Segments:
         return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
-        """Split an array with a number for each of the k entries of the segments, by array."""
+        """Split an array of the k entries of each segment, (∑k,),
+        into one array for each original array."""
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def sum_segments(self, per_row: jax.Array) -> jax.Array:
-        """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""
+        """Sum numbers per row, (rows,), over the rows of each segment,
+        int32 (segments,); a chunk is one row and stays."""
         if self.chunk is not None:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
     def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Return the arrays as rows, (rows, row), with zeros for padding."""
+        """Join arrays as rows, (rows, row); the last row of each is padded with zeros."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):
             pieces.append(x)
             if missing := rows.length - rows.last_length:
                 pieces.append(jnp.zeros(missing, x.dtype))
+        # One concatenation of all pieces: a pad per array would copy each array twice.
         return jnp.concatenate(pieces).reshape(-1, self.row)

@@ -94,7 +94,8 @@ class Transform(optax.GradientTransformationExtraArgs):
 
 
 def _rebuild(origin: Transform, functions: Iterable[Any]) -> Transform:
-    """Return `origin` if these are its functions, else a transformation of them alone."""
+    """Return `origin` if these are its functions,
+    else a transformation of these functions alone."""
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
@@ -105,7 +106,8 @@ jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin o
 
 
 def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """Return factory(*args, **kwargs); if the arguments do not fit, the error lists them."""
+    """Return factory(*args, **kwargs); a TypeError of arguments that do not fit also lists the
+    right ones."""
     try:
         return factory(*args, **kwargs)
     except TypeError as error:
@@ -122,7 +124,7 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
 def record_call(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory, so that the `repr` of its transformations is the call that made them."""
+    """Decorate a factory so that the `repr` of its transformations is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
@@ -191,13 +193,16 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
     if not links:
         raise ValueError("chain needs at least one gradient transformation")
     links = tuple(check_transform(f"chain: part {i}", link) for i, link in enumerate(links))
+    # Twice: with each link's boundary for a call, and without for an optimizer that takes the
+    # chain.
     checked = chain_unchecked([Unchecked(*link) for link in links])
     unchecked = chain_unchecked(list(map(strip_boundary, links)))
     return Transform(checked.init, checked.update, unchecked=unchecked)
 
 
 def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
-    """Apply `links` one after the other, without a boundary; the state is a tuple of theirs."""
+    """Apply `links` one after the other, without a boundary;
+    the state is the tuple of their states."""
 
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
@@ -232,7 +237,7 @@ def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
 
 
 def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
-    """Return the links of a list or of a chain; of another transformation, itself as one link."""
+    """Return the links of a list or of a chain; any other transformation is one link."""
     return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 
@@ -298,7 +303,8 @@ _EMPTY = optax.EmptyState()
 
 
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Unchecked:
-    """Return a pair from (updates, params) -> updates; its state is `state`, without arrays."""
+    """Return a pair from (updates, params) -> updates;
+    its state is always `state`, without arrays."""
 
     def update_alone(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
@@ -349,7 +355,7 @@ def next_step(step: jax.Array) -> jax.Array:
 def check_transform(
     argument: str, tx: Any, factory: str = ""
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
+    """Return `tx` if it is a gradient transformation, else raise an error that names `argument`.
 
     An object that can make one, such as `optax.MultiSteps`, is converted.
 
@@ -364,6 +370,9 @@ def check_transform(
 def _convert_transform(
     argument: str, tx: Any, factory: str
 ) -> optax.GradientTransformationExtraArgs:
+    """Convert an object that can make a transformation,
+    and give third-party errors the argument's name."""
+    # A first use passes transformations of optfn, and does not import this.
     from optfn.interop import third_party
 
     tx = third_party.convert_transform(argument, tx, factory)

@@ -88,7 +88,7 @@ class BufferLayout:
         return len(self.runs) == 1 and self.runs[0].num_tensors == 1
 
     def split_tensors(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors in an array, run by run, each run (num_tensors, *shape)."""
+        """Return the tensors in an array, one array (num_tensors, *shape) for each run."""
         pieces = [x]
         if len(self.runs) > 1:
             pieces = [x[run.start : run.stop] for run in self.runs]
@@ -98,7 +98,8 @@ class BufferLayout:
         ]
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors of each run: of a buffer, as rows of a matrix; else as `tensors` does.
+        """Return the tensors of each run: of a buffer as rows (num_tensors, n),
+        else as `split_tensors` does.
 
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
@@ -107,13 +108,13 @@ class BufferLayout:
         return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
 
     def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Undo `tensors`: put these tensors back into one array of `shape`."""
+        """Undo `split_tensors`: put these tensors back into one array of `shape`."""
         if len(tensors) == 1:
             return tensors[0].reshape(shape)
         return jnp.concatenate([x.reshape(-1) for x in tensors]).reshape(shape)
 
     def stack_once(self) -> "BufferLayout":
-        """Let one more leading axis of each leaf count tensors."""
+        """Return the layout in which one more leading axis of each leaf counts tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
 
@@ -153,10 +154,12 @@ class PackedLayout:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
+        """The fields as a tuple that can be hashed."""
         return self.structure, self.paths, self.buffers, self.frozen
 
     @cached_property
     def _hash(self) -> int:
+        """The hash, computed once: a structure of thousands of leaves takes time."""
         return hash(self._key)
 
     def __hash__(self) -> int:
@@ -169,7 +172,8 @@ class PackedLayout:
 
 @lru_cache(maxsize=64)
 def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
-    """Keep the chosen leaves, by their numbers in the tree; a buffer without any goes."""
+    """Keep the chosen leaves of a layout, by their numbers in the tree;
+    a buffer without any goes."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()

@@ -63,8 +63,8 @@ def pack(params: Params) -> Packed:
     have one scale for the whole buffer, and Deep Gradient Compression selects from all of it.
 
     Args:
-      params: a tree of arrays. Leaves that are not floating point, and those without elements, are
-        kept beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
+      params: a tree of arrays. Leaves that are not floating point, or have no elements, are kept
+        beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
 
     Returns:
       A Packed, which is a pytree; `unpack` returns the tree.
@@ -115,12 +115,14 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     groups = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
+    # Outside of jit one compiled program, or each leaf would cost a dispatch.
     join = _join_leaves if checks.is_traced(groups) else _compiled_join
     buffers = join(lead, groups)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
 def _all_masked(leaves: Sequence[Leaf]) -> bool:
+    """Tell whether all leaves are a MaskedNode."""
     return all(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
@@ -140,13 +142,16 @@ def _check_buffer(
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """Return one buffer for each group of leaves, joined after `lead` leading axes."""
-    return tuple(
-        optax.MaskedNode()
-        if _all_masked(leaves)
-        else jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], axis=-1)
-        for leaves in groups
-    )
+    """Return one buffer for each group of leaves, joined after `lead` leading axes;
+    masked if all leaves are."""
+    buffers: list[Leaf] = []
+    for leaves in groups:
+        if _all_masked(leaves):
+            buffers.append(optax.MaskedNode())
+        else:
+            flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
+            buffers.append(jnp.concatenate(flat, axis=-1))
+    return tuple(buffers)
 
 
 _compiled_join = jax.jit(_join_leaves, static_argnums=0)
@@ -182,6 +187,7 @@ def is_unpackable(x: object) -> bool:
 
 
 def _unpack(packed: Packed) -> PyTree:
+    """Return the tree in a Packed; leaves of a masked buffer are masked."""
     layout = packed.layout
     leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
     for buffer, x in packed.buffer_items():
@@ -194,7 +200,8 @@ def _unpack(packed: Packed) -> PyTree:
 
 
 def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
-    """Return the leaves of a buffer, on the host or traced."""
+    """Return the leaves of a buffer in their shapes, behind the buffer's leading axes;
+    on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = xla.split(x, [run.size for run in runs])
     return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
@@ -207,10 +214,12 @@ def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
 
 
 def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
+    """Return the leaves of a buffer, without residuals."""
     return _split_buffer(buffer, x), None
 
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
+    """Return the buffer of the leaves' cotangents."""
     del residual
     (x,) = _join_leaves(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)
@@ -221,7 +230,7 @@ _compiled_pieces = jax.jit(_split_buffer, static_argnums=0)
 
 
 def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(path, node, *nodes of `trees`), where a Packed counts as one node.
+    """Map fn(path, node, *nodes of `trees`) over all leaves, where a Packed counts as one node.
 
     One of the trees may have a `Stacked` where another has none.
     """
@@ -254,7 +263,7 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 
 
 def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
-    """Return the chosen leaves of a Packed, by their numbers."""
+    """Return a Packed of the chosen leaves, by their numbers, in the order of `whole`."""
     layout = select_leaves(whole.layout, chosen)
     buffers = [
         _select_elements(buffer, chosen, x)
@@ -277,14 +286,16 @@ def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
 
 
 def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
-    """Yield (is chosen, number of elements) for each group of neighbours that are alike in it."""
+    """Yield (is chosen, number of elements) for each group of neighbours that are all chosen,
+    or all not."""
     sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
     for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
         yield is_chosen, sum(size for _, size in group)
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of the chosen leaves of a buffer; of a masked buffer, the mask."""
+    """Return the elements of the chosen leaves of a buffer, joined;
+    of a masked buffer, the mask."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0

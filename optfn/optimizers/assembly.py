@@ -67,6 +67,7 @@ def optimizer(
 def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
+    """Return None for None, else `tx` if it is a gradient transformation; else raise."""
     return None if tx is None else core.check_transform(argument, tx, usual)
 
 
@@ -77,7 +78,8 @@ class DenseRowsState(NamedTuple):
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Unchecked:
-    """Make row-sparse gradients dense, with a warning; dense ones pass. For rules of all rows."""
+    """Make row-sparse gradients dense, with a warning, for rules that update all rows; dense
+    gradients pass. For rules of all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 
     return core.stateless(

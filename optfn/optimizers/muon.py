@@ -118,12 +118,14 @@ class MatricesAndOthers(NamedTuple):
 def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
-    """Chain two rules: `links` for the leaves that `matrices` selects, `others` for the rest.
+    """Chain two rules: `links` for the leaves that `matrices` selects,
+    `others` for all other leaves.
 
     The second gets the directions of the first, and passes them unchanged.
     """
 
     def other_paths(values: PyTree) -> frozenset[str]:
+        """Return the paths of all leaves that `matrices` does not select."""
         names = itertools.chain(*contents.leaf_names(values))
         return frozenset(names) - matrix_paths(matrices, values)
 

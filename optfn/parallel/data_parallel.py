@@ -51,12 +51,12 @@ def shard_map_step(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the spec that splits the leading axis of an array of a batch; P() for a scalar."""
+    """Return the spec that splits an array's leading axis over the data axes; P() for a scalar."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Copy arrays to every device of the mesh. All processes must pass the same arrays."""
+    """Copy arrays, the same in every process, to all devices of the mesh."""
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
@@ -95,6 +95,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
         if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
+        # device_put moves an array between devices without a copy on the host.
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
         return copy_to_devices(x, placement)
@@ -103,9 +104,8 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, in this process or another.
-
-    A traced array passes through.
+    """Copy an array to all devices of `placement`, also of other processes; a traced array passes
+    through.
     """
     if checks.is_traced(x):
         traced: jax.Array = x
@@ -122,7 +122,8 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except where a transform exchanges a leaf itself.
+    """Average gradients over the worker axes, except over axes where a transform exchanges the leaf
+    itself.
 
     Metrics are averaged over all worker axes.
 

@@ -64,11 +64,13 @@ class Layout:
     reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
+        """Return the PartitionSpec of each leaf of params as if it were no table:
+        here P(), whole."""
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
+        """Return the PartitionSpec of each leaf's gradient,
+        and of its moments, as if it were no table."""
         return self.dense_param_specs(params)
 
     @property
@@ -83,12 +85,12 @@ class Layout:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the devices of a worker keep shards of arrays."""
+        """Whether the devices of a worker keep shards of arrays: whether there are shard axes."""
         return bool(self.shard_axes)
 
     @property
     def num_shards(self) -> int:
-        """The number of devices that share a divided leaf: the product of the shard axes."""
+        """The number of devices that share a divided leaf: the product of the shard axes' sizes."""
         return count_devices(self.mesh, self.shard_axes)
 
     def param_specs(self, params: Params) -> PyTree:
@@ -100,14 +102,14 @@ class Layout:
         return self._add_tables(self.dense_gradient_specs(params), params)
 
     def is_table(self, params: Params) -> PyTree:
-        """Return for each leaf of params whether it is a table; masked leaves stay masked."""
+        """Tell for each leaf of params whether it is a table; masked leaves stay masked."""
         paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
 
     def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Replace the specs of tables, whose rows the shard axes divide; nothing without tables."""
+        """Replace the specs of tables by P(shard axes), by rows; without tables specs stay."""
         if self.tables is None:
             return specs
         paths = patterns.match_names(self.tables, params, "tables")
@@ -177,26 +179,29 @@ class Layout:
         return map_entries(state_spec, state, owners)
 
     def _specs_by_path(self, params: Params) -> dict[str, tuple[Leaf, P]]:
-        """Map the path of each parameter to the parameter and the spec of its gradient."""
+        """Map the path of each parameter to (the parameter, the spec of its gradient)."""
         specs = self.gradient_specs(params)
         return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension that N, the number of shards, divides.
+        """Return the spec that divides the first dimension that N,
+        the number of shards, divides; else P().
 
         The leading `stacked` axes, which count layers, come last, so that each device has a shard
-        of each layer. An array without such a dimension gets P(): it is whole on every device.
+        of each layer. P() is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, with these axes."""
+        """Return the dimensions that a spec divides over shard axes,
+        with these axes; [] if it divides none."""
         return divisions_of(spec, self.shard_axes)
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array with padding, so that all shards have one size."""
+        """Return an array's shape, with divided dimensions rounded up so that all shards have one
+        size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
             count = count_devices(self.mesh, names)
@@ -204,7 +209,7 @@ class Layout:
         return tuple(sizes)
 
     def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it otherwise.
+        """Return a state with a Padded around each array that devices could not divide otherwise.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
@@ -225,7 +230,8 @@ class Layout:
         return map_entries(pad, state, owners)
 
     def unpad_state(self, state: OptState) -> OptState:
-        """Return a stored state without padding, as an update takes it inside jit."""
+        """Cut the padding off a stored state, inside jit,
+        and keep each array divided along its axis."""
 
         def unpad_leaf(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
@@ -234,7 +240,8 @@ class Layout:
         return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the shard group of a worker, which divides gradients; None for one device."""
+        """Return the shard group of a worker, with the specs of its gradients;
+        None if a worker is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
@@ -246,19 +253,20 @@ class Layout:
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def restrict_specs(self, specs: PyTree) -> PyTree:
-        """Keep only the shard axes in specs, as a `shard_map` over these axes takes them."""
+        """Drop all but the shard axes from specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the NamedSharding of each array, as a step returns it."""
+        """Return the NamedSharding of each array, with as many entries as axes on explicit
+        meshes."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 
     def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the shapes of arrays, each placed on the mesh."""
+        """Return the shape, dtype and placement on the mesh of each array."""
         return jax.tree.map(
             lambda placement, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
             self.shardings(specs, arrays), arrays,
@@ -296,7 +304,7 @@ class Layout:
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
     def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
-        """Return the function from params to the stored state of all workers.
+        """Return the function from params to the stored state of all workers, padded and widened.
 
         Args:
           init: the function from params to the state of one worker.
@@ -305,7 +313,8 @@ class Layout:
         return lambda params: self.stored(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
-        """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
+        """Raise a ValueError if a transform exchanges over shard axes,
+        or keeps per-worker arrays without worker axes."""
         divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if divided:
             raise ValueError(
@@ -359,12 +368,14 @@ def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of the array of one worker; `over` is its spec over the workers."""
+    """Return the shape of one worker's array;
+    `over` is the array's spec over the workers, P() if shared."""
     return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _join_specs(over: P, spec: P) -> P:
-    """Return the spec of an array that is divided over workers, and by `spec` within each."""
+    """Return the spec of an array divided over workers and by `spec` within each;
+    `spec` if workers share it."""
     if not any(over):
         return spec
     first, *remaining = spec or (None,)
@@ -372,6 +383,8 @@ def _join_specs(over: P, spec: P) -> P:
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
+    """Raise a ValueError unless a spec has at most as many entries as the leaf axes,
+    and divides each evenly."""
     if len(spec) > len(shape):
         raise ValueError(
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"

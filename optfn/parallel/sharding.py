@@ -76,7 +76,7 @@ def sharded(
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
       axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
-        None: all of them, or for a mapping those that its PartitionSpecs name. Along the
+        None: all of them, or for a mapping the axes that its PartitionSpecs name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
       whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
@@ -156,7 +156,8 @@ class ShardState(Layout):
     whole: Pattern | None = None
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension.
+        """Return specs that divide each floating-point leaf along one dimension,
+        if it is large and one fits.
 
         A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
         leaves, and leaves without a dimension that the shards divide stay whole.
@@ -167,7 +168,8 @@ class ShardState(Layout):
         return self._divide_leaves(params, self._check_padding)
 
     def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return the spec of each leaf, along one dimension or P(); masked leaves stay masked.
+        """Return each leaf's spec: by layers, along the first dimension that fits,
+        or P(); masked leaves stay masked.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
@@ -189,7 +191,7 @@ class ShardState(Layout):
         return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True; raise a ValueError if the layers need padding and there are worker axes."""
+        """Return True; raise a ValueError if layers need padding and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -235,7 +237,8 @@ class ShardParams(ShardState):
     keeps_params = False
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the specs of gradients, except for leaves that would need padding."""
+        """Return the specs of gradients, but divide leaves that would need padding like any other
+        leaf."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
@@ -254,7 +257,8 @@ class ShardBySpec(Layout):
         return True
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of the first pattern that matches each leaf; P() if none does."""
+        """Return for each leaf the spec of the first pattern that matches its path;
+        P() if none does."""
         specs = super().dense_param_specs(params)
         for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
@@ -289,7 +293,7 @@ KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, S
 
 
 def _list_kinds(separator: str) -> str:
-    """Return the names of the ways of sharding, for errors."""
+    """Return the names of the ways of sharding in quotes, joined for errors."""
     return separator.join(f'"{name}"' for name in KINDS)
 
 
@@ -309,6 +313,7 @@ def layout_of(
     specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
     _check_shard(specs, mesh)
     along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
+    # Axes that no spec names are left for workers.
     if specs and way.axis is None and tables is None:
         named = join_axes(*itertools.chain.from_iterable(specs.values()))
         along = Axes(name for name in along if name in named)
@@ -337,6 +342,7 @@ def layout_of(
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
+    """Raise unless patterns map to PartitionSpecs that name axes of the mesh, none twice."""
     for pattern, spec in specs.items():
         if not isinstance(pattern, str | re.Pattern) or not isinstance(spec, P):
             raise TypeError(
@@ -354,7 +360,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
-    """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
+    """Raise a ValueError if XLA would end the process, because it cannot nest these axes."""
     others = exclude_axes(mesh.axis_names, (*workers, *along))
     aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
     if others and aborts:

@@ -32,7 +32,8 @@ from optfn.parallel.mesh_layout import Layout
 
 
 def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return fn(array, step) that each device runs on its slice of the array.
+    """Return fn(array, step) run on each device's slice of the array;
+    `fn` itself if nothing divides it.
 
     Without this, the compiler would gather the slices along its own axes before each collective.
 
@@ -52,7 +53,8 @@ def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callab
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return how the axes that are left to the compiler divide an array into slices.
+    """Return the spec by which the compiler's axes divide an array,
+    None where data axes divide too.
 
     A dimension that data axes divide as well gets None: if each slice of it were gathered along the
     data axes, its blocks would stand in another order.
@@ -114,7 +116,8 @@ def scatter_gradients(
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
-    """Return this device's shard of the mean gradient over the shard axes.
+    """Return this device's shard of the mean gradient over the shard axes;
+    whole leaves by all-reduce.
 
     Gradients of leaves that stay whole are averaged by all-reduces. Rows of tables, integers, and
     gradients that already have the shape of the shard pass through: the backward pass of
@@ -155,7 +158,8 @@ def scatter_gradients(
 
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
-    """Gather new params that are whole in the layout, but whose updates are divided (ZeRO-1).
+    """Gather new params that are whole in the layout,
+    but whose updates are divided (ZeRO-1); others pass.
 
     Params that stay divided pass through, and so do padded ones, whose gather is left to the
     compiler. This runs outside of `shard_map`. On a TPU the compiler's own gather would be an

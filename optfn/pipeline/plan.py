@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: which stage works on which microbatch in which tick.
+"""The schedules of a pipeline: the microbatch of each stage in each tick.
 
 A schedule is a clock with up to three windows: one for forwards, one for backwards, and one for the
 gradients of the weights. Schedules differ in when these windows begin. `engine` runs them.
@@ -30,7 +30,7 @@ IndexT = TypeVar("IndexT", int, jax.Array)
 
 
 class Phase(NamedTuple):
-    """Ticks [start, stop) in which all stages do the same kinds of work."""
+    """Ticks [start, stop); all stages do the same kinds of work in them."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
 
 def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[IndexT, IndexT | int]:
-    """Return (microbatch, chunk) of a stage's k-th forward.
+    """Return (microbatch, chunk) of a stage's k-th forward; without virtual stages (k, 0).
 
     Each group of p microbatches passes through all chunks before the next group begins.
     """
@@ -117,7 +117,8 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The clock, split where a window begins or ends; for 1f1b warm-up, steady, cool-down."""
+        """The clock, split wherever a window begins or ends,
+        with the work of each span; for 1f1b three phases."""
         cuts = sorted({tick for window in self.windows.values() for tick in window})
         return [
             Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))
@@ -146,22 +147,23 @@ class Plan:
 
     @property
     def stash_slots(self) -> int:
-        """The number of microbatches that a device saves between forward and backward."""
+        """The microbatches that a device saves between forward and backward:
+        all of them for gpipe."""
         if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
     @property
     def context_slots(self) -> int:
-        """The number of microbatches that a device saves between backward and weight gradient."""
+        """The microbatches that a device saves between backward and weight gradient;
+        0 unless zb."""
         return min(self.work_items, self.num_stages) if self.splits_backward else 0
 
     @property
     def stash(self) -> int:
-        """The number of microbatches saved per device, or bytes if activation_bytes is given."""
-        return (self.stash_slots + self.context_slots) * (
-            1 if self.activation_bytes is None else self.activation_bytes
-        )
+        """The microbatches saved per device; their bytes if `activation_bytes` is given."""
+        slots = self.stash_slots + self.context_slots
+        return slots if self.activation_bytes is None else slots * self.activation_bytes
 
     def cells(self) -> Iterator[Cell]:
         """Yield the work of every stage, kind by kind."""
@@ -208,7 +210,7 @@ class Plan:
         """Draw the schedule with matplotlib, on `axes` or on new ones, and return the axes.
 
         A backward is twice as wide as a forward, unless its weight gradient is drawn separately.
-        The numbers are those of the microbatches. Later chunks of layers on a device are paler.
+        The numbers count microbatches. Later chunks of layers on a device are paler.
         """
         if axes is None:
             pyplot = checks.optional_module("matplotlib.pyplot", "plot")
@@ -243,6 +245,7 @@ class Plan:
 
 
 def _format_label(cell: Cell, virtual_stages: int) -> str:
+    """Return the text of a cell: work, microbatch and, with several chunks, the chunk."""
     chunk = f".{cell.chunk}" if virtual_stages > 1 else ""
     return f"{cell.work}{cell.microbatch}{chunk}"
 

@@ -172,7 +172,7 @@ def _choose_init(
     outer: optax.GradientTransformation,
     layout: Layout,
 ) -> Callable[[Params], OptState]:
-    """Return the `init` of the optimizer; with several local steps, the `init` of a round."""
+    """Return the optimizer's `init`; with several local steps, the `init` of a round."""
     if local_steps == 1:
         return tx.init
     inner, outer = map(optax.with_extra_args_support, (tx, outer))
@@ -180,9 +180,10 @@ def _choose_init(
 
 
 def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Find the leaves whose gradients the update reads, by tracing it; return their paths.
+    """Return the paths of leaves whose gradients the update reads, by tracing it;
+    of all leaves if it cannot be traced.
 
-    An exchange cannot be traced outside of a mesh: then we count the gradients of all leaves.
+    An exchange cannot be traced outside of a mesh.
     """
     named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
     extended = optax.with_extra_args_support(tx)
@@ -198,6 +199,7 @@ def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Co
         return extended.update(grads, state, params, **extra)
 
     arrays = [p for _, p in named]
+    # A transform of another library may fail in any way here; its gradients then all count.
     with contextlib.suppress(Exception):
         program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
         needed = program.find_dependencies(program.outputs)
@@ -261,7 +263,8 @@ def _shard_state(
     layout: Layout,
     as_rows: Collection[str],
 ) -> OptState:
-    """Return the shapes of the optimizer state for one device's shards of gradients.
+    """Return the shapes of the optimizer's state if params had the shapes of one device's gradient
+    shards.
 
     An exchange of shards declares its packets in this state. Leaves in `as_rows` are masked.
 
@@ -285,7 +288,7 @@ def _shard_state(
 
 
 def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
-    """Return the paths of matrices that devices divide, but the rule of the optimizer needs whole.
+    """Return the paths of matrices that devices divide, but whose rule needs them whole.
 
     A leaf that is divided only along its axes of stacked layers has whole matrices.
     """
@@ -356,7 +359,8 @@ class _Leaf(NamedTuple):
         return float(sent + all_reduce_bytes(whole / n, workers))
 
     def _count_gathers(self, passes: int) -> float:
-        """Return how often a divided leaf is gathered in a step.
+        """Return how often a divided leaf is gathered in a step:
+        once per pass, or layer by layer twice per pass.
 
         A stacked leaf is gathered layer by layer, and again in the backward pass. If it is divided
         by layers, an all-to-all, 1/N of a gather, divides each layer first.
@@ -373,7 +377,7 @@ class _Leaf(NamedTuple):
 
 
 def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
-    """Return the bytes of arrays that lie on each device, divided as PartitionSpecs say."""
+    """Return the bytes of arrays on each device, divided by the axes of their PartitionSpecs."""
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize

@@ -38,7 +38,7 @@ from optfn.wrappers.averaging import is_average, read_average
 
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
-# Names that are not those of arrays, but of what state_dict gives beside them.
+# Names of the entries that state_dict gives beside arrays.
 RESERVED = ("version", PER_WORKER_KEY)
 
 
@@ -72,7 +72,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def name_host_arrays(host: OptState) -> dict[str, Any]:
-    """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
+    """Return `state_dict` of a state whose arrays are host arrays, without copying them."""
     host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
     per_worker = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
@@ -80,14 +80,14 @@ def name_host_arrays(host: OptState) -> dict[str, Any]:
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the names of the per-worker arrays in a state."""
+    """Return the sorted names of per-worker arrays; [] if there are none."""
     if not has_per_worker_state(opt_state):  # the names of a large state take time
         return []
     return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
 
 
 def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name, for saving.
+    """Return the arrays of a state by name; raise if a name occurs twice or cannot be saved.
 
     Raises:
       ValueError: the names do not tell the arrays apart, or not every file keeps them.
@@ -114,8 +114,8 @@ def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> N
     cut = [name for name in names if "\0" in name]
     if cut:
         raise ValueError(
-            f"state_dict: the names {tree.list_names(cut)} have a NUL character, at which zip "
-            "files cut a name. Rename the parameters"
+            f"state_dict: the names {tree.list_names(cut)} have a NUL character, and zip files cut "
+            "a name there. Rename the parameters"
         )
     folders = tuple(word for word in reserved if word.endswith("/"))
     taken = [name for name in names if name in reserved or name.startswith(folders)]
@@ -127,23 +127,26 @@ def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> N
 
 
 def _host_copy(leaf: Leaf) -> Leaf:
+    """Return a copy of an array on the host, a key's data; a traced one, or a shard's, as it is."""
+    # Neither has a value here; the caller's program or orbax deals with it.
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
 
 def _view_as_bits(leaf: Leaf) -> Leaf:
+    """Return a host array without a NumPy dtype as unsigned integers; any other leaf as it is."""
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
     return leaf.view(bits_dtype(leaf.dtype)) if is_host else leaf
 
 
 def is_foreign(dtype: DType) -> bool:
-    """Tell whether NumPy knows the dtype only by its size (bfloat16, float8)."""
+    """Tell whether NumPy knows a dtype only as raw bytes, as bfloat16 and float8."""
     return np.dtype(dtype).kind == "V"
 
 
 def bits_dtype(dtype: DType) -> np.dtype:
-    """Return the dtype of the bits of numbers of a dtype."""
+    """Return the unsigned integer dtype of the same size."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
@@ -191,7 +194,7 @@ def summary(
     Args:
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
-      mesh: with `shard` or `shard_tables`, the mesh over which params and state are divided.
+      mesh: with `shard` or `shard_tables`, the mesh that divides params and state.
       shard: as for `make_train_step`. There are then two more columns: the placement of each leaf
         (the mesh axes that divide it, or "whole"), and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
@@ -208,6 +211,7 @@ def summary(
     tx = core.check_transform("summary: tx", tx)
     check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _find_without_decay(tx, params)
+    # Shapes alone: nothing is allocated.
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
@@ -245,7 +249,7 @@ def _layout_columns(
     data_axis: AxisName,
     tables: Pattern | None,
 ) -> list[tuple[str, str]]:
-    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
+    """Return (mesh axes that divide it, bytes on a device) of each leaf, and the total last."""
     if mesh is None:
         raise ValueError(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
@@ -273,11 +277,12 @@ def _layout_columns(
 
 
 def _leaf_bytes(leaf: Leaf) -> int:
+    """Return the bytes of an array or its shape."""
     return int(leaf.size) * leaf.dtype.itemsize
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
-    """Return the bytes of state that belong to the parameter of each path."""
+    """Return the bytes of state by the path of the parameter; counters and rates count for none."""
     kept = dict.fromkeys(names, 0)
     for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
@@ -286,16 +291,18 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
-    """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
-    found = {
-        path for link in getattr(tx, "inner", []) for path in _find_without_decay(link, params)
-    }
+    """Return the paths that `exclude=` of an optimizer,
+    or of a link in it, exempts from weight decay."""
+    found: set[str] = set()
+    for link in getattr(tx, "inner", []):
+        found |= _find_without_decay(link, params)
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found
 
 
 def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
+    """Return in words how a leaf is treated; [] if by the optimizer's defaults."""
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:
@@ -319,7 +326,9 @@ def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[
 
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return the table as text: padded cells, a rule below the titles and above the totals."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    # Columns of numbers.
     right = {4, 5, 7}
     lines = [
         "  ".join(

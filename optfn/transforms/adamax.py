@@ -57,13 +57,13 @@ def adamax_rule(
 def adamax_moments(
     g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the m and u of `adamax_rule`."""
+    """Return m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
     m = numerics.moving_average(m, g, b1)
     return m, jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
 
 
 def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar) -> jax.Array:
-    """Return scale·m/u."""
+    """Return scale·m/u; g is not used, but `quantize_moments` passes it."""
     del g
     return numerics.scalar(scale, m) * m / u
 

@@ -29,7 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Return an array of one number per row with axes of size 1 added, so that it broadcasts."""
+    """Append axes of size 1 to an array with a number per row,
+    so that it broadcasts to `like`; a float stays."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
@@ -118,6 +119,7 @@ def scale_by_catch_up_adam(
 
     def init(params: Params) -> ScaleByCatchUpAdamState:
         def never_touched(p: jax.Array) -> jax.Array:
+            """Return 0 for each row: int32, (rows,)."""
             # Computed from p, so that it is sharded as the rows of p are.
             return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
 
@@ -159,6 +161,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
+        # A late leaf counts its steps from its beginning, and `last_step` does too.
         step = late_steps.global_count(state.step) - begun.get(str(place), 0)
         moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
         return *moments, jnp.full_like(last, step)

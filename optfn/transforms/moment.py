@@ -62,7 +62,7 @@ _MOMENTUM_STATES = {"bfloat16": ScaleByNarrowMomentumState, "int8": ScaleByInt8M
 def momentum_rule(
     g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (v or g + μv, v) with v = μv + g."""
+    """Return (update, v) with v = μv + g; the update is v, or g + μv with nesterov."""
     v = numerics.scalar(momentum, g) * v + g
     return momentum_direction(g, v, momentum=momentum, nesterov=nesterov), v
 
@@ -75,7 +75,8 @@ def momentum_direction(
 
 
 def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Unchecked:
-    """Return the rule of `scale_by_momentum`, which keeps v also for a momentum of 0."""
+    """Return the unchecked transform of `scale_by_momentum`,
+    which keeps v also for a momentum of 0."""
     leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
@@ -114,6 +115,7 @@ def scale_by_momentum(
     mu = checks.number("momentum", momentum, checks.UNIT)
     nesterov = checks.flag("nesterov", nesterov)
     check_moment_dtype("moment_dtype", moment_dtype)
+    # Only of a known number: a traced μ may become 0 without a change of the state.
     if isinstance(mu, float) and mu == 0:
         return core.stateless(
             lambda updates, params: updates, WithoutMomentumState(optax.MaskedNode())
@@ -287,7 +289,7 @@ def rms_rule(
 
 
 def rms_direction(g: jax.Array, r: jax.Array, *, eps: Scalar) -> jax.Array:
-    """Return g/√(r + eps)."""
+    """Return g/√(r + eps), where r is the new mean of squares."""
     return g / jnp.sqrt(r + numerics.scalar(eps, g))
 
 

@@ -73,6 +73,7 @@ def orthogonalize(
     y = y if dtype is None else y.astype(dtype)
     is_tall = y.shape[-2] > y.shape[-1]
     for a, b, c in coefficients:
+        # The smaller of the two products: min(rows, columns) squared.
         gram = y.mT.conj() @ y if is_tall else y @ y.mT.conj()
         factor = b * gram + c * (gram @ gram)
         y = a * y + (y @ factor if is_tall else factor @ y)
@@ -87,7 +88,8 @@ class ScaleByMuonState(NamedTuple):
 
 
 def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `matrices` selects; for None, of all matrices.
+    """Return the paths of the leaves that `matrices` selects;
+    for None, of all unmasked leaves with two axes beside stacked ones.
 
     Raises:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
@@ -112,7 +114,8 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
-    """Return the coefficients of each step: of a name, one triple five times, or as given."""
+    """Return a triple for each step: a name's, three numbers five times,
+    or triples as given; else raise."""
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
         return tuple(COEFFICIENTS[coefficients])
@@ -127,7 +130,8 @@ def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
 
 
 def check_scale(scale: str | Scale) -> Scale:
-    """Return the function (rows, columns) -> factor of a name, or as given."""
+    """Return the function (rows, columns) -> factor:
+    a callable as it is, else the function of this name."""
     return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
 
 

@@ -26,6 +26,7 @@ def is_rate(x: object) -> TypeGuard[RateState]:
 
 
 def _is_driven(x: RateState) -> bool:
+    """Tell whether a schedule or an array determines the rate, so that it cannot be set."""
     return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
 
 
@@ -92,7 +93,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 
 
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
-    """Return the rates in a state, by name, that `path` selects."""
+    """Return by name the rates whose name has `path` as whole words;
+    for None all rates of the main state. None found raises."""
     if path is None:
         opt_state = state_names.find_main_state(opt_state)
     rates = dict(state_names.states_with_names(is_rate, opt_state))
@@ -129,15 +131,16 @@ def numbers_of_rates(
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:
-    """Return the largest rate of the workers where each has its own, else the rate."""
+    """Return the largest rate of the workers if each has its own, else the rate, an array."""
     array: jax.Array = jax.tree.leaves(rate)[0]
     return take_largest(array) if isinstance(rate, PerWorker) else array
 
 
 def take_largest(rate: jax.Array) -> jax.Array:
-    """Return the largest rate of the workers where each has its own."""
+    """Return the largest of an array of rates; a scalar as it is."""
     return jnp.max(rate) if rate.ndim else rate
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    """Tell whether two rates are equal; if either is traced, whether they are one array."""
     return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

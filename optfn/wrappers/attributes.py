@@ -76,6 +76,7 @@ class ParamAttr:
 
 
 def _check_factor(name: str, of: str, factor: object) -> None:
+    """Raise unless a factor is a Python number ≥ 0 and finite."""
     if not checks.is_host_number(factor):
         raise TypeError(
             f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
@@ -89,7 +90,7 @@ DEFAULT = ParamAttr()
 
 
 def check_param_attrs(param_attrs: object) -> ParamAttrs:
-    """Return `param_attrs` if it maps patterns to ParamAttrs, and {} for None."""
+    """Return `param_attrs` as a dict if it maps patterns to ParamAttrs, {} for None; else raise."""
     if param_attrs is None:
         return {}
     if not isinstance(param_attrs, Mapping):
@@ -119,7 +120,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 
 
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
-    """Return the attributes that an optimizer gives to the leaves of `params`, by path.
+    """Return by path the attributes that an optimizer gives to leaves of `params`;
+    {} if it gives none.
 
     It finds optimizers inside wrappers and chains of optfn, but not inside wrappers of other
     libraries.
@@ -135,7 +137,8 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects; the rest passes unchanged.
+    """Return `tx` for the leaves whose attributes `choose` selects;
+    all other updates pass unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -179,6 +182,7 @@ def apply_to_trained(
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
+        # Only where needed: transforms of other libraries do not take the argument.
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
             extra["rate_factors"] = {path: attr.learning_rate for path, attr in attrs.items()}
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
@@ -189,7 +193,8 @@ def apply_to_trained(
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Return `updates`, with the update of a frozen leaf in the place of untrained gradients.
+    """Replace untrained gradients by the update of a frozen leaf,
+    −0.0 or integer zeros; others stay.
 
     A buffer of a Packed that has an untrained leaf is replaced as a whole.
     """
@@ -205,7 +210,8 @@ def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params)
 def _mark_stacked_leaves(
     tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> core.Unchecked:
-    """Return the rule of `tx` on trees in which leaves with `stacked` axes are in a `Stacked`."""
+    """Return `tx` on trees whose leaves with `stacked` axes are in a `Stacked`;
+    without any, trees stay."""
 
     def mark(values: PyTree) -> PyTree:
         attrs = resolve(param_attrs, values)
@@ -225,6 +231,7 @@ def _mark_stacked_leaves(
 
 
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
+    """Raise if `stacked` exceeds the number of a leaf's axes; a scalar passes."""
     if attr.stacked > len(shape) > 0:
         raise ValueError(
             f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
@@ -251,7 +258,8 @@ def apply_attributes(
     build: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
     decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that treats each leaf by its attributes: clip, penalty, rate, frozen.
+    """Return the optimizer that `build` makes, with clips, penalties,
+    rates and frozen leaves by attributes.
 
     Args:
       name: the optimizer's name in errors.
@@ -266,6 +274,7 @@ def apply_attributes(
         refuse_decay_factors(name, attrs)
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
+        # Leaves with need_clip=False are masked, so they do not count in a global norm either.
         clips = [limit_to(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
     return apply_to_trained(
         name, build([*clips, *penalties_of_leaves(regularization, attrs)]), attrs
@@ -275,7 +284,7 @@ def apply_attributes(
 def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return a transform for each distinct penalty, limited to the leaves that have it.
+    """Return a transform per distinct penalty, limited to its leaves; [] if no leaf has any.
 
     A leaf without a penalty of its own has the optimizer's, `regularization`; None is no penalty.
     """

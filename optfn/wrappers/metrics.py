@@ -125,6 +125,8 @@ def record_metrics(
 
 
 def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
+    """Return the patterns as a list without repeats;
+    [] for None, and a TypeError for anything but text."""
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -137,17 +139,22 @@ def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
 
 
 def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
+    """Return the state with these norms, and the clip factor and rate that the inner state
+    shows."""
     grad_norm, update_norm, param_norm = norms
     factor, rate = _read_inner(inner_state)
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
 def _norm(x: Updates) -> jax.Array:
+    """Return the norm over all leaves, float32;
+    repeated rows are merged, or they would count apart."""
     return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
 def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest clip factor and the learning rate in a state."""
+    """Return the smallest clip factor in a state (1 without clips),
+    and its learning rate (NaN if none or several)."""
     factors = [node.factor for node in find_nodes(ClipState, inner_state)]
     factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
@@ -190,11 +197,13 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
 
 
 def _is_recorder(x: object) -> bool:
+    """Tell whether `x` is the state of a `record_metrics`."""
     return isinstance(x, RecordMetricsState)
 
 
 def _combine_workers(name: str, node: object) -> jax.Array:
-    """Return a recorded number; of one per worker, the root mean square of norms, else the least.
+    """Return a recorded scalar; for an array with a number per worker,
+    the root mean square of norms, else the least.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

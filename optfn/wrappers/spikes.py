@@ -94,11 +94,13 @@ def skip_spikes(
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
+        # A median, because a mean of norms would follow the spikes themselves.
         in_order = jnp.sort(state.norms)
         median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2
         spike = norm > times * median
         consecutive = jnp.where(spike, core.next_step(state.consecutive), 0)
         skip = spike & (consecutive <= most)
+        # The steps of `accumulate` without an update have norm 0, and would pull the median down.
         counts = ~skip & jnp.isfinite(norm) & (norm > 0)
         norms = jnp.where(counts, jnp.append(state.norms[1:], norm), state.norms)
         updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
