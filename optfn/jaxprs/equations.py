@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.extend.core as jex
+from jax.extend import source_info_util
 
 from optfn.core.types import PyTree
 
@@ -71,6 +72,29 @@ class Equations:
         targets = list(targets)
         equations = self.needed_for(targets)
         return set(variables([*targets, *(a for e in equations for a in e.invars)]))
+
+    def live(self) -> list[Equation]:
+        """Return the equations that the outputs and side effects need, in order."""
+        effects = [e for e in self.equations if e.effects]
+        needed = self.needed_for([*self.outputs, *(a for e in effects for a in e.invars)])
+        found = {id(e) for e in [*needed, *effects]}
+        return [e for e in self.equations if id(e) in found]
+
+    def rewritten(self, overrides: Mapping[int, Override], values: Sequence[Value]) -> "Equations":
+        """Return this program, traced again with `overrides` in place of some equations.
+
+        Args:
+          overrides: as in `run`.
+          values: the inputs, or their shapes and dtypes.
+        """
+
+        def run(*leaves: Value) -> list[Value]:
+            found = self.run(self.equations, bindings(self.inputs, leaves), overrides)
+            return read(found, self.outputs)
+
+        program = Equations(run, *values)
+        program.structure = self.structure
+        return program
 
     def run(
         self,
@@ -178,11 +202,18 @@ def _bind(equation: Equation, *arguments: Value) -> list[Value]:
 def _run_equations(
     equations: Iterable[Equation], values: Environment, overrides: Mapping[int, Override]
 ) -> Environment:
-    """Add the results of `equations` to the values of variables, and return these."""
+    """Add the results of `equations` to the values of variables, and return these.
+
+    What is traced keeps the lines and the named scopes of the equations.
+    """
     for equation in equations:
         arguments = read(values, equation.invars)
         override = overrides.get(id(equation), partial(_bind, equation))
-        values |= bindings(equation.outvars, override(*arguments))
+        info = equation.source_info
+        scope = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=scope):
+            results = override(*arguments)
+        values |= bindings(equation.outvars, results)
     return values
 
 
@@ -204,14 +235,7 @@ def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     needed = program.dependencies(targets)
     scans = [e for e in program.equations if e.primitive.name == "scan"]
     instead = {id(e): partial(_run_split_scan, e, needed) for e in scans}
-
-    def run(*leaves: Value) -> list[Value]:
-        values = program.run(program.equations, bindings(program.inputs, leaves), instead)
-        return read(values, program.outputs)
-
-    split = Equations(run, *shapes_of(program.inputs))
-    split.structure = program.structure
-    return split
+    return program.rewritten(instead, shapes_of(program.inputs))
 
 
 def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value) -> list[Value]:

@@ -17,7 +17,7 @@ from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
 from optfn.jaxprs.equations import Environment, bindings
 from optfn.leaves import row_sparse
-from optfn.sparse.lookups import LossOfTables
+from optfn.sparse.lookups import Lookups
 from optfn.sparse.tables import Owners
 
 
@@ -47,14 +47,15 @@ def value_and_grad(
     """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 
     It is like `jax.value_and_grad` for the first argument, except for the leaves that `tables`
-    selects. Inside `loss_fn` these are `Table`s, and their gradients are `Rows` with an entry for
+    selects. `loss_fn` may cast these and look up whole rows, as `table[ids]`, `jnp.take` and the
+    embedding layers of flax, haiku and equinox do. Their gradients are `Rows` with an entry for
     each id that was looked up, so that no array of the size of a table is made. `make_train_step`
     and `minimize` do this with their argument `tables`.
 
     Args:
       loss_fn: a function (params, *args) -> loss, or (loss, aux). Lookups may be inside jit and
-        vmap. Inside the body of a scan, a cond or a checkpoint they are an error: look rows up
-        before it, and pass them in.
+        vmap, and inside a checkpoint, which then keeps their rows. Inside the body of a scan or a
+        cond they are an error: look rows up before it, and pass them in.
       tables: a regular expression that matches the whole path of each table, or a function
         path -> bool.
       has_aux: whether `loss_fn` returns auxiliary data too.
@@ -70,8 +71,8 @@ def value_and_grad(
 
     Raises:
       ValueError: the pattern matches no leaf.
-      TypeError: a table is not a floating-point array with rows, ids are not integers, or the loss
-        does something else with a table than to look rows up.
+      TypeError: a table is not a floating-point array with rows, or the loss does something else
+        with a table than to look rows up; the error names the operation and its line.
 
     >>> import jax.numpy as jnp
     >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
@@ -87,7 +88,7 @@ def value_and_grad(
         raise TypeError("tables must be a pattern of the paths of leaves; got None")
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
-        loss = LossOfTables(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
+        loss = Lookups.of_loss(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
         arrays, structure = jax.tree.flatten(params)  # masked leaves belong to the structure
         known = bindings(loss.inputs, arrays)
         dense = [v for v in loss.inputs if v not in loss.tables]
