@@ -15,6 +15,7 @@ from optfn.core import tree
 from optfn.core.tree import Pattern
 from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import (
+    CHECKPOINTS,
     Atom,
     Environment,
     Equation,
@@ -33,7 +34,6 @@ from optfn.sparse.tables import Owners
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
 _CASTS = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
 _LOOKUPS = ("gather", "dynamic_slice", "slice")
-_CHECKPOINTS = ("checkpoint", "remat2")
 # Where a product with the whole table begins.
 _PRODUCTS = ("dot_general", "transpose")
 # The params of equations that run functions.
@@ -351,11 +351,11 @@ def _with_lookups_before_checkpoints(
     sources = _sources(program, tables)
     instead = {}
     for e in program.equations:
-        if e.primitive.name in _CHECKPOINTS and (used := _used(e, sources)):
+        if e.primitive.name in CHECKPOINTS and (used := _used(e, sources)):
             path_of = {v: tables[sources[v].table] for v in used}
             inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
             instead[id(e)] = partial(_run_checkpoint, e, inner)
-    return program.rewritten(instead, values) if instead else program
+    return program.retrace(instead, values) if instead else program
 
 
 def _run_checkpoint(
