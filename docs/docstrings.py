@@ -58,7 +58,9 @@ class Readable(griffe.Extension):
 
     def on_object(self, *, obj, **kwargs):
         """Rewrite the docstring of one object."""
-        if obj.is_function and any(str(d.value).startswith("taking(") for d in obj.decorators):
+        if obj.is_function and any(
+            str(d.value).startswith("accept_fields(") for d in obj.decorators
+        ):
             take_arguments(obj)
         if obj.docstring:
             text = FIELDS.sub(listed, f"{obj.docstring.value}\n\n")

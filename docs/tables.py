@@ -74,9 +74,10 @@ def _links(rules: Sequence[Any]) -> str:
 
 
 def _link(rule: Any) -> str:
-    """Return the name of a rule; of rules side by side, those of matrices and of other leaves."""
-    if rule.name == "_apart":
-        return f"({'; others: '.join(_links(x.links or [x]) for x in rule.links)})"
+    """Return the name of a rule; for muon, the rules of the matrices and of the other leaves."""
+    if rule.links:
+        restricted = [link.links[0] for link in rule.links]
+        return f"({'; others: '.join(_links(x.links or [x]) for x in restricted)})"
     return str(rule.name)
 
 

@@ -19,7 +19,7 @@ True
 The package, from the ground up:
 
 * `optfn.core` is the core: the protocol of a transformation, and the application of a rule
-  to the leaves of a tree. `optfn.leaves` has further kinds of leaves (row-sparse, packed, stacked).
+  to the leaves of a tree. `optfn.leaves` has arrays of several tensors (packed, stacked).
   `optfn.mesh` has the axes of a mesh and means over them.
 * `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
@@ -37,9 +37,9 @@ from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core.protocol import chain
+from optfn.core.updates import apply_updates
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
-from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam
 from optfn.optimizers.adam_family import adamax, adamw, lamb

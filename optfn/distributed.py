@@ -1,18 +1,16 @@
 """Training on several devices: data parallelism, the compression of updates, and the pipeline."""
 
-from typing import NoReturn
-
+from optfn.collectives.mesh import data_mesh
+from optfn.collectives.tensor_parallel import copy_to, sum_over
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.compression.exchange import exchange
+from optfn.compression.k_largest import select_top_k
 from optfn.compression.power_sgd import power_sgd
 from optfn.compression.quantize import quantize
-from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
-from optfn.mesh import data_mesh
 from optfn.parallel.fingerprint import compare_replicas
+from optfn.parallel.scans import scan_layers
 from optfn.parallel.sharding import init_state, sharded
-from optfn.parallel.shards import scan_layers
-from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
@@ -44,12 +42,3 @@ __all__ = [
     "top_k",
     "unstack_stages",
 ]
-
-
-def on_each_device(*args: object, **options: object) -> NoReturn:
-    """Raise the error that names the replacement of this function."""
-    raise TypeError(
-        "on_each_device is gone: give the mesh of the pipeline to the step, make_train_step(None, "
-        'tx, value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")}), and leave '
-        "data_axis out of the pipeline"
-    )

@@ -10,14 +10,14 @@ pytest_plugins = ["machine"]
 @pytest.fixture
 def plain_expressions(monkeypatch):
     """Compile on a CPU what all other platforms compile."""
-    from optfn.leaves import xla
+    from optfn.compilers import xla
 
     monkeypatch.setattr(xla, "CPU_PLATFORMS", ())
 
 
 @pytest.fixture(params=["of a CPU", "plain"])
 def expressions(request):
-    """Run a test with both sides of the door of `optfn.leaves.xla`."""
+    """Run a test with both expressions of `optfn.compilers.xla`."""
     if request.param == "plain":
         request.getfixturevalue("plain_expressions")
 

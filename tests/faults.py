@@ -1057,18 +1057,6 @@ def other_format(directory: Path) -> str:
     return refused(path, template)
 
 
-@fault("checkpoints of earlier versions (tests/checkpoints)", "they load")
-def older_format(directory: Path) -> str:
-    found = sorted((HERE / "checkpoints").glob("*.npz"))
-    file = "tests/train/test_earlier_files.py"
-    command = ["-m", "pytest", "-q", "-n", "0", "--nightly", "--quick-compiler", file]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=HERE.parent, capture_output=True, text=True, check=False
-    )
-    require(done.returncode == 0, done.stdout[-1000:])
-    return f"{len(found)} files load"
-
-
 COPIED = "it gets a copy of another worker's; the run ends bit for bit the same"
 
 

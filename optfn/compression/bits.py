@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
-from optfn.mesh import vary
+from optfn.collectives.axes import vary
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:

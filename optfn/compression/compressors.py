@@ -23,41 +23,19 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 
-from optfn.core import checks, tree
+from optfn.collectives.axes import Axes
+from optfn.collectives.packets import Compressor
+from optfn.core import checks
 from optfn.core.printing import call_text
 from optfn.core.types import Params, PyTree
-from optfn.leaves.rows import Rows
-from optfn.mesh import Axes
+from optfn.leaves import contents, patterns
+from optfn.sparse.rows import Rows
 
 P = ParamSpec("P")
-
-
-class Compressor(Protocol):
-    """The methods that turn a leaf of one worker into a packet, and back.
-
-    A packet is a tree of arrays, whose shapes are the same in each step. The state is a tree of
-    arrays as well, or () if there is none. It must be the same on all workers, except for arrays in
-    a `PerWorker`. Where no state is kept between steps, as in `sharded`, `encode` gets the first
-    one, with the number of the step added to its integers: so let an integer count encodings.
-
-    A compressor may also have the methods of `BaseCompressor`; defaults replace missing ones.
-    """
-
-    def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the first state for a leaf."""
-
-    def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the packet for a float32 leaf, and the next state."""
-
-    def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return the float32 leaf of this shape that is encoded in a packet."""
-
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the packet for a leaf of this shape."""
 
 
 class LeafInExchange(NamedTuple):
@@ -176,7 +154,7 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
-        tree.check_pattern("compressor", pattern)
+        patterns.check_pattern("compressor", pattern)
         is_dense = compressor is None
         checked[pattern] = None if is_dense else _compressor(f"compressor[{pattern!r}]", compressor)
     return checked
@@ -202,6 +180,6 @@ def chosen(
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
     found: dict[str, BaseCompressor | None] = {}
-    for names, compressor in tree.first_matches(choice, params, "compressor"):
+    for names, compressor in patterns.first_matches(choice, params, "compressor"):
         found |= dict.fromkeys(names, compressor)
-    return [found.get(name) for (name,) in tree.names(params)]
+    return [found.get(name) for (name,) in contents.leaf_names(params)]

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import core, mesh
+from optfn import core
+from optfn.collectives.axes import AxisName, axis_size, check_names
+from optfn.collectives.devices import ONE_WORKER, Workers
+from optfn.collectives.means import mean_in_one
 from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
 from optfn.compression.dgc_phases import (
     VALUES,
@@ -30,13 +33,10 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.leaves import row_sparse
-from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
-from optfn.workers import ONE_WORKER, Workers
 
 
 @traits(link="dgc", passes_rows=True)
@@ -146,8 +146,8 @@ def deep_gradient_compression(
         checks.flag("nesterov", nesterov),
         None if norm is None else checks.positive("local_grad_clip_norm", norm),
         optax.with_extra_args_support(penalty),
-        mesh.check_names("axis_name", axis_name),
-        mesh.check_names("reduce_axis_name", reduce_axis_name, optional=True),
+        check_names("axis_name", axis_name),
+        check_names("reduce_axis_name", reduce_axis_name, optional=True),
         checks.count("min_size", min_size),
         checks.flag("momentum_masking", momentum_masking),
         checks.choice("wire", wire, tuple(VALUES)),
@@ -250,7 +250,7 @@ def _accumulate_and_send(
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
     options = dataclasses.replace(options, group=workers.group)
-    updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
+    updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
     return update_on_shards(run, updates, state, params, workers.group)
 
@@ -276,7 +276,7 @@ def _accumulate_and_send_shards(
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
-    means = mesh.mean_in_one([directions[i] for i in small], options.axis_name)
+    means = mean_in_one([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
     if large:
@@ -287,7 +287,7 @@ def _accumulate_and_send_shards(
     return structure.unflatten(directions), DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
-        jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
+        jnp.asarray(axis_size(options.axis_name), jnp.int32),
         structure.unflatten(velocity),
         state.local_velocity._replace(value=structure.unflatten(u)),
         state.residual._replace(value=structure.unflatten(v)),
@@ -316,7 +316,7 @@ def _local_gradient(
     """Return gradients averaged over `reduce_axis_name`, and clipped for compressed leaves."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
-        c = c * mesh.axis_size(options.axis_name) ** -0.5
+        c = c * axis_size(options.axis_name) ** -0.5
 
     def local(place: tree.Place, g: Leaf, residual: Leaf) -> Leaf:
         if tree.is_masked(g):

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import optax
 
 from optfn import core
+from optfn.collectives.axes import AxisName
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.core import checks
 from optfn.core.checks import Number, Schedule
-from optfn.mesh import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.wrappers.attributes import (
     ParamAttrs,
-    attributed,
+    apply_to_trained,
     check_param_attrs,
     refuse_decay_factors,
     regularizing,
@@ -108,7 +108,7 @@ def dgc_momentum(
         scale_by_learning_rate(learning_rate),
     )
     tx = core.with_boundary("dgc_momentum", core.rule_of(chain))
-    return attributed("dgc_momentum", tx, attrs)
+    return apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:

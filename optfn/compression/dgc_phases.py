@@ -16,20 +16,20 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, axis_size, checked_axes, joined, vary
+from optfn.collectives.devices import Group
+from optfn.collectives.gathers import Gathered, all_gather
+from optfn.collectives.means import zeros_of_mean
 from optfn.compression.agreement import is_compressible
-from optfn.compression.gathering import Gathered
+from optfn.compression.k_largest import SampleSearch, num_selected
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
-from optfn.compression.selection import SampleSearch, num_selected
 from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core import numerics
 from optfn.core.checks import Number
 from optfn.core.types import Leaf
-from optfn.leaves.rows import Rows
-from optfn.mesh import Axes
+from optfn.sparse.rows import Rows
 from optfn.transforms.moment import momentum_rule
-from optfn.workers import Group
 
 # The encoding of a value for each `wire`.
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -54,14 +54,14 @@ class Options:
     group: Group | None = None
 
     @property
-    def all_axes(self) -> mesh.Axes:
+    def all_axes(self) -> Axes:
         """The axes over which gradients are exchanged or averaged."""
-        return mesh.joined(self.axis_name, self.reduce_axis_name)
+        return joined(self.axis_name, self.reduce_axis_name)
 
     @property
-    def agreeing_axes(self) -> mesh.Axes:
+    def agreeing_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return mesh.joined(self.all_axes, self.group and self.group.axes)
+        return joined(self.all_axes, self.group and self.group.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
@@ -158,10 +158,10 @@ def update_compressed(
       The leaves with directions of the shapes of the gradients.
     """
     sizes = tuple(leaf.residual.size for leaf in leaves)
-    ramp = Ramp(options, sizes, row_updates, mesh.axis_size(options.axis_name))
-    checked = mesh.checked_axes(options.axis_name)
+    ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
+    checked = checked_axes(options.axis_name)
     flat = [
-        DgcLeaf(leaf.direction.reshape((-1,)), *(mesh.vary(x, checked) for x in leaf[1:]))
+        DgcLeaf(leaf.direction.reshape((-1,)), *(vary(x, checked) for x in leaf[1:]))
         for leaf in leaves
     ]
     phases = [partial(skip_nonfinite_step, ramp), partial(compressed_step, ramp, step)]
@@ -183,7 +183,7 @@ def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     if ramp.gives_rows:
         return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
-    return _redirected(leaves, [mesh.zeros_of_mean(leaf.direction, axes) for leaf in leaves])
+    return _redirected(leaves, [zeros_of_mean(leaf.direction, axes) for leaf in leaves])
 
 
 def _redirected(leaves: list[DgcLeaf], directions: Sequence[jax.Array | Rows]) -> list[DgcLeaf]:
@@ -200,7 +200,7 @@ def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
         direction, u = momentum_rule(
             mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
         )
-        if mesh.checked_axes(axes):
+        if checked_axes(axes):
             # In this phase u is the same on all workers, but JAX cannot know that.
             direction = lax.pmax(direction, axes)
         return DgcLeaf(direction, u, leaf.residual)
@@ -282,7 +282,7 @@ def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
     This makes no array of the size of a leaf.
     """
-    packets = mesh.all_gather(packet, axis_name)
+    packets = all_gather(packet, axis_name)
     workers = packets.shape[0]
     values, index = jax.vmap(packet_format.decode)(packets)
 

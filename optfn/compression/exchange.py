@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import core, mesh
+from optfn import core
+from optfn.collectives.axes import Axes, AxisName, axis_size, check_names, joined
+from optfn.collectives.devices import ONE_WORKER, Group, Workers
+from optfn.collectives.means import mean_of_all, zeros_of_mean
+from optfn.collectives.packets import check_codec
 from optfn.compression.agreement import (
     agree,
     check_state_of_leaf,
     check_worker_gradients,
     is_compressible,
 )
+from optfn.compression.bytes_sent import traffic_of
 from optfn.compression.compressors import (
     BaseCompressor,
     Choice,
@@ -30,20 +35,15 @@ from optfn.compression.compressors import (
 from optfn.compression.gathering import empty_rows
 from optfn.compression.on_shards import update_on_shards
 from optfn.compression.sending import Sending, exchanged_densely
-from optfn.compression.traffic import traffic_of
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, errors, leafwise, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.leaves import mismatch, packed
+from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.rows import Rows
-from optfn.mesh import Axes, AxisName
-from optfn.parallel.means import mean_of_all
-from optfn.parallel.owners import check_codec
+from optfn.sparse.rows import Rows
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
-from optfn.workers import ONE_WORKER, Group, Workers
-from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
+from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
 @traits(link="exchange", passes_rows=True)
@@ -82,9 +82,9 @@ class _Options(Sending):
     row_updates: bool = False
 
     @property
-    def all_axes(self) -> mesh.Axes:
+    def all_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return mesh.joined(self.axis_name, self.group and self.group.axes)
+        return joined(self.axis_name, self.group and self.group.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
@@ -101,7 +101,7 @@ class _Options(Sending):
         rows = None
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
-        return mesh.zeros_of_mean(g, self.axis_name) if rows is None else rows
+        return zeros_of_mean(g, self.axis_name) if rows is None else rows
 
 
 @core.named
@@ -183,7 +183,7 @@ def exchange(
     options = _Options(
         compressors={} if compressor is None else check_choice(compressor),
         error_feedback=checks.number("error_feedback", error_feedback, checks.UNIT),
-        axis_name=mesh.check_names("axis_name", axis_name),
+        axis_name=check_names("axis_name", axis_name),
         min_size=checks.count("min_size", min_size),
         warmup_steps=checks.count("warmup_steps", warmup_steps, low=0),
         route=checks.choice("route", route, ("gather", "parts")),
@@ -212,7 +212,7 @@ def _freezing(
         pattern: ParamAttr(trainable=attr.trainable and attr.learning_rate > 0)
         for pattern, attr in attrs.items()
     }
-    masking = attributed("exchange", tx, trained)
+    masking = apply_to_trained("exchange", tx, trained)
 
     def init(params: Params) -> Any:
         state = masking.init(params)
@@ -237,7 +237,7 @@ def _plain_mean(
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
-    mismatch.check_state("exchange", state, ExchangeDenseState)
+    errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
 
@@ -327,7 +327,7 @@ def _compressed_mean_of_shards(
             directions[i], residuals[i], states[i], published[i] = leaf
     return structure.unflatten(directions), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
-        jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
+        jnp.asarray(axis_size(options.axis_name), jnp.int32),
         state.residual._replace(value=structure.unflatten(residuals)),
         structure.unflatten(states),
         state.exchanged,
@@ -345,7 +345,7 @@ def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[
     """
     if not isinstance(state.published, Divided):
         return [None] * len(tree.leaves(updates))
-    workers = mesh.axis_size(axis_name)
+    workers = axis_size(axis_name)
     for place, g, x in tree.items(updates, state.published.value):
         if not (tree.is_masked(x) or tree.is_leaf(g) or x.shape == (g.size,)):
             check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))

@@ -1,72 +1,17 @@
 """The mean over workers of decoded packets, by one all-gather."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, axis_size
+from optfn.collectives.gathers import Gathered
+from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups, varying_axes
-from optfn.leaves.rows import Rows
-from optfn.mesh import Axes
-
-# (totals, packet, scale) -> totals + scale times the decoded packet.
-Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
-
-
-class Gathered(NamedTuple):
-    """The packets of all workers, as one all-gather per dtype brings them.
-
-    buckets: arrays (N, size), of all packets side by side.
-    restored: the function from buckets to packets, with a leading axis.
-    """
-
-    buckets: list[jax.Array]
-    restored: Callable[[Sequence[jax.Array]], PyTree]
-
-    @classmethod
-    def of(cls, packet: PyTree, axis_name: Axes) -> "Gathered":
-        """Gather the packet of each worker, a tree of arrays."""
-        buckets, restored = mesh.buckets_of(jax.tree.map(lambda x: x[None], packet))
-        return cls([mesh.all_gather(x[0], axis_name) for x in buckets], restored)
-
-    @property
-    def packets(self) -> PyTree:
-        """The packets, each array with a leading axis of workers."""
-        return self.restored(self.buckets)
-
-    def mean(self, zeros: list[jax.Array], add: Adder) -> list[jax.Array]:
-        """Return the mean over workers of the arrays that are encoded in their packets.
-
-        Packets are added in the order of the workers, so that all replicas get the same bits. Each
-        is taken out of the buckets when it is added, so that there are no copies of all.
-
-        Args:
-          zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
-          add: adds a multiple of a decoded packet to arrays.
-        """
-        workers = len(self.buckets[0]) if self.buckets else 0
-        # Flat, a bucket has no padding between workers. Places beyond 2³¹ are no int32.
-        buckets = [x if x.size >= 2**31 else x.reshape(-1) for x in self.buckets]
-
-        def row(x: jax.Array, worker: jax.Array) -> jax.Array:
-            if x.ndim > 1:
-                return lax.dynamic_index_in_dim(x, worker)
-            size = x.size // workers
-            return lax.dynamic_slice_in_dim(x, worker * size, size)[None]
-
-        def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
-            rows = [row(x, worker) for x in buckets]
-            packet = jax.tree.map(lambda x: x[0], self.restored(rows))
-            return add(means, packet, 1 / workers)
-
-        varying = frozenset().union(*map(varying_axes, self.buckets))
-        return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])
+from optfn.sparse.rows import Rows
 
 
 def mean_by_all_gather(
@@ -109,7 +54,7 @@ def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Ax
     None where packets have no entries, or so many that an array costs less than to sort them.
     """
     size, number = math.prod(shape), compressor.num_entries(math.prod(shape))
-    count = mesh.axis_size(axis_name) * (number or 0)
+    count = axis_size(axis_name) * (number or 0)
     if not count or count * _SORTED > size:
         return None
     return Rows(jnp.full(count, size, jnp.int32), jnp.zeros(count), size, unique=True, view=shape)

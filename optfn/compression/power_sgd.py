@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, vary
+from optfn.collectives.means import mean_in_one
+from optfn.compilers.groups import varying_axes
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves.groups import varying_axes
-from optfn.mesh import Axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one
 # that is subtracted from the residual.
@@ -56,7 +56,7 @@ def orthonormal(p: jax.Array) -> jax.Array:
             found = without(found, basis)
         return lax.dynamic_update_slice_in_dim(basis, found / norm(found), i, -2)
 
-    return lax.fori_loop(0, r, add_row, mesh.vary(jnp.zeros_like(p), varying_axes(p)))
+    return lax.fori_loop(0, r, add_row, vary(jnp.zeros_like(p), varying_axes(p)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,13 +72,13 @@ class PowerSgd(ShownAsCall):
         """Return leaves with the mean over workers of P̂Q_w; two all-reduces serve all leaves."""
         matrices = [leaf.residual for leaf in leaves]
         products = list(map(_products, matrices, [leaf.state for leaf in leaves]))
-        bases = list(map(orthonormal, mesh.mean_in_one(products, axis_name)))
+        bases = list(map(orthonormal, mean_in_one(products, axis_name)))
         local = list(map(_factor, bases, matrices))
 
         def sent(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
             return LeafInExchange(_product(p, q), m - _product(p, local), q)
 
-        return list(map(sent, matrices, bases, local, mesh.mean_in_one(local, axis_name)))
+        return list(map(sent, matrices, bases, local, mean_in_one(local, axis_name)))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more, none of them empty."""

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, checked_axes, vary
+from optfn.collectives.means import mean_in_one
+from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
@@ -16,8 +18,6 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
-from optfn.leaves.groups import map_groups
-from optfn.mesh import Axes
 from optfn.transforms.in_place import when
 
 
@@ -45,11 +45,11 @@ class Sending:
         """
         axes = self.axis_name
         sends = ~nonfinite & (step >= self.warmup_steps)
-        checked = mesh.checked_axes(axes)
+        checked = checked_axes(axes)
 
         def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-            total = add_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
-            published = None if leaf.published is None else mesh.vary(leaf.published, checked)
+            total = add_feedback(g, vary(leaf.residual, checked), self.error_feedback)
+            published = None if leaf.published is None else vary(leaf.published, checked)
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 
@@ -96,6 +96,6 @@ def exchanged_densely(
 
     new = list(leaves)
     dense = [i for i, x in enumerate(leaves) if i not in compressed and not tree.is_leaf(x)]
-    for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
+    for i, mean in zip(dense, mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
         new[i] = finite(mean)
     return [x.mean_over(axis_name).map(finite) if isinstance(x, LeafKind) else x for x in new]

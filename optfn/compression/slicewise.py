@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, axis_size
+from optfn.collectives.packets import all_from_owners, mean_at_owners
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import encode_all
 from optfn.core.checks import Number
 from optfn.core.types import PyTree
-from optfn.mesh import Axes
-from optfn.parallel.owners import all_from_owners, mean_at_owners
 
 
 def slicewise_mean(
@@ -36,7 +35,7 @@ def slicewise_mean(
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
       error_feedback: the factor of that residual.
     """
-    workers, worker = mesh.axis_size(axis_name), lax.axis_index(axis_name)
+    workers, worker = axis_size(axis_name), lax.axis_index(axis_name)
     shapes = [slice_shape(leaf.residual.shape, workers) for leaf in leaves]
     states = [leaf.state for leaf in leaves]
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from optfn.compression.compressors import ShownAsCall, showing_call
+from optfn.compression.k_largest import num_selected, search_of
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
-from optfn.compression.selection import num_selected, search_of
 from optfn.compression.values import BFLOAT16, FLOAT32, scaled
 from optfn.core import checks
 from optfn.core.types import PyTree

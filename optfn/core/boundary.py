@@ -7,10 +7,12 @@ is an empty subtree, so `jax.tree.map` leaves them out.
 from collections.abc import Callable
 from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optfn.core import numerics, tree
-from optfn.core.types import DType, Leaf, OneLeaf, Params, Updates
+from optfn.core import errors, numerics, tree
+from optfn.core.types import DType, Leaf, LeafKind, Params, Updates
 
 MASKED = optax.MaskedNode()
 
@@ -21,7 +23,7 @@ def mask_untrained(name: str, real_only: str, params: Params) -> Params:
     leaves = list(map(tree.as_array, leaves))
     dtypes = list(map(partial(_wide, real_only), leaves, leaves))
     if None in dtypes:
-        _check(name, real_only, params, None, "parameter")
+        errors.check_entering(name, real_only, params, None, "parameter")
     return structure.unflatten(p if d else MASKED for p, d in zip(leaves, dtypes, strict=True))
 
 
@@ -47,12 +49,12 @@ def enter(
     try:
         like = leaves if params is None else structure.flatten_up_to(params)
     except ValueError:
-        _check(name, real_only, updates, params)
+        errors.check_entering(name, real_only, updates, params)
         raise
     grads, like = list(map(tree.as_array, leaves)), list(map(tree.as_array, like))
     dtypes = list(map(partial(_wide, real_only), grads, like))
-    if None in dtypes or any(isinstance(g, OneLeaf) for g in grads):
-        _check(name, real_only, updates, params)
+    if None in dtypes or any(isinstance(g, LeafKind) for g in grads):
+        errors.check_entering(name, real_only, updates, params)
 
     def leave(new: Updates) -> Updates:
         narrow = partial(_narrow, name, new)
@@ -66,7 +68,8 @@ def enter(
 def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
     """Return the dtype in which to compute with a leaf; None unless g and p are fit to train it.
 
-    It may find a leaf unfit that `_check` passes; then the leaf is masked. Never the reverse.
+    This test may reject a leaf that `errors.check_entering` accepts; the leaf is then masked. It
+    must never accept a leaf that `errors.check_entering` rejects.
     """
     if not (tree.is_array(g) and tree.is_array(p)):
         return None
@@ -86,14 +89,22 @@ def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
     return numerics.cast(u, p.dtype) if fits else _untrained_update(name, new, u, g, p)
 
 
-def _untrained_update(name: str, new: Updates, *leaf: Leaf) -> Leaf:
-    from optfn.leaves import frozen
+def _untrained_update(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a leaf that the rule did not get; an error if the rule returned one."""
+    if not tree.is_masked(u):
+        raise errors.update_error(name, new, u, g)
+    return frozen_update(g, p)
 
-    return frozen.untrained_update(name, new, *leaf)
 
+def frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
 
-def _check(name: str, real_only: str, updates: Updates, params: Params | None, *kind: str) -> None:
-    """Raise the error of leaves that do not fit, which names the first of them, if there is one."""
-    from optfn.leaves import mismatch
-
-    mismatch.check_entering(name, real_only, updates, params, *kind)
+    −0.0 is the only number that leaves p + u = p bit for bit.
+    """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
+    if tree.is_array(p) and not tree.is_float0(p):
+        if jnp.issubdtype(p.dtype, jnp.inexact):
+            return jnp.full(p.shape, -0.0, p.dtype)
+        return numerics.integer_zeros(jnp.shape(p), p.dtype)
+    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    return numerics.integer_zeros(g.shape, np.int8) if tree.is_float0(g) else g

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, errors, numerics, tree
 from optfn.core.checks import Scalar
 from optfn.core.numerics import cast as cast
-from optfn.core.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
+from optfn.core.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 # (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
 ArrayRule = Callable[..., Any]
@@ -78,7 +78,7 @@ def apply(
         accumulators, p = row[: len(state)], row[len(state) :]
         expected = [g.shape] * len(state) if shapes is None else shapes(g.shape)
         if any(not tree.has_shape(x, s) for x, s in zip(accumulators, expected, strict=True)):
-            raise _mismatch().shape_error(i, updates, accumulators, expected)
+            raise errors.shape_error(i, updates, accumulators, expected)
         at_leaf = {k: scalar_at(v, i) for k, v in arrays.items()}
         return program(g, accumulators, p, at_leaf)
 
@@ -92,32 +92,26 @@ def _aligned(
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
     """Return the leaves of updates, and of state and params in their places; and the structure."""
     leaves, structure = tree.flatten(updates)
-    if any(isinstance(g, OneLeaf) for g in leaves):
-        _mismatch().check_row_sparse(updates)
+    if any(isinstance(g, LeafKind) for g in leaves):
+        errors.check_row_sparse(updates)
     trees = state if params is None else (*state, params)
     try:
         return leaves, list(map(structure.flatten_up_to, trees)), structure
     except ValueError as error:
-        raise _mismatch().structure_error(updates, trees, error) from None
-
-
-def _mismatch() -> Any:
-    from optfn.leaves import mismatch
-
-    return mismatch
+        raise errors.structure_error(updates, trees, error) from None
 
 
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
     scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
-    if isinstance(g, OneLeaf):
+    if isinstance(g, LeafKind):
         result = g.apply(rule, rows, accumulators, p, scalars)
     else:
         result = rule(g, *accumulators, *p, **scalars)
     u, *new = result if isinstance(result, tuple | list) else (result,)
     if [jnp.shape(x) for x in new] != [x.shape for x in accumulators]:
-        raise _mismatch().result_error(rule, result, accumulators)
+        raise errors.result_error(rule, result, accumulators)
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
 
 
@@ -132,7 +126,7 @@ def shared(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
 
 def numbers_of(g: Leaf) -> Any:
     """Return the array of a leaf, or that of the values of a row-sparse one."""
-    return g.values if isinstance(g, OneLeaf) else g
+    return g.values if isinstance(g, LeafKind) else g
 
 
 def scalar_at(scalar: Any, i: int) -> Any:
@@ -186,12 +180,32 @@ def inexact(params: Params) -> Params:
 
 
 def merge_rows(updates: Updates) -> Updates:
-    """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
-    if not any(isinstance(g, OneLeaf) for g in tree.leaves(updates)):
+    """Add up the repeated rows of row-sparse leaves, as norms need it; other leaves stay."""
+    if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
-    from optfn.leaves import row_sparse
+    return _map_row_sparse(lambda place, g: g.merged(), updates)
 
-    return row_sparse.merged(updates)
+
+def densify_rows(updates: Updates, warning: str = "") -> Updates:
+    """Convert row-sparse leaves to arrays; other leaves stay. `warning` is given for each."""
+
+    def densify(place: tree.Place, g: LeafKind) -> jax.Array:
+        if warning:
+            checks.warn(f"{warning}; it costs the whole table {place!r}")
+        return g.dense()
+
+    return _map_row_sparse(densify, updates)
+
+
+def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
+    def convert(place: tree.Place, g: Leaf) -> Leaf:
+        if not isinstance(g, LeafKind):
+            return g
+        # A third-party transform before this one in a chain may have changed its indices.
+        g.check(f"update: the gradient of {place!r}")
+        return fn(place, g)
+
+    return tree.map_named(convert, updates)
 
 
 def _square(x: jax.Array) -> jax.Array:

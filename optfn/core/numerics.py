@@ -119,3 +119,17 @@ def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     while JAX traces it.
     """
     return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def float0_zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """Return the gradient of integers of this shape as JAX gives it, a float0."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def is_known_zero(x: object) -> bool:
+    """Tell whether `x` is a NumPy array of integer zeros, as from `integer_zeros`."""
+    return (
+        isinstance(x, np.ndarray)
+        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
+        and not x.any()
+    )

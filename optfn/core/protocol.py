@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn.core import boundary, checks, leafwise
+from optfn.core import boundary, checks, errors, leafwise
 from optfn.core.checks import T
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.printing import call_text
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -83,8 +84,6 @@ class Transform(optax.GradientTransformationExtraArgs):
         return tx
 
     def __repr__(self) -> str:
-        from optfn.core.printing import call_text
-
         return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 
     @property
@@ -201,11 +200,9 @@ def chained(links: Sequence[Rule]) -> Rule:
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if type(state) is not tuple or len(state) != len(links):
-            _check_length(state, len(links))
+            errors.check_length("chain", state, len(links))
         new = []
         for link, old in zip(links, state, strict=True):
             updates, after = link.update(updates, old, params, **extra)
@@ -216,12 +213,6 @@ def chained(links: Sequence[Rule]) -> Rule:
     real_only = next((link.real_only for link in links if link.real_only), "")
     decays = any(link.decays for link in links)
     return Rule(init, update, needs_params, real_only, True, tuple(links), decays)
-
-
-def _check_length(state: OptState, length: int) -> None:
-    from optfn.leaves import mismatch
-
-    mismatch.check_length("chain", state, length)
 
 
 def check_params_given(name: str, params: Params | None) -> None:
@@ -263,9 +254,7 @@ def with_boundary(name: str, rule: Rule, **fields: Any) -> Transform:
     def init(params: Params) -> OptState:
         return rule.init(boundary.mask_untrained(name, rule.real_only, params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if rule.needs_params:
             check_params_given(name, params)
         if _kinds(state) != expected_kinds():
@@ -296,10 +285,8 @@ def _state_of_no_params(rule: Rule) -> OptState:
 
 def _check_kinds(name: str, rule: Rule, state: OptState) -> None:
     """Raise a TypeError if the state is that of another rule."""
-    from optfn.leaves import mismatch
-
-    if rule.reads_state or not mismatch.is_empty(state):
-        mismatch.check_state_types(name, state, _state_of_no_params(rule))
+    if rule.reads_state or not errors.is_empty(state):
+        errors.check_state_types(name, state, _state_of_no_params(rule))
 
 
 _EMPTY = optax.EmptyState()
@@ -308,10 +295,7 @@ _EMPTY = optax.EmptyState()
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Rule:
     """Return a rule from (updates, params) -> updates; its state, without arrays, is `state`."""
 
-    def update_rule(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
+    def update_rule(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
 
     return Rule(lambda params: state, update_rule)
@@ -340,10 +324,7 @@ def accumulating(
             *(leafwise.zeros_like(params, fill=fill, real=k in real) for k in state_type._fields)
         )
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 
@@ -376,7 +357,7 @@ def check_transform(
 
 
 def _accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
-    from optfn.leaves import third_party
+    from optfn.interop import third_party
 
     tx = third_party.accepted(argument, tx, factory)
     if not isinstance(tx, Transform):

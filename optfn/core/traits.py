@@ -53,7 +53,6 @@ class Traits:
       labels: its fields are labels, like the keys of a dict. The value is the field that accessors
         read if no path is given, or "*" if they read all.
       words: the words for its fields in names. The state itself then adds no word.
-      retired: fields of which earlier versions kept arrays, but this one does not.
       reports: the fields that only report on a run, so that a state also loads without them, with
         how metrics show each, None where they do not.
 
@@ -77,7 +76,6 @@ class Traits:
     link: str = ""
     labels: str = ""
     words: tuple[str, ...] = ()
-    retired: tuple[str, ...] = ()
     reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False

@@ -1,18 +1,15 @@
-"""Leaves and their paths: flatten trees, name leaves, select them by pattern, compare structures.
+"""Leaves and their paths: flatten trees, name leaves, compare structures.
 
 A tree here may have masked leaves: None, or optax's MaskedNode, with which `optax.masked` and
 `optax.partition` replace a leaf. Masked leaves count as leaves, so that trees that are masked in
 different places (such as a gradient that is None for an integer parameter) have the same structure.
-A row-sparse gradient is one leaf. A buffer of a Packed is one leaf with many names: those of the
-leaves packed in it.
+A row-sparse gradient is one leaf.
 """
 
 import functools
-import itertools
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +17,8 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn.core import checks
-from optfn.core.checks import T
 from optfn.core.traits import traits_of
-from optfn.core.types import Leaf, OneLeaf, PyTree
-
-if TYPE_CHECKING:
-    from optfn.leaves.layout import BufferLayout, Run
-
-# A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
-Pattern = str | re.Pattern[str] | Callable[[str], bool]
+from optfn.core.types import Leaf, LeafKind, PyTree
 
 
 def is_masked(x: Leaf) -> bool:
@@ -39,7 +28,7 @@ def is_masked(x: Leaf) -> bool:
 
 def is_leaf(x: Leaf) -> bool:
     """Tell whether `x` is a single leaf to optfn and a tree to JAX: masked, or Rows."""
-    return is_masked(x) or isinstance(x, OneLeaf)
+    return is_masked(x) or isinstance(x, LeafKind)
 
 
 def is_array(x: object) -> TypeGuard[jax.Array]:
@@ -62,6 +51,11 @@ def is_float0(x: Leaf) -> bool:
 def has_shape(x: Leaf, shape: tuple[int, ...]) -> bool:
     """Tell whether `x` is an array of this shape."""
     return is_array(x) and x.shape == shape
+
+
+def shape_of(x: Leaf) -> tuple[int, ...]:
+    """Return the shape of an array, a number or Rows."""
+    return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
 
 
 def as_array(x: Leaf) -> Leaf:
@@ -204,160 +198,6 @@ def key_name(key: object) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
-
-
-def describes_leaves(x: object) -> bool:
-    """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return hasattr(type(x), "leaf_layouts")
-
-
-def layouts(tree: PyTree) -> "list[BufferLayout]":
-    """Return the layout of each leaf, in the order of `flatten`."""
-    found: list[BufferLayout] = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
-        found += node.leaf_layouts() if describes_leaves(node) else [layout_of_leaf(node)]
-    return found
-
-
-def layout_of_leaf(x: Leaf) -> "BufferLayout":
-    """Return the layout of a leaf that is one tensor."""
-    from optfn.leaves.layout import plain
-
-    return plain(tuple(x.shape) if is_array(x) else ())
-
-
-def stacked_axes(tree: PyTree) -> list[int]:
-    """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
-    return [layout.runs[0].stacked for layout in layouts(tree)]
-
-
-def runs(tree: PyTree) -> "dict[str, Run]":
-    """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    return {
-        name: run
-        for group, layout in zip(names(tree), layouts(tree), strict=True)
-        for name, run in zip(group, layout.run_of_leaves.values(), strict=True)
-    }
-
-
-def names(tree: PyTree) -> list[tuple[str, ...]]:
-    """Return the names of each leaf, in the order of `flatten`.
-
-    A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
-    """
-    found: list[tuple[str, ...]] = []
-    nodes = jax.tree.leaves(tree, is_leaf=_is_named)
-    for path, node in zip(paths(tree, _is_named), nodes, strict=True):
-        groups = node.leaf_names() if has_names(node) else [("",)]
-        found += [tuple(join(path, name) for name in group) for group in groups]
-    return found
-
-
-def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return (name, leaf) for each name of each leaf; see `names`."""
-    pairs = zip(names(tree), leaves(tree), strict=True)
-    return [(name, leaf) for group, leaf in pairs for name in group]
-
-
-def has_names(x: object) -> bool:
-    """Tell whether `x` is a node that names its leaves, such as `Packed`."""
-    return hasattr(type(x), "leaf_names")
-
-
-def _is_named(x: Any) -> bool:
-    return has_names(x) or is_leaf(x)
-
-
-def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
-    """Return the names of the leaves of `tree` that `pattern` selects.
-
-    A regular expression must match a name of the tree, or a name that it had before leaves were
-    taken out of a Packed, unless all leaves are masked.
-
-    Args:
-      pattern: a regular expression that must match a whole path, or a function path -> bool; None
-        selects nothing.
-      tree: the tree whose leaves are selected; masked leaves have paths too.
-      argument: the name of the pattern in errors.
-
-    Raises:
-      ValueError: a regular expression matches none of the paths of a tree that has leaves.
-      TypeError: a function does not return a bool.
-    """
-    if pattern is None:
-        return frozenset()
-    known = list(itertools.chain(*names(tree)))
-    if callable(pattern):
-        return frozenset(name for name in known if _is_chosen(pattern, name, argument))
-    return _matched(pattern, {*known, *_names_before(tree)}, tree, argument).intersection(known)
-
-
-def _matched(
-    pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
-) -> frozenset[str]:
-    """Return the names that a regular expression matches; none only if all leaves are masked."""
-    compiled = re.compile(pattern)
-    matched = frozenset(name for name in among if compiled.fullmatch(name))
-    if not (matched or all(is_masked(x) for x in leaves(tree))):
-        raise ValueError(
-            f"{argument}: the pattern {compiled.pattern!r} matches no leaf; it must match a whole "
-            f"path. The paths are: {listed(list(itertools.chain(*names(tree))))}"
-        )
-    return matched
-
-
-def first_matches(
-    choice: Mapping[str, T], tree: PyTree, argument: str
-) -> Iterator[tuple[frozenset[str], T]]:
-    """Yield for each pattern the leaf names that it is the first to match, and its value.
-
-    Raises:
-      ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
-        (A last pattern for all leaves is no error, even if no leaf is left for it.)
-    """
-    earlier: dict[str, frozenset[str]] = {}
-    known, taken = frozenset(itertools.chain(*names(tree))), frozenset[str]()
-    among = known.union(_names_before(tree))
-    for pattern, value in choice.items():
-        matched = _matched(pattern, among, tree, argument)
-        wider = next((p for p, before in earlier.items() if matched and matched < before), None)
-        if wider is not None:
-            raise ValueError(
-                f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "
-                f"and {wider!r} before it matches all its leaves, {listed(sorted(matched))}. Put "
-                f"{pattern!r} first"
-            )
-        yield (matched & known) - taken, value
-        earlier[pattern], taken = matched, taken | matched
-
-
-def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
-    chosen = pattern(name)
-    if not isinstance(chosen, bool):
-        raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
-    return chosen
-
-
-def _names_before(tree: PyTree) -> Iterator[str]:
-    """Yield the names of the leaves that nodes of named leaves had when they were packed."""
-    nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
-    return (path for node in nodes for path in node.layout.paths)
-
-
-def check_pattern(argument: str, pattern: object) -> Pattern | None:
-    """Return `pattern` if it is a pattern or None; else raise an error that names `argument`."""
-    if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
-        return pattern
-    if not isinstance(pattern, str):
-        raise TypeError(
-            f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
-            f"got {checks.shown(pattern)}"
-        )
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from None
-    return pattern
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:

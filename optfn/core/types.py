@@ -14,6 +14,7 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
+Stepped: TypeAlias = tuple[Updates, OptState]  # what `update` returns
 Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
 DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
@@ -22,14 +23,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 Scalars: TypeAlias = Mapping[str, Any]  # the hyper-parameters of a rule by name
 
 
-class OneLeaf:
-    """A node to JAX that is one leaf to optfn: a `LeafKind`."""
-
-    values: Any
-    apply: Any
-
-
-class LeafKind(OneLeaf, abc.ABC):
+class LeafKind(abc.ABC):
     """A leaf that is not a dense array, such as `Rows`, and defines how rules apply to it.
 
     It is a pytree node whose numbers are `values`, and represents an array of `shape`.

@@ -39,6 +39,7 @@ from optfn.jaxprs.equations import (
     read,
     run_equations,
     scan_groups,
+    type_of,
     variables,
 )
 
@@ -53,25 +54,26 @@ LAYER = "optfn.layer"
 
 
 class Shard(Protocol):
-    """The shard of an array that a device keeps, a pytree."""
-
-    array: jax.Array
+    """The shard of an array that a device keeps; a pytree."""
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
+    def array(self) -> jax.Array:
+        """The shard."""
 
     def gather(self, dtype: Any = None) -> jax.Array:
-        """Return the whole array, cast to `dtype` before it is sent; None does not cast."""
+        """Return the whole array, cast to `dtype`; None keeps the dtype."""
 
     def divide_layers(self) -> "Shard | None":
         """Return this array divided within each layer; None if no dimension of a layer fits."""
 
-    def group_layers(self, groups: int) -> "Shard":
-        """Return this array, divided within each layer, as (groups, layers of a group, …)."""
+    def group_layers(self, groups: int) -> "Shard | None":
+        """Return this array of divided layers as (groups, layers of a group, …).
+
+        None if the layers themselves are divided.
+        """
 
     def layer(self, array: jax.Array) -> "Shard":
-        """Return the shard of one layer of this array, which is divided within each layer."""
+        """Return the shard of one layer of this array of divided layers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,14 +93,16 @@ class Operation:
         name: str = self.equation.primitive.name
         return name
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def apply(self, x: jax.Array) -> jax.Array:
+        """Return the result of the operation on x."""
         operands = [a.val if isinstance(a, jex.Literal) else x for a in self.equation.invars]
         result: jax.Array = self.equation.primitive.bind(*operands, **self.params)
         return result
 
     def groups_of(self, length: int) -> int | None:
         """Return G if this reshapes `length` layers to (G, layers of a group, …), else None."""
-        old = next(a.aval.shape for a in self.equation.invars if not isinstance(a, jex.Literal))
+        (operand,) = variables(self.equation.invars)
+        old = type_of(operand).shape
         new = self.params.get("new_sizes", ())
         splits = self.name == "reshape" and len(new) == len(old) + 1 and new[2:] == old[1:]
         return new[0] if splits and old[0] == length and self.params["dimensions"] is None else None
@@ -143,7 +147,7 @@ class ShardedParam:
         else:
             x, remaining = self.shard.gather(), self.operations
         for operation in remaining:
-            x = operation(x)
+            x = operation.apply(x)
         return x
 
     def _narrows(self, cast: Operation) -> bool:
@@ -170,14 +174,14 @@ class ShardedParam:
         Args:
           length: the number of layers.
         """
-        shard, operations = self.shard.divide_layers(), []
+        shard = self.shard.divide_layers()
+        operations: list[Operation] = []
         for operation in self.operations:
             if shard is None:
                 return None
             if (groups := operation.groups_of(shard.array.shape[0])) is not None:
-                if operations:  # they act on layers, and would now see groups of them
-                    return None
-                shard = shard.group_layers(groups)
+                # Operations before it act on layers, and would now get groups of layers.
+                shard = None if operations else shard.group_layers(groups)
                 continue
             of_layer = operation.of_layer(shard.array.shape[0])
             if of_layer is None:
@@ -197,18 +201,23 @@ def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
     return _run_equation(equation, *operands, by_name=False)
 
 
-def scans_layers(jaxpr: Jaxpr) -> bool:
-    """Tell whether a program has a scan over arrays where `run_on_shards` finds it."""
-    for equation in jaxpr.eqns:
+def scans_arrays(equations: Iterable[Equation]) -> bool:
+    """Tell whether some equation is a scan over arrays, which `run_on_shards` would find."""
+    for equation in equations:
         inner = called_jaxpr(equation)
         if equation.primitive.name == "scan":
             groups = scan_groups(equation.params)
             if groups is not None and len(equation.invars) > sum(groups):
                 return True
-        elif equation.primitive.name in (*JITTED, *CHECKPOINTS) and inner is not None:
-            if scans_layers(inner):
-                return True
+        is_entered = equation.primitive.name in (*JITTED, *CHECKPOINTS)
+        if is_entered and inner is not None and scans_arrays(inner.eqns):
+            return True
     return False
+
+
+def is_sharded(x: object) -> bool:
+    """Tell whether `x` is a ShardedParam."""
+    return isinstance(x, ShardedParam)
 
 
 def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[Value]:
@@ -237,12 +246,11 @@ def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[V
 
 def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None:
     """Return a param with one more operation that waits; None if the equation needs its value."""
-    name = equation.primitive.name
-    if name not in (*_ELEMENTWISE, "reshape", "transpose") or len(variables(equation.invars)) > 1:
+    is_known = equation.primitive.name in (*_ELEMENTWISE, "reshape", "transpose")
+    params = [x for a, x in zip(equation.invars, operands, strict=True) if isinstance(a, jex.Var)]
+    if not is_known or len(params) != 1 or equation.params.get("sharding") is not None:
         return None
-    if equation.params.get("sharding") is not None:
-        return None
-    (param,) = [x for x in operands if isinstance(x, ShardedParam)]
+    (param,) = params
     operation = Operation(equation, equation.params)
     return dataclasses.replace(param, operations=(*param.operations, operation))
 
@@ -277,7 +285,7 @@ def _run_scan(equation: Equation, operands: Sequence[Value], by_name: bool) -> l
         return bind(equation, *gather_params(operands, by_name))
     constants, init, elements = in_groups(operands, groups)
     constants, init = gather_params(constants, by_name), gather_params(init, by_name)
-    stacks = []
+    stacks: list[Value] = []
     for x in elements:
         stack = x.stack(length) if isinstance(x, ShardedParam) else None
         stacks += gather_params([x], by_name) if stack is None else [stack]
@@ -316,9 +324,10 @@ def _run_inside_checkpoint(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Valu
         return _run_jaxpr(jaxpr, operands, by_name=False)
     (call,) = calls
     values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
-    closed = call.params["jaxpr"]
+    closed: Any = call.params["jaxpr"]
+    inner: Jaxpr = getattr(closed, "jaxpr", closed)
     arguments = [*getattr(closed, "consts", ()), *read(values, call.invars)]
-    values |= bindings(call.outvars, _run_inside_checkpoint(called_jaxpr(call), arguments))
+    values |= bindings(call.outvars, _run_inside_checkpoint(inner, arguments))
     names = [e for e in jaxpr.eqns if e is not call]
     values = run_equations(names, values, rule=run_on_shards)
     return gather_params(read(values, jaxpr.outvars), by_name=False)
@@ -393,7 +402,7 @@ def _has_checkpoint(equation: Equation) -> bool:
     if equation.primitive.name in CHECKPOINTS:
         return True
     found = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-    inner = [getattr(x, "jaxpr", x) for x in found if _is_jaxpr(x)]
+    inner: list[Any] = [getattr(x, "jaxpr", x) for x in found if _is_jaxpr(x)]
     return any(_has_checkpoint(e) for jaxpr in inner for e in jaxpr.eqns)
 
 

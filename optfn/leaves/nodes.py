@@ -1,6 +1,6 @@
 """Nodes of a tree that describe their leaves: `Stacked` and `Packed`.
 
-`tree.layouts` and `tree.names` call their methods `leaf_layouts()` and `leaf_names()`.
+The functions `leaf_layouts` and `leaf_names` of `contents.py` call the methods of these names.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import jax
 from optfn.core import tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, PyTree
+from optfn.leaves import contents
 from optfn.leaves.layout import BufferLayout, PackedLayout
 
 
@@ -29,7 +30,7 @@ class Stacked(NamedTuple):
 
     def leaf_layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf: a tensor for each index of one more axis."""
-        return [layout.stacked_once() for layout in tree.layouts(self.layers)]
+        return [layout.stacked_once() for layout in contents.leaf_layouts(self.layers)]
 
     def __getitem__(self, key: Any) -> Any:
         return self.layers[key]
@@ -96,7 +97,7 @@ class Packed:
 
     def leaf_layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf of this node: the buffers, then the frozen leaves."""
-        return [*self.layout.buffers, *map(tree.layout_of_leaf, self.frozen)]
+        return [*self.layout.buffers, *map(contents.layout_of_leaf, self.frozen)]
 
     def leaf_names(self) -> list[tuple[str, ...]]:
         """Return the paths of the original leaves in each leaf of this node."""

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
-from optfn.leaves import xla
+from optfn.leaves import contents
 from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of, marked_stacked, only
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
@@ -34,7 +35,7 @@ def packed_layout(params: Params) -> PackedLayout:
     leaves, structure = tree.flatten(params)
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
-    for i, (x, stacked) in enumerate(zip(leaves, tree.stacked_axes(params), strict=True)):
+    for i, (x, stacked) in enumerate(zip(leaves, contents.stacked_axes(params), strict=True)):
         if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
@@ -232,7 +233,7 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 
     See `Stacked`; the axes that the tree already marks are included in the numbers.
     """
-    runs = tree.runs(values)
+    runs = contents.runs_by_name(values)
 
     def mark(path: str, node: PyTree) -> PyTree:
         if is_packed(node):

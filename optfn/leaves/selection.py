@@ -1,29 +1,27 @@
 """A choice of leaves by their paths, also of those inside the buffers of a Packed."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
 import optax
 
-from optfn.core import tree
-from optfn.core.leafwise import PerLeaf
-from optfn.core.tree import Pattern
-from optfn.core.types import PyTree
+from optfn import core
+from optfn.core import errors, tree
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import packed
-from optfn.leaves.layout import only
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
-from optfn.leaves.tensors import PerTensor
 
 
+@dataclasses.dataclass(frozen=True)
 class Selection:
-    """The leaves of a tree that a pattern selects, and of all trees with the same paths.
+    """The leaves at some paths, of each tree that has these paths.
 
-    paths: the paths of the leaves.
+    paths: the paths of the leaves; those that a tree lacks select nothing.
     """
 
-    def __init__(self, pattern: Pattern | None, params: PyTree, argument: str = "pattern") -> None:
-        self.paths = tree.matching(pattern, params, argument)
+    paths: Collection[str]
 
     def keep(self, values: PyTree) -> PyTree:
         """Mask the leaves that are not selected; a Packed holds the selected leaves alone."""
@@ -36,7 +34,7 @@ class Selection:
         return map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: return `whole` with its selected leaves replaced by those of `kept`."""
+        """Undo `keep`: return `whole` with its selected leaves replaced by the leaves of `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
@@ -45,31 +43,58 @@ class Selection:
 
         return map_nodes(fill, whole, kept)
 
-    def keep_scalars(self, scalars: PerLeaf, values: PyTree) -> PerLeaf:
-        """Return the scalars of the leaves of `keep(values)`, given those of `values`."""
-        remaining = iter(scalars.values)
-
-        def kept(path: str, node: PyTree) -> Iterator[Any]:
-            if not is_packed(node):
-                yield next(remaining)
-                return
-            layout = only(node.layout, self._numbers(path, node))
-            selected = {buffer.dtype: buffer for buffer in layout.buffers}
-            for buffer in node.layout.buffers:
-                scalar = next(remaining)
-                if buffer.dtype in selected:
-                    is_split = isinstance(scalar, PerTensor)
-                    yield scalar.only(selected[buffer.dtype]) if is_split else scalar
-            for i in node.layout.frozen:
-                scalar = next(remaining)
-                if i in layout.frozen:
-                    yield scalar
-
-        found: list[Any] = []
-        map_nodes(lambda path, node: found.extend(kept(path, node)), values)
-        return PerLeaf(found)
-
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
         """Return the numbers of the selected leaves of a Packed."""
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
+
+
+def _pass_through(updates: Updates, params: Params) -> Updates:
+    return updates
+
+
+def restrict(
+    rule: core.Rule,
+    choose: Callable[[PyTree], Collection[str]],
+    state_type: Callable[[OptState], OptState] | None = None,
+    others: Callable[[Updates, Params], Updates] = _pass_through,
+) -> core.Rule:
+    """Apply `rule` to the leaves that `choose` selects; the other leaves pass unchanged.
+
+    The rule meets trees in which the others are masked, and so keeps no state for them.
+
+    Args:
+      rule: init and update.
+      choose: returns the paths of the selected leaves of a tree. Params and updates have the same
+        paths; leaves that are masked already have paths too.
+      state_type: a NamedTuple of one field, in which the state of the rule is kept; None keeps it
+        as it is.
+      others: (updates, params) -> a tree of which the leaves that are not selected are the updates.
+
+    Raises, at init and update:
+      TypeError: a selected leaf is complex, and the rule is not defined for complex leaves.
+    """
+
+    def init(params: Params) -> OptState:
+        chosen = Selection(choose(params)).keep(params)
+        _check_real(rule, chosen, "parameter")
+        state = rule.init(chosen)
+        return state if state_type is None else state_type(state)
+
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        selection = Selection(choose(updates))
+        chosen = selection.keep(updates)
+        _check_real(rule, chosen, "gradient")
+        chosen_params = None if params is None else selection.keep(params)
+        inner = state if state_type is None else state[0]
+        chosen, inner = rule.update(chosen, inner, chosen_params, **extra)
+        updates = selection.fill(chosen, others(updates, params))
+        return updates, inner if state_type is None else state_type(inner)
+
+    # docs/tables.py names the rule by `links`, which is no chain here.
+    return rule._replace(init=init, update=update, reads_state=True, links=(rule,), name="")
+
+
+def _check_real(rule: core.Rule, values: PyTree, kind: str) -> None:
+    if rule.real_only:
+        errors.check_params(rule.real_only, values, rule.real_only, kind)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn.compilers import xla
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.leafwise import PerLeaf, numbers_of, scalar_at, shared
 from optfn.core.types import Leaf, LeafKind, PyTree, Updates
-from optfn.leaves import xla
+from optfn.leaves import contents
 from optfn.leaves.layout import BufferLayout
 
 
@@ -28,16 +29,6 @@ class PerTensor:
 
     layout: BufferLayout
     values: Sequence[jax.Array]
-
-    def only(self, layout: BufferLayout) -> "PerTensor":
-        """Restrict the scalars to the leaves of `layout`."""
-        by_leaf = {
-            leaf: values[i * run.tensors_per_leaf : (i + 1) * run.tensors_per_leaf]
-            for run, values in zip(self.layout.runs, self.values, strict=True)
-            for i, leaf in enumerate(run.leaves)
-        }
-        runs = layout.runs
-        return PerTensor(layout, [jnp.concatenate([by_leaf[i] for i in r.leaves]) for r in runs])
 
     def broadcast(self, shape: tuple[int, ...]) -> jax.Array:
         """Return an array of `shape` with the scalar of its tensor at each element."""
@@ -102,7 +93,7 @@ def tensor_norms(
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     of = partial(of, **numbers)
     norm = shared(lambda arrays, kw: numerics.norm(of(*arrays, **kw)), checks.is_traced(updates))
-    layouts = tree.layouts(updates)
+    layouts = contents.leaf_layouts(updates)
 
     def leaf_norms(place: tree.Place, *arrays: Leaf) -> Any:
         layout = layouts[place.number]
@@ -177,7 +168,7 @@ def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
         values = (np.repeat([rows[i] for i in r.leaves], r.tensors_per_leaf) for r in layout.runs)
         return PerTensor(layout, [table[of_run] for of_run in values])
 
-    return PerLeaf(list(map(leaf_scalar, tree.names(like), tree.layouts(like))))
+    return PerLeaf(list(map(leaf_scalar, contents.leaf_names(like), contents.leaf_layouts(like))))
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
@@ -187,7 +178,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
       updates: a tree of dense leaves, masked ones among them.
     """
-    layouts, program = tree.layouts(updates), shared(fn, checks.is_traced(updates))
+    layouts, program = contents.leaf_layouts(updates), shared(fn, checks.is_traced(updates))
 
     def map_leaf(place: tree.Place, g: Leaf) -> Leaf:
         if tree.is_masked(g) or not g.size:

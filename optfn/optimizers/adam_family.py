@@ -4,7 +4,7 @@ import optax
 
 from optfn import core
 from optfn.core.checks import Number, Schedule
-from optfn.core.tree import Pattern
+from optfn.leaves.patterns import Pattern
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.adamax import scale_by_adamax

@@ -8,6 +8,7 @@ from typing import NamedTuple, ParamSpec
 import optax
 
 from optfn import core
+from optfn.core import leafwise
 from optfn.core.traits import traits
 
 P = ParamSpec("P")
@@ -77,8 +78,7 @@ class DenseRowsState(NamedTuple):
 def dense_rows(name: str) -> core.Rule:
     """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
-    from optfn.leaves import row_sparse
 
     return core.stateless(
-        lambda updates, params: row_sparse.to_dense(updates, warning), DenseRowsState()
+        lambda updates, params: leafwise.densify_rows(updates, warning), DenseRowsState()
     )

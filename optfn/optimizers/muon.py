@@ -1,18 +1,19 @@
 """Muon: orthogonalized momentum for matrices, and another optimizer for the remaining leaves."""
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optax
 
 from optfn import core
-from optfn.core import tree
 from optfn.core.checks import Number, Schedule
-from optfn.core.leafwise import PerLeaf
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
-from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves.selection import Selection
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves import contents, patterns
+from optfn.leaves.patterns import Pattern
+from optfn.leaves.selection import restrict
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
@@ -84,7 +85,7 @@ def muon(
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
     2502.16982.
     """
-    pattern = tree.check_pattern("matrices", matrices)
+    pattern = patterns.check_pattern("matrices", matrices)
     direction = scale_by_muon.rule(
         momentum,
         nesterov=nesterov,
@@ -94,16 +95,16 @@ def muon(
         compute_dtype=compute_dtype,
         moment_dtype=moment_dtype,
     )
-    ends = (
+    ends = [
         add_decayed_weights.rule(weight_decay, exclude=exclude),
         scale_by_learning_rate.rule(learning_rate),
-    )
-    links = dense_rows.rule("muon"), direction
+    ]
+    links = [dense_rows.rule("muon"), direction]
     if others is None:
         adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
-        return [_apart(core.chained(links), adam, matrices=pattern), *ends]
+        return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    return [_apart(core.chained([*links, *ends]), core.rule_of(others), matrices=pattern)]
+    return [_matrices_and_others(pattern, [*links, *ends], core.rule_of(others))]
 
 
 @traits(labels="*")
@@ -114,35 +115,27 @@ class MatricesAndOthers(NamedTuple):
     others: OptState
 
 
-def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
-    """Apply one rule to the leaves that `matrices` selects, and another to the rest."""
+def _matrices_and_others(
+    matrices: Pattern | None, links: Sequence[core.Rule], others: core.Rule
+) -> core.Rule:
+    """Chain `links`, for the leaves that `matrices` selects, with `others`, for the rest."""
 
-    def selections(values: PyTree) -> tuple[Selection, Selection]:
-        chosen = matrix_paths(matrices, values)
-        return (
-            Selection(chosen.__contains__, values),
-            Selection(lambda path: path not in chosen, values),
-        )
+    def other_paths(values: PyTree) -> frozenset[str]:
+        names = itertools.chain(*contents.leaf_names(values))
+        return frozenset(names) - matrix_paths(matrices, values)
+
+    chain = core.chained(
+        [
+            restrict(core.chained(links), partial(matrix_paths, matrices)),
+            restrict(others, other_paths),
+        ]
+    )
 
     def init(params: Params) -> OptState:
-        kept = [selected.keep(params) for selected in selections(params)]
-        return MatricesAndOthers(*map(lambda rule, x: rule.init(x), rules, kept))
+        return MatricesAndOthers(*chain.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        after, new = updates, []
-        for rule, selected, old in zip(rules, selections(updates), state, strict=True):
-            arguments = {
-                k: selected.keep_scalars(v, updates) if isinstance(v, PerLeaf) else v
-                for k, v in extra.items()
-            }
-            kept = None if params is None else selected.keep(params)
-            moved, next_state = rule.update(selected.keep(updates), old, kept, **arguments)
-            after = selected.fill(moved, after)
-            new.append(next_state)
-        return after, MatricesAndOthers(*new)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        updates, states = chain.update(updates, tuple(state), params, **extra)
+        return updates, MatricesAndOthers(*states)
 
-    needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)
-    real_only = rules[0].real_only or rules[1].real_only
-    return core.Rule(init, update, needs_params, real_only, True, rules, decays, "_apart")
+    return chain._replace(init=init, update=update)

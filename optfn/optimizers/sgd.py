@@ -8,7 +8,7 @@ import optax
 
 from optfn import core
 from optfn.core.checks import Number, Schedule
-from optfn.core.tree import Pattern
+from optfn.leaves.patterns import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.asgd import scale_by_asgd
 from optfn.transforms.learning_rate import scale_by_learning_rate

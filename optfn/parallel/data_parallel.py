@@ -6,6 +6,7 @@ it gets the gradient of each worker.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes, joined, without
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all
+from optfn.collectives.mesh import sharding
 from optfn.core import checks, tree
-from optfn.core.types import Batch, Leaf, PyTree
-from optfn.mesh import Axes, joined, sharding
-from optfn.state.per_worker import Exchanged, nodes_of
+from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
+from optfn.state.per_worker import Exchanged, exchanged_axes, exchanges, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
@@ -108,3 +112,29 @@ def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
     # Each device gets a copy of its shard, because the step overwrites it.
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
+
+
+def optimizer_inputs(
+    grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
+) -> tuple[Updates, PyTree, dict[str, Any]]:
+    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
+
+    If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
+    remaining ones. Everything else is averaged over all worker axes. If there is an
+    exchange, the extra argument is `workers`, with whom wrappers such as `skip_nonfinite` agree.
+    """
+    axes = workers.axes
+    if not axes or not exchanges(opt_state):
+        return *mean_of_all(grads, metrics, workers), {}
+    remaining = [without(axes, done) for done in exchanged_axes(opt_state, grads)]
+    for names in dict.fromkeys([axes, *remaining]):
+
+        def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
+            return g if remaining[place.number] == names else None
+
+        some = tree.map_named(select, grads)
+        of_all = metrics if names == axes else None
+        means, of_all = mean_of_all(some, of_all, workers._replace(axes=names))
+        metrics = of_all if names == axes else metrics
+        grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
+    return grads, metrics, {"workers": workers}

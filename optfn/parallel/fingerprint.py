@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn.collectives.axes import Axes, joined, without
+from optfn.compilers import xla
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves import xla
-from optfn.mesh import Axes, joined, without
 
 _GOLDEN = np.uint32(0x9E3779B1)
 # Odd multipliers of the two sums: those of MurmurHash3's finalizer.

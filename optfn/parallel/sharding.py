@@ -14,12 +14,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes, AxisName, axes, check_names, joined, without
+from optfn.collectives.means import SMALL_BYTES
+from optfn.collectives.mesh import are_in_order
+from optfn.collectives.packets import Compressor, check_gather, check_reduce
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, are_in_order, axes, check_names, joined, without
-from optfn.parallel.layout import Layout, Replicated
-from optfn.parallel.means import SMALL_BYTES
-from optfn.parallel.owners import Codec, check_gather, check_reduce
+from optfn.leaves import contents, patterns
+from optfn.leaves.patterns import Pattern
+from optfn.parallel.mesh_layout import Layout, Replicated
 from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state.placement import num_workers
 
@@ -30,10 +33,10 @@ class Sharded:
 
     kind: "str | Mapping[str, P]"
     axis: Axes | None = None
-    whole: tree.Pattern | None = None
+    whole: Pattern | None = None
     gather_once: bool = False
-    gather: Codec | None = None
-    reduce: Codec | None = None
+    gather: Compressor | None = None
+    reduce: Compressor | None = None
 
     @property
     def gathers_once(self) -> bool:
@@ -45,9 +48,9 @@ def sharded(
     kind: str | Mapping[str, P],
     *,
     axis: AxisName = None,
-    whole: tree.Pattern | None = None,
-    gather: Codec | None = None,
-    reduce: Codec | None = None,
+    whole: Pattern | None = None,
+    gather: Compressor | None = None,
+    reduce: Compressor | None = None,
     gather_once: bool = False,
 ) -> Sharded:
     """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
@@ -123,7 +126,7 @@ class ShardState(Layout):
     whole: the leaves that are divided along an axis of layers, so that each matrix stays whole.
     """
 
-    whole: tree.Pattern | None = None
+    whole: Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
         """Return specs that divide each floating-point leaf along one dimension, if possible.
@@ -137,7 +140,7 @@ class ShardState(Layout):
 
     def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
         """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
-        stacked = tree.stacked_axes(params)
+        stacked = contents.stacked_axes(params)
         axes_of = axes_of_layers(self.whole, self.tables, params, self.num_shards)
         small = small_leaves(params, self.num_shards)
 
@@ -170,7 +173,7 @@ def small_leaves(params: Params, count: int) -> set[int]:
     all of them a device keeps at most a hundredth more than its shards, or, with more than 100
     devices, a ten-thousandth of params; the smallest come first.
     """
-    stacked = tree.stacked_axes(params)
+    stacked = contents.stacked_axes(params)
     sizes: dict[int, int] = {}
     layers: dict[int, int] = {}
     for place, x in tree.items(params):
@@ -214,7 +217,7 @@ class ShardBySpec(Layout):
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
         specs = super().dense_params(params)
-        for paths, spec in tree.first_matches(self.specs, params, "shard"):
+        for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
         return specs
 
@@ -247,7 +250,7 @@ KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams
 
 
 def layout_of(
-    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: tree.Pattern | None = None
+    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: Pattern | None = None
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 

@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, axis_size, without
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
-from optfn.mesh import Axes
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
 from optfn.state.placement import num_workers
 
@@ -59,10 +58,10 @@ def traffic_metrics(
     total = jnp.zeros((), jnp.float32)
     for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
         if not tree.is_masked(g) and tree.is_inexact(g):
-            workers = mesh.axis_size(mesh.without(axis_name, done))
+            workers = axis_size(without(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
     for old, new in states:
-        workers = mesh.axis_size(new.exchanged.axes)
+        workers = axis_size(new.exchanged.axes)
         sent = new.exchanged.traffic.bytes_sent(old.step, workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}

@@ -4,9 +4,11 @@ import jax.numpy as jnp
 
 from optfn.core import tree
 from optfn.core.types import Params
+from optfn.leaves import contents, patterns
+from optfn.leaves.patterns import Pattern
 
 
-def check_whole(whole: tree.Pattern | None, kind: object) -> tree.Pattern | None:
+def check_whole(whole: Pattern | None, kind: object) -> Pattern | None:
     """Return the pattern `whole` of `sharded`, or raise a ValueError if `kind` is a mapping."""
     if whole is not None and kind not in ("state", "params"):
         raise ValueError(
@@ -14,11 +16,11 @@ def check_whole(whole: tree.Pattern | None, kind: object) -> tree.Pattern | None
             f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
             "axis of layers, as P('data') does"
         )
-    return tree.check_pattern("sharded: whole", whole)
+    return patterns.check_pattern("sharded: whole", whole)
 
 
 def axes_of_layers(
-    whole: tree.Pattern | None, tables: tree.Pattern | None, params: Params, count: int
+    whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
     """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
 
@@ -35,9 +37,9 @@ def axes_of_layers(
       ValueError: the pattern selects a leaf that is not stacked, does not consist of matrices, or
         is a table.
     """
-    chosen = tree.matching(whole, params, "whole")
-    rows = tree.matching(tables, params, "tables")
-    stacked_axes, found = tree.stacked_axes(params), {}
+    chosen = patterns.match_names(whole, params, "whole")
+    rows = patterns.match_names(tables, params, "tables")
+    stacked_axes, found = contents.stacked_axes(params), {}
     for place, x in tree.items(params):
         path = str(place)
         if path not in chosen or tree.is_masked(x) or not tree.is_inexact(x):

@@ -15,15 +15,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
-from optfn.collectives import gather_along
-from optfn.core import tree
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.means import mean_shard
+from optfn.collectives.torus import gather_along
+from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
-from optfn.leaves import mismatch
-from optfn.mesh import axes, joined, restricted, without
-from optfn.parallel.layout import Division, is_spec
-from optfn.parallel.shards import mean_shard
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -103,7 +101,7 @@ class StagePlacement:
         """Return the gradients of inexact leaves as a tree like `params`; integers get float0."""
         remaining = iter(gradients)
         return jax.tree.map(
-            lambda x: next(remaining) if tree.is_inexact(x) else mismatch.no_gradient(x.shape),
+            lambda x: next(remaining) if tree.is_inexact(x) else numerics.float0_zeros(x.shape),
             params,
         )
 

@@ -14,12 +14,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
+from optfn.collectives.axes import bound_axes, is_spec, joined
+from optfn.collectives.mesh import mapped
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, inexact_leaves
-from optfn.mesh import joined
-from optfn.parallel.layout import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.functions import StageFunction, UserFunctions
 from optfn.pipeline.model import (
@@ -36,11 +35,6 @@ from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
-_NO_MEAN_IS_GONE = (
-    "pipeline_value_and_grad: grad_reduce=None is gone. For an optimizer that exchanges gradients "
-    "itself leave out data_axis, and write make_train_step(None, tx, value_and_grad=f, mesh=mesh, "
-    'shard={".*": PartitionSpec("stage")})'
-)
 _STASHES = ("input", "residual")
 _WITH_INPUTS = object()  # the default of targets: inputs is the pair (inputs, targets)
 
@@ -149,8 +143,6 @@ def pipeline_value_and_grad(
     if stash is None:
         stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
-    if grad_reduce is None:
-        raise ValueError(_NO_MEAN_IS_GONE)
     checks.choice("grad_reduce", grad_reduce, ("mean",))
     if param_specs is not None:
         _check_specs(param_specs, mesh, axis_name)
@@ -243,7 +235,7 @@ class _Pipeline:
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
         out_specs = P(), (placement.gradient_specs(stages), P())
         run_on_device = partial(self._run_on_device, placement.shapes(stages))
-        run = meshes.mapped(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
+        run = mapped(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
         arguments = placement.along_explicit_axes(arguments, specs)
         loss, (stage_gradients, shared_gradients) = run(*arguments)
         grads = marked(placement.gradients(stages, stage_gradients), marks)
@@ -298,7 +290,7 @@ class _Pipeline:
 
     def _check_enclosing(self) -> None:
         """Raise a ValueError for data axes that an enclosing training step has bound."""
-        bound = meshes.bound_axes()
+        bound = bound_axes()
         if self.data_axis in bound:
             raise ValueError(
                 f"data_axis={self.data_axis!r}: the training step already splits the batch over "

@@ -4,9 +4,9 @@ Each function draws on `ax`, or on a new figure, and returns the axes. `history`
 and `report` writes a file. matplotlib is imported when you first call one of them.
 """
 
-from optfn.plot.costs import memory, recompute, timetable
+from optfn.plot.curves import dgc_ramp, schedules
 from optfn.plot.page import report
-from optfn.plot.rates import dgc_ramp, schedules
+from optfn.plot.resources import memory, recompute, timetable
 from optfn.plot.run import history, learning_rate, losses, norms
 
 __all__ = [

@@ -16,14 +16,15 @@ import numpy as np
 import optax
 
 from optfn.core import checks, tree
-from optfn.core.tree import Pattern, check_pattern, is_key, listed
+from optfn.core.tree import is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
+from optfn.leaves.patterns import Pattern, check_pattern
 from optfn.parallel import processes
 from optfn.run.background import start, wait
 from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, suits
 from optfn.run.checkpoint_file import NpzFile
+from optfn.run.finiteness import ends_finite
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
-from optfn.run.nonfinite import ends_finite
 from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
 from optfn.sparse.sharded_table import unwrap_tables
 from optfn.state.per_worker import has_own_state

@@ -25,7 +25,7 @@ from optfn.core.types import PyTree
 from optfn.parallel.fingerprint import begin_are_finite, begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.directory_arrays import read_arrays
-from optfn.run.nonfinite import params_of
+from optfn.run.finiteness import params_of
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import natural, unwrap_tables
 from optfn.state.per_worker import Divided, PerWorker
@@ -154,11 +154,9 @@ class OrbaxDirectory:
         saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
-        # Directories of earlier versions have checksums of the arrays of the state alone.
-        known = {_HEADER, _CHECKSUMS, *names}
-        extra = about.get("beside", [name for name in saved if name not in known])
+        extra = about["beside"]
         beside = [_HEADER, *extra]
-        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict="beside" in about)
+        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict=True)
         found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
         found |= zip(beside, _digests(saved[name] for name in beside), strict=True)
         damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]

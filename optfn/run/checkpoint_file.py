@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 
 from optfn.core.types import Leaf, PyTree
 from optfn.run.background import copied
-from optfn.run.nonfinite import are_finite
+from optfn.run.finiteness import are_finite
 from optfn.run.storage import NONFINITE, Arrays, sync
 from optfn.train.state_dict import named_arrays
 

@@ -16,7 +16,7 @@ from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import num_examples
 from optfn.sparse.sharded_table import natural
-from optfn.train.batches import numeric_batch
+from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
 
 
@@ -208,7 +208,7 @@ def over_batches(
         names = ("params", "model_state")[: len(arguments)]
         checks.takes("over_batches: fn", fn, (*names, "batch"))
         rows = []
-        for batch in map(numeric_batch, batches):
+        for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
             numbers = _numbers_by_key("over_batches: fn", compiled(*arguments, batch))

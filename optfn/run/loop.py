@@ -11,20 +11,20 @@ from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
+from optfn.run.finiteness import LossWatch
 from optfn.run.history import numbers
 from optfn.run.interrupt import interruptible
 from optfn.run.log import RunLog
-from optfn.run.nonfinite import LossWatch
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.train.ineffective import warn_of_schedules
-from optfn.train.options import StepOptions, taking
+from optfn.train.options import StepOptions, accept_fields
 from optfn.train.state import TrainState
 from optfn.train.step import make_train_step
 
 
-@taking(MinimizeArguments)
+@accept_fields(MinimizeArguments)
 def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train a model: take a step for each batch, and return the final state and a history.
 
@@ -51,7 +51,7 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
     return fit(step, step.init(a.params, a.model_state), a.batches, **a.of(LoopOptions))
 
 
-@taking(FitArguments)
+@accept_fields(FitArguments)
 def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train with a step that you made, from a state of it: take one step for each batch.
 

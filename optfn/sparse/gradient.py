@@ -8,16 +8,13 @@ the table.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from optfn import core
-from optfn.core import checks, tree
+from optfn.core import checks, leafwise
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
-from optfn.jaxprs.equations import Environment, bindings
-from optfn.leaves import row_sparse
-from optfn.sparse.lookups import Lookups
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.tables import Owners
 
 
@@ -33,7 +30,7 @@ def densify() -> core.Rule:
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: row_sparse.to_dense(updates), DensifyState())
+    return core.stateless(lambda updates, params: leafwise.densify_rows(updates), DensifyState())
 
 
 def value_and_grad(
@@ -83,29 +80,14 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, *args); got {checks.shown(loss_fn)}")
-    pattern = tree.check_pattern("tables", tables)
+    pattern = patterns.check_pattern("tables", tables)
     if pattern is None:
         raise TypeError("tables must be a pattern of the paths of leaves; got None")
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
-        loss = Lookups.of_loss(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
-        arrays, structure = jax.tree.flatten(params)  # masked leaves belong to the structure
-        known = bindings(loss.inputs, arrays)
-        dense = [v for v in loss.inputs if v not in loss.tables]
+        def loss(params: Params) -> Any:
+            return loss_fn(params, *args, **kwargs)
 
-        def loss_of_rows(values: list[jax.Array], rows: list[jax.Array]) -> Any:
-            return loss.value(known | bindings(dense, values), rows)
-
-        ids, rows = loss.look_up(known)
-        value, (grads, row_grads) = jax.value_and_grad(
-            loss_of_rows if transform is None else transform(loss_of_rows),
-            argnums=(0, 1),
-            has_aux=has_aux,
-            allow_int=True,
-        )([known[v] for v in dense], rows)
-        found: Environment = loss.gradients(ids, row_grads) | bindings(dense, grads)
-        if owners is not None:
-            found |= {v: owners.send(found[v]) for v in loss.tables}
-        return value, jax.tree.unflatten(structure, [found[v] for v in loss.inputs])
+        return LossProgram(loss, params, pattern, owners).value_and_grad(has_aux, transform)
 
     return value_and_rows

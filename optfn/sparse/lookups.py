@@ -1,6 +1,6 @@
 """Lookups in a loss: where the program that JAX traces reads rows of tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,9 +11,6 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
-from optfn.core import tree
-from optfn.core.tree import Pattern
-from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import (
     CHECKPOINTS,
     Atom,
@@ -28,7 +25,8 @@ from optfn.jaxprs.equations import (
     type_of,
     variables,
 )
-from optfn.leaves.rows import Rows
+from optfn.jaxprs.sharded import gather_params, run_on_shards
+from optfn.sparse.rows import Rows
 from optfn.sparse.tables import Owners
 
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
@@ -127,6 +125,8 @@ class _Lookup(NamedTuple):
 class Lookups:
     """A program that looks up rows of tables, and does nothing else with tables.
 
+    Inputs that are no tables may be ShardedParams.
+
     Args:
       program: the program.
       paths: for each of its inputs the path of the table that it is, or None.
@@ -158,36 +158,6 @@ class Lookups:
         self._equations = live
         self._lookups = _lookups(self._program, live, self._sources, self.tables)
 
-    @classmethod
-    def of_loss(
-        cls,
-        loss_fn: Callable[[Params], Any],
-        params: Params,
-        pattern: Pattern,
-        owners: Owners | None,
-    ) -> "Lookups":
-        """Return the program of a loss, params -> loss.
-
-        Args:
-          loss_fn: the loss. It is traced with arrays that have the shapes of whole tables.
-          params: the parameters.
-          pattern: the pattern of the paths of tables.
-          owners: as in `Lookups`.
-        """
-        chosen = tree.matching(pattern, params, "tables")
-
-        def enter(place: tree.Place, x: Leaf) -> Leaf:
-            if str(place) not in chosen:
-                return x
-            _check_table(str(place), x)
-            if owners is None:
-                return x
-            return jax.ShapeDtypeStruct((owners.num_rows(x), *x.shape[1:]), x.dtype)
-
-        entered = tree.map_named(enter, params)
-        paths = [path if path in chosen else None for path in tree.array_paths(params)]
-        return cls(Equations(loss_fn, entered), paths, jax.tree.leaves(entered), owners)
-
     def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the ids and the rows of each lookup, by the equations that these depend on.
 
@@ -205,7 +175,7 @@ class Lookups:
         outputs = [x.equation.outvars[0] for x in self._lookups]
         needed = set(map(id, self._program.needed_for(outputs)))
         equations = [e for e in self._equations if id(e) in needed]
-        self._program.run(equations, self._with_casts(known), instead)
+        self._program.run(equations, self._with_casts(known), instead, run_on_shards)
         return ids, rows
 
     def value(self, known: Environment, rows: list[jax.Array]) -> Any:
@@ -216,8 +186,9 @@ class Lookups:
 
         pairs = zip(self._lookups, rows, strict=True)
         instead = {id(x.equation): partial(result, x, r) for x, r in pairs}
-        values = self._program.run(self._equations, self._with_casts(known), instead)
-        return self._program.structure.unflatten(read(values, self._program.outputs))
+        values = self._program.run(self._equations, self._with_casts(known), instead, run_on_shards)
+        outputs = gather_params(read(values, self._program.outputs))
+        return self._program.structure.unflatten(outputs)
 
     def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[Atom, Rows]:
         """Return the gradient of each table, from the gradients of the rows of each lookup."""
@@ -226,9 +197,7 @@ class Lookups:
             if not x.is_constant:
                 table = type_of(x.source.table)
                 indices = x.indices_of_gradient(i, table.shape[0])
-                found[x.source.table].append(
-                    (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
-                )
+                found[x.source.table].append((indices.reshape(-1), g.reshape(-1, *table.shape[1:])))
         return {v: _rows(type_of(v), parts) for v, parts in found.items()}
 
     def _with_casts(self, known: Environment) -> Environment:
@@ -330,14 +299,6 @@ def _dense_use(path: str, use: str) -> TypeError:
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
-
-
-def _check_table(path: str, leaf: Leaf) -> None:
-    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
-        raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
-    if not leaf.ndim or not leaf.shape[0]:
-        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
 
 
 def _with_lookups_before_checkpoints(

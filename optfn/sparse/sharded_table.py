@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes, axes
 from optfn.core import checks, tree
 from optfn.core.traits import traits
 from optfn.core.types import DType, Leaf, PyTree
-from optfn.mesh import Axes, axes
 from optfn.sparse.tables import Owners
 from optfn.state.per_worker import PerWorker
 

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
-from optfn.leaves.rows import Rows
-from optfn.mesh import Axes
+from optfn.sparse.rows import Rows
 from optfn.state.placement import num_workers
 
 

@@ -179,19 +179,6 @@ def names_within(names: Iterable[str], field: str) -> dict[str, str]:
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
-def retired_fields(state: OptState) -> list[str]:
-    """Return the names of the fields of which earlier versions kept arrays and this one does not.
-
-    Such a state declares them: `@traits(retired=("velocity",))`. Its type is a subclass of the
-    one that kept the arrays, so that a transform of the same kind after it keeps its number.
-
-    Args:
-      state: the state of an optimizer, however wrapped.
-    """
-    parts = named_entries(state, stop=lambda x: bool(traits_of(x).retired), with_leaves=False)
-    return [join(name, field) for name, part in parts for field in traits_of(part).retired]
-
-
 def reports_of(state: OptState) -> Callable[[str], bool]:
     """Return a function that tells whether a name is of a field that only reports on a run.
 

@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn.collectives.axes import axes
 from optfn.core import checks
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, PyTree
-from optfn.mesh import axes
 from optfn.state.static import static, with_static
 
 

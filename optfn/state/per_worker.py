@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from optfn.collectives.axes import Axes, AxisName, axes, joined
 from optfn.core import tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, axes, joined
+from optfn.leaves import contents
 from optfn.state.names import children
 from optfn.state.static import static, with_static
 
@@ -183,7 +184,7 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     for node in nodes_of(Exchanged, state):
         for name in _covered(node):
             covered[name] = joined(covered.get(name), node.axes)
-    names_of_leaves = tree.names(params)
+    names_of_leaves = contents.leaf_names(params)
     unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
@@ -251,7 +252,7 @@ def _covered(mark: Exchanged) -> set[str]:
     """Return the names of the leaves that a transform exchanges."""
     is_mark = _is(ExchangedLeaf)
     marks = jax.tree.map(is_mark, mark.leaves, is_leaf=is_mark)
-    return {name for name, x in tree.leaves_with_names(marks) if not tree.is_masked(x)}
+    return {name for name, x in contents.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
 def _floating_paths(state: OptState) -> list[str]:
@@ -260,7 +261,7 @@ def _floating_paths(state: OptState) -> list[str]:
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
-    return [name for name, x in tree.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
+    return [name for name, x in contents.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
 
 def may_give_rows(state: OptState) -> bool:

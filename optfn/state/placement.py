@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn import mesh as meshes
+from optfn.collectives import axes as meshes
+from optfn.collectives.axes import AxisName
 from optfn.core import checks
 from optfn.core.tree import is_array, is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
 from optfn.state.names import names_within
 from optfn.state.per_worker import (
@@ -37,9 +37,6 @@ from optfn.state.per_worker import (
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
-# Mappings without that list are older: their per-worker arrays are in these fields, beside a field
-# `num_workers`.
-_FIELDS_BEFORE_THE_LIST = ("local_velocity", "residual")
 
 
 def _counts_workers(x: PyTree) -> bool:
@@ -298,16 +295,12 @@ def _mean_of_codes(count: int, node: OptState, mean: OptState, flags: OptState) 
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    from optfn.state.blocks import converted_scales
-
     rescaled = dict(mapping)
-    listed = mapping.get(PER_WORKER_KEY)
-    names = _unlisted_names(mapping) if listed is None else [*map(str, np.asarray(listed))]
+    names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
-    mapping = converted_scales(mapping, dict.fromkeys(names, old_count))
     by_worker = {key: _by_worker(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(by_worker)
     for key, x in by_worker.items():
@@ -350,13 +343,6 @@ def workers_of(opt_state: OptState) -> int:
         return 0
     numbers = set(map(int, counts))
     return numbers.pop() if len(numbers) == 1 else 0
-
-
-def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
-    """Return the names of the per-worker arrays of a mapping that does not list them."""
-    owners = [key.removesuffix("num_workers") for key in mapping if key.endswith("/num_workers")]
-    fields = [f"{owner}{field}" for owner in owners for field in _FIELDS_BEFORE_THE_LIST]
-    return [name for field in fields for name in names_within(mapping, field).values()]
 
 
 def _agreed(counts: list[Leaf]) -> int:

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
+from optfn.collectives.devices import Workers
 from optfn.core.traits import Report, reporting_types, traits_of
 from optfn.core.tree import join, leaves_with_paths
 from optfn.core.types import OptState
 from optfn.state.names import nested as nested
-from optfn.workers import Workers
 
 
 def reported(opt_state: OptState) -> dict[str, jax.Array]:

@@ -33,7 +33,7 @@ class Changes:
 
 
 def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
-    """Return the names that do not fit, for an error."""
+    """Return the parts of an error that list these names; no part for an empty list."""
     found = {"missing": missing, "not expected": superfluous}
     return [f"{word} {tree.listed(names)}" for word, names in found.items() if names]
 

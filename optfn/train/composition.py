@@ -1,6 +1,5 @@
 """The composition of a training step from its options: objective, update, rounds, placement."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -9,62 +8,62 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes
 from optfn.core.types import Batch, LossFn
-from optfn.mesh import Axes
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
-from optfn.parallel.layout import Layout
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
 from optfn.train.microbatches import split_objective
 from optfn.train.objective import (
+    Gather,
     Objective,
-    Seen,
-    differentiated,
-    gathered,
-    packed_objective,
-    refusing_aux_of_examples,
-    sharded_objective,
-    sharded_table_objective,
-    user_objective,
+    differentiate,
+    gather_once,
+    pack_objective,
+    refuse_aux_of_examples,
+    shard_objective,
+    wrap_tables_of_objective,
+    wrap_value_and_grad,
 )
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
-from optfn.train.worker_step import keys_of, worker_step
+from optfn.train.worker_step import make_key_of, make_worker_step
 
 
-def composed(
+def compose_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformationExtraArgs,
     options: StepArguments,
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> StepFn:
-    """Return the step of all devices.
+    """Compose the step of all devices, (state, batch) -> (state, metrics); it is not yet compiled.
 
     Args:
-      loss_fn: the argument of `make_train_step`.
-      tx: likewise.
+      loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
+      tx: the optimizer; with local steps, the workers' own.
       options: the remaining arguments.
-      layout: how params lie on a mesh; None without one.
-      local: the round, or None.
+      layout: how params lie on a mesh; None without a mesh.
+      local: the round of local steps; None if a call is one step.
     """
     workers = Axes() if layout is None else layout.worker_axes
-    key_of = keys_of(options.rng, workers)
+    key_of = make_key_of(options.rng, workers)
     averaged = workers if local is None else Axes()
 
     # From the innermost function to the outermost one, with the arrays that each takes:
     # 1. The objective takes params and the batch of one worker. If devices divide the params, each
     #    has its shards in it, gathers them for the loss, and computes on a slice of the batch; loss
     #    and gradients are means over these devices, and gradients lie as the layout says.
-    objective = _objective(loss_fn, options, layout)
+    objective = make_objective(loss_fn, options, layout)
     if options.has_aux and (layout is not None or options.microbatches > 1):
-        objective = refusing_aux_of_examples(objective)
+        objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; new params are again those of a worker.
-    step = worker_step(objective, tx, key_of, averaged, layout)
+    step = make_worker_step(objective, tx, key_of, averaged, layout)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -75,12 +74,12 @@ def composed(
         step = parallel.step_of_all_workers(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.
     if layout is not None and layout.divides:
-        step = _placed(step, layout)
+        step = _place_state(step, layout)
     return step
 
 
-def _placed(step: StepFn, layout: Layout) -> StepFn:
-    """Return a step whose new state is placed as the layout says."""
+def _place_state(step: StepFn, layout: Layout) -> StepFn:
+    """Wrap a step, so that its state comes and goes as it is stored: divided and padded."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.unpadded(state.opt_state))
@@ -92,46 +91,58 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
 
 
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
-    """Return the PartitionSpec of each array of a state, as it is stored between steps."""
+    """Return the PartitionSpec of each array of a stored state.
+
+    Those of params and optimizer state are the layout's; all other arrays are replicated.
+    """
     return jax.tree.map(lambda x: P(), state)._replace(
         params=layout.param_specs(state.params),
         opt_state=layout.state_specs(state.opt_state, state.params),
     )
 
 
-def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:
-    """Return the objective of one device, or of all devices that divide params."""
+def make_objective(
+    loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
+) -> Objective:
+    """Return the objective of one device; or of all devices that divide params, if some do."""
     form = Form(options.model_state, options.has_aux)
+    gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Owners(layout.mesh, layout.shard_axes)
 
-    def make(seen: Seen = contextlib.nullcontext) -> Objective:
-        once = isinstance(options.shard, Sharded) and options.shard.gathers_once
-        if not (once or options.packed):
-            return split_objective(basic(seen), options.microbatches)
-        whole = split_objective(basic(), options.microbatches)
-        return gathered(packed_objective(whole) if options.packed else whole, seen)
-
-    def basic(seen: Seen = contextlib.nullcontext) -> Objective:
+    def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:
-            return user_objective(options.value_and_grad, form, seen)
-        assert loss_fn is not None
-        tables, recompute = options.tables, options.recompute
-        return differentiated(
-            loss_fn, form, seen, tables=tables, owners=owners, recompute=recompute
-        )
+            objective = wrap_value_and_grad(options.value_and_grad, form, gather)
+        else:
+            assert loss_fn is not None
+            tables, recompute = options.tables, options.recompute
+            objective = differentiate(
+                loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute
+            )
+        return split_objective(objective, options.microbatches)
+
+    def on_device(gather: Gather | None) -> Objective:
+        if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it
+            return gather_once(pack_objective(in_microbatches(None)), gather)
+        if gathers_once:
+            return gather_once(in_microbatches(None), gather)
+        return in_microbatches(gather)
 
     if layout is None or not layout.shard_axes:
-        return make()
-    objective = sharded_objective(make, layout)
-    return objective if owners is None else sharded_table_objective(objective)
+        return on_device(None)
+    objective = shard_objective(on_device, layout)
+    return objective if owners is None else wrap_tables_of_objective(objective)
 
 
-def local_rounds(
+def make_local_steps(
     options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return the rounds that the options ask for; None if a call is one step."""
+    """Return the round of local steps that the options ask for; None if a call is one step.
+
+    Raises:
+      ValueError: params or state are divided over all data axes, so that no worker has all of them.
+    """
     if options.local_steps == 1 or layout is None:
         return None
     if not layout.worker_axes:

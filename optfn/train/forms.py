@@ -1,4 +1,4 @@
-"""The forms of an update between the links of a chain, and what each kind of link makes of them.
+"""The forms of an update between the links of a chain, and how each kind of link changes them.
 
 A kind of link maps each form that it takes to the form that it gives. The type of a link's state
 declares its kind (`Traits.link`); optax's types are in `OPTAX`. All other links are unknown: they
@@ -30,13 +30,13 @@ PAUSED = "paused"  # zero between the steps of an accumulation
 
 
 class Kind(NamedTuple):
-    """What a kind of link makes of an update.
+    """A kind of link, and how it changes an update.
 
     takes: from each form that the link takes to the form that it gives.
-    why: what goes wrong at a form that the link does not take, and what to write. {link} and {by}
-      stand for the link and for the link before it that gave the form.
+    why: the warning at a form that the link does not take, with a remedy. {link} and {by} stand for
+      the link and for the link before it that gave the form.
     marks: the marks that the link leaves.
-    refuses: the marks that the link does not take, each with what goes wrong, as in `why`.
+    refuses: the marks that the link does not take, each with its warning, as in `why`.
     of_unknown: the form that it gives if the form before it is unknown.
     """
 
@@ -47,15 +47,17 @@ class Kind(NamedTuple):
     of_unknown: str = UNKNOWN
 
 
-def _keeping(*forms: str) -> dict[str, str]:
+def _keep_forms(*forms: str) -> dict[str, str]:
+    """Return the `takes` of a link that takes these forms and keeps them."""
     return {form: form for form in forms}
 
 
-def _giving(given: str, forms: Iterable[str]) -> dict[str, str]:
+def _give_form(given: str, forms: Iterable[str]) -> dict[str, str]:
+    """Return the `takes` of a link that turns all of these forms into the same form."""
     return dict.fromkeys(forms, given)
 
 
-# What goes wrong at these forms is the same for every link that does not take them.
+# At these forms, all links that do not take them have the same warning.
 REFUSED = {
     SCALED: "{link} stands before {by}, so it gets gradients that are multiplied by the scale of "
     "the loss. Put it inside, as in dynamic_loss_scale(chain({link}, …))",
@@ -101,62 +103,63 @@ _STEPS_ADD_UP = {
 # read one; links of these kinds do neither.
 _AFTER_SCALE = *UPHILL, STEP, AVERAGED, DIFFERENCE
 KINDS: dict[str, Kind] = {
-    "pass": Kind(_keeping(SCALED, *_AFTER_SCALE)),
+    "pass": Kind(_keep_forms(SCALED, *_AFTER_SCALE)),
     "reader": Kind(
-        _keeping(*_AFTER_SCALE),
+        _keep_forms(*_AFTER_SCALE),
         {
             SCALED: "{link} is around {by}, so the norms that it reads are multiplied by the "
             "scale: put {link} inside"
         },
     ),
     "guard": Kind(
-        _keeping(*_AFTER_SCALE),
+        _keep_forms(*_AFTER_SCALE),
         {
             SCALED: "{link} is around {by}, so the scale never falls when gradients overflow: "
             "leave {link} out, since dynamic_loss_scale skips such steps"
         },
     ),
-    "clip": Kind(_keeping(*UPHILL, STEP)),
-    "penalty": Kind(_keeping(*UPHILL), _GROWS, refuses=_PAUSES),
-    "decay": Kind(_keeping(*UPHILL), _GROWS, refuses=_PAUSES),
+    "clip": Kind(_keep_forms(*UPHILL, STEP)),
+    "penalty": Kind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
+    "decay": Kind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
     "moments": Kind(
-        _giving(DIRECTION, [GRADIENT]),
+        _give_form(DIRECTION, [GRADIENT]),
         _RATE_LOST | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
         refuses=_PAUSES,
         of_unknown=DIRECTION,
     ),
     # A mean of the last updates keeps their form: optax.ema, optax.trace, ASGD.
-    "filter": Kind(_keeping(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE),
+    "filter": Kind(_keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE),
     "momentum": Kind(
-        _keeping(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE, refuses=_PAUSES | _STEPS_ADD_UP
+        _keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE, refuses=_PAUSES | _STEPS_ADD_UP
     ),
-    "trust_ratio": Kind(_giving(DIRECTION, [GRADIENT, DIRECTION]), _RATE_LOST | _MOMENTUM_TWICE),
-    "rate": Kind(_giving(STEP, UPHILL), TWO_RATES, of_unknown=STEP),
-    "plateau": Kind({GRADIENT: DIRECTION} | _keeping(DIRECTION, COMPRESSED, STEP)),
+    "trust_ratio": Kind(_give_form(DIRECTION, [GRADIENT, DIRECTION]), _RATE_LOST | _MOMENTUM_TWICE),
+    "rate": Kind(_give_form(STEP, UPHILL), TWO_RATES, of_unknown=STEP),
+    "plateau": Kind({GRADIENT: DIRECTION} | _keep_forms(DIRECTION, COMPRESSED, STEP)),
     "optimizer": Kind(
-        _giving(STEP, [GRADIENT]),
+        _give_form(STEP, [GRADIENT]),
         TWO_RATES | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
         refuses=_PAUSES,
         of_unknown=STEP,
     ),
-    "exchange": Kind(_keeping(*UPHILL, STEP), marks=(EXCHANGED,), refuses=_EXCHANGED_TWICE),
+    "exchange": Kind(_keep_forms(*UPHILL, STEP), marks=(EXCHANGED,), refuses=_EXCHANGED_TWICE),
     "dgc": Kind(
-        _giving(COMPRESSED, [GRADIENT]),
+        _give_form(COMPRESSED, [GRADIENT]),
         _TWO_RULES | _MOMENTUM_TWICE,
         marks=(EXCHANGED, ADAPTED),
         refuses=_EXCHANGED_TWICE,
         of_unknown=COMPRESSED,
     ),
     "average": Kind(
-        _giving(AVERAGED, [*UPHILL, STEP, AVERAGED]) | _keeping(DIFFERENCE), of_unknown=AVERAGED
+        _give_form(AVERAGED, [*UPHILL, STEP, AVERAGED]) | _keep_forms(DIFFERENCE),
+        of_unknown=AVERAGED,
     ),
     # A bare schedule may be a warm-up or, if it is negative, a rate: its state does not tell.
-    "unsure": Kind(_giving(UNKNOWN, [*UPHILL, STEP])),
+    "unsure": Kind(_give_form(UNKNOWN, [*UPHILL, STEP])),
 }
 
-# Wrappers: what they do with the update before the transformation inside of them, or after it.
+# Wrappers, by their effect on the update before the transformation inside of them, or after it.
 WRAPPERS = (
     "wrapper",
     "reader",
@@ -169,7 +172,8 @@ WRAPPERS = (
 )
 
 
-def _optax_kinds() -> dict[type, str]:
+def _find_optax_kinds() -> dict[type, str]:
+    """Return the kind of each state type of optax, without types that this version lacks."""
     names: dict[str, str] = {
         "moments": "ScaleByAdam ScaleByAdamax ScaleByAmsgrad ScaleByBelief ScaleByLion ScaleByRms "
         "ScaleByRss ScaleByRStdDev ScaleByAdaDelta ScaleByAdan ScaleByNovograd ScaleBySM3 Factored "
@@ -184,15 +188,17 @@ def _optax_kinds() -> dict[type, str]:
     found: dict[type, str] = {}
     for kind, words in names.items():
         for word in words.split():
-            types = [getattr(place, f"{word}State", None) for place in places]
-            found |= {state_type: kind for state_type in types if isinstance(state_type, type)}
+            for place in places:
+                state_type = getattr(place, f"{word}State", None)
+                if isinstance(state_type, type):
+                    found[state_type] = kind
     return found
 
 
 # The kinds of optax's links that have a state of their own. Its links without a state share one
 # type, EmptyState, and are unknown.
-OPTAX = _optax_kinds()
-# optax's wrappers: what each does, and the field with the state of the transformation inside.
+OPTAX = _find_optax_kinds()
+# optax's wrappers: the effect of each, and the field with the state of the transformation inside.
 OPTAX_WRAPPERS: dict[type, tuple[str, str]] = {
     optax.MaskedState: ("masked", "inner_state"),
     optax.InjectHyperparamsState: ("wrapper", "inner_state"),

@@ -1,4 +1,4 @@
-"""Warnings of arguments of an optimizer that have no effect in a step, or another than intended."""
+"""Warnings of an optimizer's arguments that have no effect in a step, or not the intended one."""
 
 from collections.abc import Iterator
 
@@ -9,28 +9,33 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params
+from optfn.leaves import contents
 from optfn.wrappers.attributes import resolve
 
 
 def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
-    """Warn of an optimizer that freezes all leaves of `params`, or of params without leaves.
+    """Warn if no leaf of `params` is trained: the optimizer freezes all, or there are none.
 
-    Attributes are found in optimizers of optfn, inside wrappers and chains of optfn too.
+    We see the attributes of optimizers of optfn, inside wrappers and chains of optfn too.
     """
-    frozen = _frozen(tx, params)
+    frozen = _find_frozen(tx, params)
     if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
         return
-    if all(name in frozen for name, x in tree.leaves_with_names(params) if tree.is_inexact(x)):
+    if all(name in frozen for name, x in contents.leaves_with_names(params) if tree.is_inexact(x)):
         why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
         checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
 
 
-def _frozen(tx: object, params: Params) -> set[str]:
-    """Return the names of the leaves of `params` that never change."""
+def _find_frozen(tx: object, params: Params) -> set[str]:
+    """Return the paths of leaves that attributes freeze: trainable=False, or a rate factor of 0."""
     if not isinstance(tx, core.Transform):
         return set()
-    _, positional, named = tx.call  # of a chain or wrapper; `others` of muon trains only some
-    found = set().union(*(_frozen(part, params) for part in (*positional, named.get("tx"))))
+    # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
+    # of muon is neither: it trains only some leaves, so what it freezes says nothing of the rest.
+    _, positional, named = tx.call
+    found: set[str] = set()
+    for part in (*positional, named.get("tx")):
+        found |= _find_frozen(part, params)
     if tx.param_attrs:
         attrs = resolve(tx.param_attrs, params)
         found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}
@@ -38,9 +43,9 @@ def _frozen(tx: object, params: Params) -> set[str]:
 
 
 def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
-    """Warn of an optimizer whose attributes exempt leaves from a clip that it does not have.
+    """Warn if attributes exempt leaves from the clip of an optimizer, but it has no clip.
 
-    A clip before it in a chain clips these leaves too.
+    The exemption concerns the optimizer's own clip: one before it in a chain clips all leaves.
     """
     if not isinstance(tx, core.Transform):
         return
@@ -58,10 +63,10 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
-    """Warn of a schedule that is negative or not finite at a step of the run.
+    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run.
 
-    A warm-down that goes on below zero turns the direction round. It is looked for at nine steps,
-    the first and the last among them, in optimizers of optfn.
+    A warm-down that goes on below zero turns the direction round. We try nine steps, the first and
+    the last among them.
 
     Args:
       tx: the optimizer.
@@ -80,31 +85,32 @@ def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
                     "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
                 )
                 break
-    if name == "accumulate":
+    if name == "accumulate":  # the schedule inside counts its steps, not the microbatches
         steps //= arguments["every"] if "every" in arguments else positional[1]
     for inner in tx.inner:
         warn_of_schedules(inner, steps)
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
-    """Warn of an optimizer with `lazy` if all gradients are dense and a leaf may be a table.
+    """Warn of an optimizer with `lazy`, which has no effect, as all gradients are dense.
 
-    `lazy` counts only if the call of the optimizer names it, not if it is the default.
+    There is no warning if no leaf may be a table, or if `lazy` is only the optimizer's default.
     """
     if not any(np.ndim(x) > 1 for x in jax.tree.leaves(params)):
         return
-    for name, lazy in dict.fromkeys(_lazy_calls(tx)):
+    for name, lazy in dict.fromkeys(_find_lazy_calls(tx)):
         checks.warn(
             f"{name}(lazy={lazy!r}) has no effect without tables=, since all gradients of loss_fn "
             "are then dense. Name the embeddings, as in make_train_step(…, tables='embed/.*')"
         )
 
 
-def _lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
+def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
+    """Yield the name and the `lazy` of each optimizer in `tx` whose call turns it on."""
     if not isinstance(tx, core.Transform):
         return
     name, _, arguments = tx.call
     if arguments.get("lazy"):
         yield name, arguments["lazy"]
     for link in tx.inner:
-        yield from _lazy_calls(link)
+        yield from _find_lazy_calls(link)

@@ -51,11 +51,12 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             "the step overwrites nothing: no argument is donated (jax.jit(..., donate_argnums=0)), "
             "or no donated argument has the shape and dtype of a result"
         )
-    copies = [
-        f"{dtype}[{shape}]" + (f" in {name.group(1)}" if (name := _NAME.search(rest)) else "")
-        for dtype, shape, rest in _COPY.findall(compiled.as_text())
-        if math.prod(map(int, filter(None, shape.split(",")))) >= min_size
-    ]
+    copies = []
+    for dtype, shape, rest in _COPY.findall(compiled.as_text()):
+        sizes = shape.split(",") if shape else []  # a scalar has no sizes
+        if math.prod(map(int, sizes)) >= min_size:
+            name = _NAME.search(rest)
+            copies.append(f"{dtype}[{shape}]" + (f" in {name.group(1)}" if name else ""))
     if copies:
         raise AssertionError(
             f"the step copies {len(copies)} arrays of {min_size} elements or more: "

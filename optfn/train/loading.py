@@ -16,7 +16,6 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
-from optfn.leaves.packed import unpack
 from optfn.sparse.sharded_table import stored_as, unwrap_tables
 from optfn.state import names as state_names
 from optfn.state.names import names_within
@@ -24,7 +23,6 @@ from optfn.state.placement import (
     PER_WORKER_KEY,
     divided_sizes,
     padded_to_multiple,
-    workers_of,
 )
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import converted_masters
@@ -50,9 +48,8 @@ def load_state_dict(
         missing arrays are taken from the template and superfluous ones are dropped, and one
         warning lists the names that were carried over, are new, or were dropped.
 
-    Even with `strict=True`, some names may be missing or superfluous: those of fields that only
-    earlier versions had, and those that only report on a run, such as the factor of a clip, the
-    numbers of `record_metrics` and the counters of `skip_nonfinite`.
+    Even with `strict=True`, names that only report on a run may be missing or superfluous: the
+    factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
     Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
     from remainders, the mapping must have the parameters too, as that of a TrainState does. A copy
@@ -85,28 +82,11 @@ def load_named(
     """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`.
 
     Errors have the names as `shown` returns them.
-    """
-    _check_format(mapping)
-    try:
-        return _loaded(opt_state, mapping, strict, shown)
-    except Misfit:
-        from optfn.state.blocks import converted_scales
-
-        local = map(str, np.asarray(mapping.get(PER_WORKER_KEY, ())))
-        newer = converted_scales(mapping, dict.fromkeys(local, workers_of(opt_state) or 1))
-        if newer is mapping:
-            raise
-    return _loaded(opt_state, newer, strict, shown)
-
-
-def _loaded(
-    opt_state: OptState, mapping: Mapping[str, Any], strict: bool, shown: Callable[[str], str]
-) -> tuple[OptState, Changes]:
-    """Return the result of `load_named` for a mapping whose arrays have the form of this version.
 
     Raises:
       Misfit: names or arrays do not fit.
     """
+    _check_format(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
@@ -332,37 +312,25 @@ def _begins(has_weights: bool, x: object) -> bool:
 
 def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
-    retired = state_names.retired_fields(state)
     is_report = state_names.reports_of(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
-    known = {x for field in retired for x in names_within(changes.dropped, field).values()}
-    extra = [shown(name) for name in changes.dropped if not (is_report(name) or name in known)]
+    extra = [shown(name) for name in changes.dropped if not is_report(name)]
     return misfits(missing, extra)
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     """Return a state without buffers and padding, as the template for a mapping.
 
-    Earlier versions saved per-worker buffers packed. Where `mapping` has such buffers, those of the
-    result stay packed too.
+    Arrays that the mapping replaces are placeholders. If it lacks any, all arrays are the state's.
     """
-
-    def fits(state: OptState) -> bool:
-        named = dict(named_leaves(state))
-        return all(
-            name in mapping and np.size(mapping[name]) == named[name].size
-            for name in per_worker_names(state)
+    plain = unpack_state(
+        jax.tree.map(
+            lambda node: placeholders(node) if is_stored(node) else node,
+            opt_state, is_leaf=is_stored,
         )
-
-    template = jax.tree.map(
-        lambda node: placeholders(node) if is_stored(node) else node,
-        opt_state, is_leaf=is_stored,
     )  # fmt: skip
-    form = next((form for form in (unpack_state, unpack) if fits(form(template))), unpack_state)
-    plain = form(template)
-    # Arrays that the mapping lacks stay as they are.
     is_whole = all(name in mapping for name, _ in named_leaves(plain))
-    return plain if is_whole else form(opt_state)
+    return plain if is_whole else unpack_state(opt_state)
 
 
 def _placed_like(like: OptState, state: OptState) -> OptState:

@@ -1,8 +1,11 @@
-"""Local steps: workers train apart for some steps, and then average the drift of their params.
+"""Local steps: workers train apart for some steps, and then an outer optimizer joins their params.
 
-Each worker has its own optimizer state. Some of its leaves, such as step counters and rates, cannot
-differ between workers, because they depend neither on gradients nor on params. They are found by
-tracing the update, and shared.
+The change of a worker's params, θ_start − θ_end, is its pseudo-gradient. The outer optimizer takes
+the mean over workers as its gradient, or each worker's own if it exchanges gradients itself.
+
+Each worker has an optimizer state of its own. Some leaves of it, such as step counters and rates,
+cannot differ between workers, because they depend neither on gradients nor on params. We find them
+by tracing the update, and keep one for all workers.
 """
 
 from typing import Any, NamedTuple
@@ -12,24 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.core.updates import apply_updates
 from optfn.jaxprs.dependence import depends
-from optfn.leaves import mismatch, tensors
-from optfn.leaves.updates import apply_updates
-from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout
+from optfn.leaves import tensors
+from optfn.parallel import traffic
+from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_updated
 from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
 from optfn.state.reports import over_round
-from optfn.train.microbatches import combined, scan_batch
+from optfn.train.microbatches import combine_microbatches, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import with_counts_of
-from optfn.workers import Workers
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -53,9 +58,12 @@ class InnerAndOuter(NamedTuple):
 
 
 class LocalSteps(NamedTuple):
-    """A round: `steps` local steps with `tx` on each worker, then one step of `outer` on the drift.
+    """A round: local steps of each worker, and one outer step on their pseudo-gradients.
 
-    The workers are those of `layout`.
+    steps: the number of local steps.
+    tx: the optimizer of the local steps; each worker has a state of its own.
+    outer: the optimizer that takes the pseudo-gradients.
+    layout: how params lie on the mesh, and the axes of the workers.
     """
 
     steps: int
@@ -64,7 +72,7 @@ class LocalSteps(NamedTuple):
     layout: Layout
 
     def init(self, params: Params) -> InnerAndOuter:
-        """Return the state of one worker at step 0.
+        """Return the state of one worker at step 0; each leaf that may vary is in a PerWorker.
 
         Raises:
           ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
@@ -72,48 +80,49 @@ class LocalSteps(NamedTuple):
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
         one = jnp.ones((), jnp.int32)
-        inner = LocalState(one, _laid_out(state, varying(self.tx, params)))
+        inner = LocalState(one, _wrap_varying(state, find_varying(self.tx, params)))
         return InnerAndOuter(inner, self.outer.init(params))
 
     def round(self, local_step: StepFn) -> StepFn:
-        """Return the step of one worker: (state, its slice of the batch) -> (state, metrics).
+        """Make a round of a local step: (state, a worker's part of the batch) -> (state, metrics).
 
         Args:
           local_step: a step on the state and the batch of one worker.
         """
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            # 1. Params are whole, or divided as the layout says, before the loop and behind it: the
-            #    compiler would divide them as the drift is, and gather them twice in each step.
+            # 1. Params are whole, or divided as the layout says, before the loop and behind it. The
+            #    compiler would divide them like the pseudo-gradient, and gather them twice a step.
             state = state._replace(params=constrain_params(state.params, self.layout))
-            # 2. The state is equal on all workers, except the leaves of the inner one in a
-            #    PerWorker; `start` has these as `tx` takes them. The batch is this worker's.
+            # 2. The state is equal on all workers, except leaves of the inner state in a PerWorker;
+            #    `start` has these leaves as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
-            varies = with_counts_of(varying(self.tx, state.params), counted)
+            varies = with_counts_of(find_varying(self.tx, state.params), counted)
             like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
-            start = state._replace(opt_state=_unwrapped(counted, like))
-            # 3. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
+            start = state._replace(opt_state=_unwrap_varying(counted, like))
+            # 3. `end`, the metrics, (steps,), and the pseudo-gradient are this worker's.
             end, metrics = scan_batch(
                 lambda state, microbatch, _: local_step(state, microbatch),
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
             end_params = constrain_params(end.params, self.layout)
-            drift = jax.tree.map(_drift, state.params, end_params)
+            pseudo_gradient = jax.tree.map(_subtract, state.params, end_params)
             workers = Workers(self.layout.worker_axes, self.layout.group_of(state.params))
             # 4. Metrics, params, outer state and model state are equal on all workers again.
             metrics = _mean_of_metrics(metrics, workers)
             (params, outer, model_state), sent = self._exchange(
-                drift, state, end.model_state, workers, metrics["loss"]
+                pseudo_gradient, state, end.model_state, workers, metrics["loss"]
             )
-            # 5. The inner state stays this worker's: one whose drift is not finite begins anew.
+            # 5. The inner state stays this worker's. A worker whose pseudo-gradient is not finite
+            #    begins with a fresh state: its moments are not finite either.
             fresh = with_counts_of(self.tx.init(params), counted)
-            astray = ~tensors.all_finite(drift)
+            astray = ~tensors.all_finite(pseudo_gradient)
             opt_state = jax.tree.map(
                 lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
                 end.opt_state, fresh, varies,
             )  # fmt: skip
             opt_state = reports.with_flags(opt_state, metrics)  # in any step of the round
-            inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, varies))
+            inner = LocalState(state.opt_state.inner.num_workers, _wrap_varying(opt_state, varies))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent
 
@@ -121,7 +130,7 @@ class LocalSteps(NamedTuple):
 
     def _exchange(
         self,
-        drift: Updates,
+        pseudo_gradient: Updates,
         state: TrainState,
         model_state: PyTree,
         workers: Workers,
@@ -129,30 +138,36 @@ class LocalSteps(NamedTuple):
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
         """Return params, outer state and model state after an outer step, and the bytes sent.
 
-        They are those of `state` if the drift of a worker is not finite.
+        If the pseudo-gradient of any worker is not finite, all three stay as they are in `state`.
         """
         before = state.params, state.opt_state.outer, state.model_state
-        finite = ~workers.any(~tensors.all_finite(drift))
-        grads, _, extra = means.optimizer_inputs(drift, before[1], workers)
+        finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
+        grads, _, extra = optimizer_inputs(pseudo_gradient, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = gather_updated(apply_updates(state.params, updates), self.layout)
-        after = params, outer, means.mean_or_first(model_state, workers.axes)
+        after = params, outer, mean_or_first(model_state, workers.axes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        return after, traffic.traffic_metrics(drift, before[1], after[1], workers.axes)
+        return after, traffic.traffic_metrics(pseudo_gradient, before[1], after[1], workers.axes)
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise unless a state was made for these local steps and for as many workers.
+    """Raise unless a state fits the local steps of a step, None if it has none, and its workers.
 
-    The number of workers is compared only if its value is ready, so that no call waits for a step
-    that is still running; the result of such a step has the right number anyway.
+    We compare the number of workers only if its value is ready, so that no call waits for a step
+    that is still running: the state that such a step returns has the right number anyway.
+
+    Raises:
+      TypeError: the state was made without local steps, and the step with them; or the reverse.
+      ValueError: the state was made for another number of workers.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
-        made = ("without local steps", "with local_steps > 1")
-        steps = 1 if local is None else local.steps
+        if local is None:
+            steps, made = 1, "with local_steps > 1"
+        else:
+            steps, made = local.steps, "without local steps"
         raise TypeError(
-            f"the step was made with local_steps={steps}, but the state was made "
-            f"{made[isinstance(opt_state, InnerAndOuter)]}. Begin with state = step.init(params)"
+            f"the step was made with local_steps={steps}, but the state was made {made}. Begin "
+            "with state = step.init(params)"
         )
     if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
         return
@@ -173,11 +188,14 @@ def _can_be_read(x: jax.Array) -> bool:
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
-def varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
-    """Tell for each leaf of the state of `tx` whether it may vary between workers in a round."""
+def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
+    """Tell for each leaf of the state of `tx` whether it may vary between workers in a round.
+
+    A leaf may vary if the update computes it from gradients, params, or a leaf that may vary.
+    """
 
     def update(params: Params, state: OptState) -> OptState:
-        grads = jax.tree.map(_like_gradient, params)
+        grads = jax.tree.map(_make_gradient, params)
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}
@@ -186,6 +204,7 @@ def varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree
     shapes = jax.eval_shape(tx.init, params)
     varies = jax.tree.map(lambda x: False, shapes)
     marks = jax.tree.map(lambda x: True, params)
+    # Marks only grow, so this ends after at most one turn for each leaf.
     while True:
         found = depends(update, (params, shapes), (marks, varies))
         if jax.tree.leaves(found) == jax.tree.leaves(varies):
@@ -193,18 +212,19 @@ def varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree
         varies = found
 
 
-def _like_gradient(p: Leaf) -> Leaf:
-    return 1.0 * p if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+def _make_gradient(p: Leaf) -> Leaf:
+    """Return an array that depends on p, to stand for its gradient; float0 for an integer leaf."""
+    return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
+    """Raise a ValueError if `tx` exchanges gradients, or if its state is made of params."""
     if exchanges(state):
         raise ValueError(
             "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
-            "exchange the drift of their params through outer. Put the exchange there, as in "
+            "exchange the change of their params through outer. Put the exchange there, as in "
             "outer=optfn.chain(optfn.distributed.exchange(...), optfn.sgd(1.0))"
         )
     marks = jax.tree.map(lambda x: True, params)
@@ -218,35 +238,44 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
+    """Tell whether a state has fields that are computed from params."""
     return bool(traits_of(x).made_of_params)
 
 
-def _laid_out(state: OptState, varies: PyTree) -> OptState:
-    """Return a state whose per-worker leaves are each in a PerWorker, scalars of shape (1,)."""
+def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
+    """Wrap each leaf that varies in a PerWorker; all others stay as they are.
 
-    def laid_out(x: jax.Array, is_local: bool) -> PyTree:
-        return PerWorker(jnp.reshape(x, x.shape or (1,))) if is_local else x
+    A scalar becomes an array of shape (1,), because a PerWorker is divided along its first axis.
+    """
 
-    return jax.tree.map(laid_out, state, varies)
+    def wrap(x: jax.Array, varies: bool) -> PyTree:
+        return PerWorker(jnp.reshape(x, x.shape or (1,))) if varies else x
 
-
-def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
-    """Return the state of `tx` from the result of `_laid_out`."""
-    return jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, laid_out)
+    return jax.tree.map(wrap, state, varies)
 
 
-def _drift(start: Leaf, end: Leaf) -> Leaf:
-    """Return start − end in float32 or wider; integer leaves do not drift."""
+def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
+    """Undo `_wrap_varying`; `like` has the shapes that `tx` takes."""
+    return jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, wrapped)
+
+
+def _subtract(start: Leaf, end: Leaf) -> Leaf:
+    """Return start − end in float32 or wider; for an integer leaf, that there is no gradient."""
     if not tree.is_inexact(start):
-        return mismatch.no_gradient(start.shape)
+        return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
 def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
-    """Return the metrics of a round from those of its steps."""
-    values = combined({k: metrics[k] for k in ("loss", "aux") if k in metrics})
-    reduced = means.mean_over_workers(values, workers.axes)
-    if "learning_rate" in metrics:  # workers differ in it only behind a guard
+    """Combine the metrics of the steps of a round.
+
+    Loss and aux are means over steps and workers; the rate is the last step's. Numbers that
+    wrappers report combine as each of them says (`Report.rounds`).
+    """
+    values = combine_microbatches({k: metrics[k] for k in ("loss", "aux") if k in metrics})
+    reduced = mean_over_workers(values, workers.axes)
+    if "learning_rate" in metrics:
+        # Workers differ in the rate only if a guard has skipped a step of some of them.
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
     return reduced | over_round(metrics, workers)

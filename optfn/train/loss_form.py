@@ -1,4 +1,4 @@
-"""The arguments and results of a loss function, with the checks of its results."""
+"""The inputs and results of a loss function, with checks of the results."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,7 +9,30 @@ import numpy as np
 
 from optfn.core import tree
 from optfn.core.checks import shown
-from optfn.core.types import PyTree
+from optfn.core.types import Batch, Params, PyTree
+
+
+class Inputs(NamedTuple):
+    """The arrays from which a step computes its loss and gradients.
+
+    `shard_map` takes arrays as arguments only, so the step and the loss factor are here as well,
+    and one tree of PartitionSpecs divides them all.
+
+    params: the params as they are stored: a tree, packed, or the shards of a device.
+    model_state: the arrays that the model has besides params; None without `model_state=True`.
+    batch: the examples.
+    key: the random key of the loss; None if the loss takes no key.
+    step: the number of the training step, int32; each microbatch has a number of its own. It
+      numbers packets, so that a compressor rounds each of them at random in another way.
+    loss_factor: the factor by which the step scales gradients, for `dynamic_loss_scale`; else None.
+    """
+
+    params: Params
+    model_state: PyTree
+    batch: Batch
+    key: jax.Array | None
+    step: jax.Array
+    loss_factor: jax.Array | None
 
 
 class Values(NamedTuple):
@@ -27,10 +50,15 @@ class Form:
     has_model_state: bool
     has_aux: bool
 
-    def arguments(self, model_state: PyTree, *rest: Any) -> tuple[Any, ...]:
-        """Return the arguments that follow the params in a call."""
-        # Make a new tree for each call, because equinox marks a State as used up.
-        return (jax.tree.map(lambda x: x, model_state), *rest) if self.has_model_state else rest
+    def list_arguments(self, inputs: Inputs) -> list[Any]:
+        """Return the arguments that follow the params in a call: model state, batch, and key."""
+        arguments = [inputs.batch]
+        if self.has_model_state:
+            # Make a new tree for each call, because equinox marks a State as used up.
+            arguments.insert(0, jax.tree.map(lambda x: x, inputs.model_state))
+        if inputs.key is not None:
+            arguments.append(inputs.key)
+        return arguments
 
     @property
     def result(self) -> str:
@@ -43,13 +71,13 @@ class Form:
         }[self.has_model_state, self.has_aux]
         return f"(loss, {rest})" if rest else "loss"
 
-    def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return the checked results of a function.
+    def check_result(self, who: str, returned: Any, model_state: PyTree) -> Values:
+        """Check the results of a function, and return them as Values; a missing one is None.
 
         Args:
           who: the function's name in errors.
           returned: its results.
-          model_state: the one passed to the function; the new one must be like it.
+          model_state: the model state passed to it; the new one must have the same arrays.
 
         Raises:
           TypeError: the results are not of this form, or the loss is not a real number.
@@ -61,11 +89,11 @@ class Form:
                     f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
                     "model_state=True if it returns (loss, model_state)"
                 )
-            return Values(_loss(who, returned))
-        loss, rest = self._pair(who, returned)
+            return Values(_check_loss(who, returned))
+        loss, rest = self._check_pair(who, returned)
         new, aux = None, rest
         if self.has_model_state:
-            new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
+            new, aux = self._check_pair(who, rest) if self.has_aux else (rest, None)
             is_pair = isinstance(rest, tuple) and len(rest) == 2
             if not self.has_aux and is_pair and tree.paths(rest[0]) == tree.paths(model_state):
                 raise TypeError(
@@ -73,26 +101,27 @@ class Form:
                 )
             _check_model_state(who, new, model_state)
         _check_aux(who, aux)
-        return Values(_loss(who, loss), new, aux)
+        return Values(_check_loss(who, loss), new, aux)
 
-    def _pair(self, who: str, returned: Any) -> Any:
+    def _check_pair(self, who: str, returned: Any) -> Any:
+        """Return a pair as it is; raise a TypeError for anything else."""
         if isinstance(returned, tuple) and len(returned) == 2:
             return returned
         flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
         given = " and ".join(f"{name}=True" for name, flag in flags.items() if flag)
-        raise TypeError(
-            f"with {given}, {who} must return {self.result}; got {_described(returned)}"
-        )
+        raise TypeError(f"with {given}, {who} must return {self.result}; got {_describe(returned)}")
 
 
-def _described(returned: Any) -> str:
+def _describe(returned: Any) -> str:
+    """Return the shape of an array, or the type of another value, for an error."""
     if isinstance(returned, jax.Array):
         return f"an array of shape {returned.shape}"
     size = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
     return f"a value of type {type(returned).__name__}{size}"
 
 
-def _loss(who: str, loss: Any) -> jax.Array:
+def _check_loss(who: str, loss: Any) -> jax.Array:
+    """Return the loss as an array; raise unless it is a real scalar."""
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
         raise TypeError(
             f"{who} must return a real scalar as the loss; got {loss!r} of type "
@@ -106,7 +135,7 @@ def _loss(who: str, loss: Any) -> jax.Array:
 
 
 def _check_aux(who: str, aux: PyTree) -> None:
-    """Raise a TypeError unless the leaves of aux are arrays and numbers."""
+    """Raise a TypeError unless the leaves of aux are arrays and numbers; None has no leaves."""
     for path, x in tree.arrays_with_paths(aux):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""

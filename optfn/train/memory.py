@@ -1,4 +1,4 @@
-"""The costs of each way of sharding a model: bytes on a device, and bytes sent per step."""
+"""A plan of a training step: the bytes that each device keeps and sends, by way of sharding."""
 
 import contextlib
 import math
@@ -12,16 +12,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.core import tree
+from optfn.collectives.axes import Axes, AxisName, is_spec, joined, restricted, without
+from optfn.collectives.packets import coded_bytes
+from optfn.core import numerics, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.interop.modules import check_split
 from optfn.jaxprs.equations import Equations
-from optfn.leaves import mismatch
-from optfn.leaves.modules import check_split
+from optfn.leaves import contents, patterns
 from optfn.leaves.packed import pack
-from optfn.mesh import Axes, AxisName, joined, restricted, without
+from optfn.leaves.patterns import Pattern
 from optfn.optimizers.sgd import sgd
-from optfn.parallel.layout import Layout, is_spec
-from optfn.parallel.owners import coded_bytes
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
@@ -62,7 +63,7 @@ def plan_memory(
     *,
     shard: Kind | None = None,
     data_axis: AxisName = "data",
-    tables: tree.Pattern | None = None,
+    tables: Pattern | None = None,
     shard_tables: bool = False,
     lookups: int | None = None,
     microbatches: int = 1,
@@ -122,7 +123,7 @@ def plan_memory(
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
-    num_workers(mesh, data_axis)  # the mesh has these axes
+    num_workers(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divides = shard is not None or shard_tables
     layout = layout_of(shard, mesh, data_axis, tables if divides else None)
@@ -130,10 +131,10 @@ def plan_memory(
     if local_steps > 1:
         inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
         init = LocalSteps(local_steps, inner, outer, layout).init
-    read, state = _read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
+    read, state = _find_read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
-    stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
-    exchanged = exchanged_axes(_without_unknown(state), params)
+    stacked, rows = contents.stacked_axes(params), patterns.match_names(tables, params, "tables")
+    exchanged = exchanged_axes(_drop_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = packets_sent(_shard_state(init, params, layout, as_rows), mesh), 0
@@ -142,27 +143,31 @@ def plan_memory(
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
         undivided = restricted(grad_spec, without(joined(*grad_spec), layout.data_axes))
-        whole = _bytes_on_device(p, undivided, mesh)
-        done = Axes() if str(place) in as_rows else exchanged[place.number]  # rows go to all
+        whole = _count_bytes(p, undivided, mesh)
+        # `packets_sent` has counted the workers of an exchange; rows go to all workers.
+        done = Axes() if str(place) in as_rows else exchanged[place.number]
         workers = num_workers(mesh, without(layout.worker_axes, done))
         if str(place) in rows:
-            sent += looked_up.sent(whole, p.shape[0], workers)
+            sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
         leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps, str(place) in read)
-        sent += leaf.sent(whole, 1 if once else microbatches, workers)
-        gradients += whole * leaf.is_read
+        sent += leaf.count_sent(whole, 1 if once else microbatches, workers)
+        gradients += whole if leaf.is_read else 0
     return MemoryPlan(
-        _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(state, layout.state_specs(state, params), mesh),
+        _count_bytes(params, specs, mesh),
+        _count_bytes(state, layout.state_specs(state, params), mesh),
         gradients,
         round(sent),
-        _gathered_in_update(state, params, grad_specs),
+        _find_gathered(state, params, grad_specs),
     )
 
 
-def _read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Return the paths of the leaves whose gradient an update reads; all if it is not known."""
+def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
+    """Find the leaves whose gradients the update reads, by tracing it; return their paths.
+
+    An exchange cannot be traced outside of a mesh: then we count the gradients of all leaves.
+    """
     named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
     extended = optax.with_extra_args_support(tx)
 
@@ -170,14 +175,14 @@ def _read_gradients(tx: optax.GradientTransformation, params: Params) -> Collect
         remaining = iter(arrays)
 
         def gradient(p: Leaf) -> Leaf:
-            return next(remaining) if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+            return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
         grads, loss = jax.tree.map(gradient, params), jnp.zeros(())
         extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
         return extended.update(grads, state, params, **extra)
 
     arrays = [p for _, p in named]
-    with contextlib.suppress(Exception):  # outside of a mesh, an exchange cannot be traced
+    with contextlib.suppress(Exception):
         program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
         needed = program.dependencies(program.outputs)
         inputs = zip(named, program.inputs, strict=False)
@@ -185,13 +190,16 @@ def _read_gradients(tx: optax.GradientTransformation, params: Params) -> Collect
     return [path for path, _ in named]
 
 
-def _without_unknown(state: OptState) -> OptState:
-    """Return a state without the marks of exchanges of unknown bytes, which count as means."""
+def _drop_unknown(state: OptState) -> OptState:
+    """Drop the marks of exchanges that do not say how many bytes they send.
 
-    def known(x: PyTree) -> PyTree:
+    The leaves of such an exchange then count as means.
+    """
+
+    def drop(x: PyTree) -> PyTree:
         return None if isinstance(x, Exchanged) and x.traffic == () else x
 
-    return jax.tree.map(known, state, is_leaf=lambda x: isinstance(x, Exchanged))
+    return jax.tree.map(drop, state, is_leaf=lambda x: isinstance(x, Exchanged))
 
 
 class _Rows(NamedTuple):
@@ -208,8 +216,11 @@ class _Rows(NamedTuple):
     microbatches: int
     local_steps: int
 
-    def sent(self, whole: int, num_rows: int, workers: int) -> float:
-        """Return the bytes that a device sends for a table.
+    def count_sent(self, whole: int, num_rows: int, workers: int) -> float:
+        """Return the bytes that a device sends for a table in a call.
+
+        A divided table sends ids and rows to their owners and back; of a whole one, workers gather
+        the rows of all gradients. A round of local steps averages the table as a dense array.
 
         Args:
           whole: the bytes of the table.
@@ -222,9 +233,9 @@ class _Rows(NamedTuple):
         if self.layout.tables is not None and ids:
             to_owners = self.microbatches * bytes_of_round(ids, owners, row)
             arrived = num_arrived(ids, owners, num_rows)
-        if self.local_steps > 1:  # the drift of a table is a dense array
-            drift = all_reduce_bytes(whole / owners, workers)
-            return float(self.local_steps * to_owners + drift)
+        if self.local_steps > 1:  # the pseudo-gradient of a table is a dense array
+            averaged = all_reduce_bytes(whole / owners, workers)
+            return float(self.local_steps * to_owners + averaged)
         return float(to_owners + (workers - 1) * self.microbatches * arrived * (4 + row))
 
 
@@ -234,7 +245,9 @@ def _shard_state(
     layout: Layout,
     as_rows: Collection[str],
 ) -> OptState:
-    """Return the optimizer state for one device's shards of params, whose gradients are exchanged.
+    """Return the shapes of the optimizer state for one device's shards of gradients.
+
+    An exchange of shards declares its packets in this state. Leaves in `as_rows` are masked.
 
     Args:
       init: the function that makes the optimizer's state.
@@ -255,9 +268,12 @@ def _shard_state(
     return jax.eval_shape(init, tree.map_named(shard, params, layout.gradient_specs(params)))
 
 
-def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
-    """Return the paths of divided matrices that a rule treats whole."""
-    stacked = tree.stacked_axes(params)
+def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
+    """Return the paths of matrices that devices divide, but the rule of the optimizer needs whole.
+
+    A leaf that is divided only along its axes of stacked layers has whole matrices.
+    """
+    stacked = contents.stacked_axes(params)
     divided = {
         str(place)
         for place, _, spec in tree.items(params, grad_specs)
@@ -276,7 +292,7 @@ class _Leaf(NamedTuple):
     shape: its shape.
     stacked: how many of its axes count layers, which are gathered one at a time.
     steps: the number of steps in a call.
-    is_read: whether the update reads its gradient, which is else not reduced.
+    is_read: whether the update reads the gradient. If not, XLA removes it with its reduction.
     """
 
     layout: Layout
@@ -287,8 +303,8 @@ class _Leaf(NamedTuple):
     steps: int
     is_read: bool
 
-    def sent(self, whole: float, passes: int, workers: int) -> float:
-        """Return the bytes that a device sends in a call.
+    def count_sent(self, whole: float, passes: int, workers: int) -> float:
+        """Return the bytes that a device sends in a call, for params and gradient of the leaf.
 
         Args:
           whole: the bytes of the leaf, before it is divided over the data axes.
@@ -296,7 +312,8 @@ class _Leaf(NamedTuple):
           workers: over how many workers the gradient is averaged, once in a call.
         """
         n, steps, size = self.layout.num_shards, self.steps, math.prod(self.shape)
-        workers = workers if self.is_read or steps > 1 else 1  # the drift of a round is averaged
+        if not self.is_read and steps == 1:
+            workers = 1  # nothing is averaged; a round averages the pseudo-gradient in any case
         if not self.layout.divisions(self.grad_spec):
             reduced = steps * all_reduce_bytes(whole, n) if self.is_read else 0.0
             return float(reduced + all_reduce_bytes(whole, workers))
@@ -312,17 +329,22 @@ class _Leaf(NamedTuple):
         reduce = reduce if self.is_read else 0.0
         if not is_divided:
             # Params are gathered in each step of a round, and once more after it.
-            sent = steps * reduce + (steps + (steps > 1)) * gather
+            gathers = steps + 1 if steps > 1 else 1
+            sent = steps * reduce + gathers * gather
         else:
-            sent = passes * reduce + self._gathers(passes) * gather
+            sent = passes * reduce + self._count_gathers(passes) * gather
             # Gradient and params are sent to the devices with their layers, and the update back.
             if self.spec != self.grad_spec and self.is_read:
                 sent += 3 * padded / n
             sent *= steps
         return float(sent + all_reduce_bytes(whole / n, workers))
 
-    def _gathers(self, passes: int) -> float:
-        """Return how often a divided leaf is gathered; an all-to-all is 1/N of a gather."""
+    def _count_gathers(self, passes: int) -> float:
+        """Return how often a divided leaf is gathered in a step.
+
+        A stacked leaf is gathered layer by layer, and again in the backward pass. If it is divided
+        by layers, an all-to-all, 1/N of a gather, divides each layer first.
+        """
         n = self.layout.num_shards
         if not self.stacked:
             return passes
@@ -334,8 +356,8 @@ class _Leaf(NamedTuple):
         return 2 * passes + (1 + passes) / n
 
 
-def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
-    """Return the bytes of arrays on each device."""
+def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
+    """Return the bytes of arrays that lie on each device, divided as PartitionSpecs say."""
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize

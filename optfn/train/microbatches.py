@@ -1,4 +1,7 @@
-"""Microbatches: equal slices of a batch, one after another, to save memory for activations."""
+"""Microbatches: equal slices of a batch, run one after another.
+
+Only the activations of one microbatch are kept at a time, which saves memory.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,12 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.collectives.means import sum_dtype
 from optfn.core import leafwise, numerics, tree
-from optfn.core.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
-from optfn.leaves import mismatch
-from optfn.parallel.means import sum_dtype
-from optfn.parallel.owners import encoding_microbatch
-from optfn.train.loss_form import Values
+from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
+from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
 Carry = TypeVar("Carry")
@@ -26,16 +27,26 @@ def scan_batch(
     count: int,
     argument: str,
 ) -> tuple[Carry, PyTree]:
-    """Return `lax.scan` of fn(carry, microbatch, number) over `count` equal slices of a batch.
+    """Scan fn(carry, microbatch, number) over `count` equal slices of a batch.
 
-    Scalars of the batch are the same in each slice.
+    Slices are taken along leading axes, in order; a scalar is the same in each slice.
+
+    Args:
+      fn: returns the next carry, and results that are stacked.
+      carry: the first carry.
+      batch: the arrays to slice.
+      count: the number of slices.
+      argument: the name of the user's argument that gives `count`, for errors.
+
+    Returns:
+      The last carry and the stacked results, as `lax.scan` returns them.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
     """
     for path, x in tree.arrays_with_paths(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % count:
-            leaf = f"that of leaf {path!r}" if path else "it"
+            leaf = f"leaf {path!r}" if path else "it"
             raise ValueError(
                 f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
                 f"{leaf} has length {jnp.shape(x)[0]}"
@@ -54,71 +65,85 @@ def scan_batch(
 
 
 def split_objective(objective: Objective, count: int) -> Objective:
-    """Return the objective of a batch as the mean over `count` microbatches.
+    """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
-    summed. The model state is passed from each microbatch to the next, whose number is folded into
-    its key. Dense gradients are added up in float32 or wider; rows are joined.
+    summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
+    Dense gradients are added up in float32 or wider; rows are joined.
     """
     if count == 1:
         return objective
 
-    def keys_of(keys: tuple[jax.Array, ...], number: jax.Array) -> list[jax.Array]:
-        return [jax.random.fold_in(key, number) for key in keys]
+    def inputs_of(
+        inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array
+    ) -> Inputs:
+        """Return the inputs of one microbatch; its step counts microbatches since step 0."""
+        key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+        return inputs._replace(
+            model_state=model_state, batch=microbatch, key=key, step=inputs.step * count + number
+        )
 
-    def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
+    def value(inputs: Inputs) -> Values:
         def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            with encoding_microbatch(number, count):
-                values = objective.value(params, state, microbatch, *keys_of(keys, number))
+            values = objective.value(inputs_of(inputs, state, microbatch, number))
             return values.model_state, (values.loss, values.aux)
 
-        state, (loss, aux) = scan_batch(body, model_state, batch, count, "microbatches")
-        return Values(jnp.mean(loss), state, combined(aux))
+        state, (loss, aux) = scan_batch(
+            body, inputs.model_state, inputs.batch, count, "microbatches"
+        )
+        return Values(jnp.mean(loss), state, combine_microbatches(aux))
 
-    def value_and_grad(
-        params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
-    ) -> tuple[Values, Updates]:
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            arguments = state, microbatch, *keys_of(keys, number)
-            with encoding_microbatch(number, count):
-                values, grads = objective.value_and_grad(params, *arguments)
+            values, grads = objective.value_and_grad(inputs_of(inputs, state, microbatch, number))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(_add_gradient, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
+        batch = inputs.batch
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
-        _, like = jax.eval_shape(objective.value_and_grad, params, model_state, first, *keys)
-        start = model_state, tree.map(_zeros, like)
+        # The structure and dtypes of the sums are known only from the gradients of a microbatch.
+        _, like = jax.eval_shape(objective.value_and_grad, inputs._replace(batch=first))
+        start = inputs.model_state, tree.map(_make_total, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
         state, totals = carry
-        grads = tree.map(partial(_mean_over_microbatches, count), like, totals, rows)
-        return Values(jnp.mean(loss), state, combined(aux)), grads
+        grads = tree.map(partial(_divide_total, count), like, totals, rows)
+        return Values(jnp.mean(loss), state, combine_microbatches(aux)), grads
 
     return Objective(value, value_and_grad)
 
 
-def _zeros(g: Leaf) -> Leaf:
-    """Return zeros to which gradients like g are added; None for rows, and without a gradient."""
+def _make_total(g: Leaf) -> Leaf:
+    """Return zeros in float32 or wider, like g; None if g has rows, or is an integer's gradient."""
     if isinstance(g, LeafKind) or not tree.is_inexact(g):
         return None
     return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))
 
 
 def _add_gradient(total: Leaf, g: Leaf) -> Leaf:
+    """Return total + g in the dtype of the total; None for a gradient that is not added up."""
     return None if total is None else total + leafwise.cast(g, total.dtype)
 
 
-def _mean_over_microbatches(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+def _divide_total(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+    """Return the mean gradient of a leaf.
+
+    Args:
+      count: the number of microbatches.
+      g: a gradient of one microbatch, which has the dtype of the mean.
+      total: the sum of dense gradients, or None.
+      rows: the rows of all microbatches, stacked, or None.
+    """
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
         return rows.joined().map(lambda x: x / count)
-    return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
+    return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))
 
 
-def combined(values: PyTree) -> PyTree:
-    """Return means over the leading axis of numbers, sums of integers, and the first of keys."""
+def combine_microbatches(values: PyTree) -> PyTree:
+    """Combine values along their leading axis: means of floats, sums of integers, the first key."""
 
     def combine(x: jax.Array) -> jax.Array:
         if tree.is_key(x):

@@ -1,158 +1,249 @@
-"""The loss of a training step and its gradients, for all forms of loss functions."""
+"""The loss of a training step and its gradients, for all forms of loss functions.
+
+`composition.make_objective` builds an objective from the inside to the outside:
+
+    loss_fn          takes whole params and a batch
+    Gather.call      takes a device's shards of params, and gathers the params that the loss sees
+    differentiate    adds the gradients with respect to these shards
+    split_objective  takes the batch of a device, and splits it into microbatches (microbatches.py)
+    shard_objective  takes whole arrays, and gives each device its shards and its examples
+"""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
-from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
-from optfn.core import tree
-from optfn.core.tree import Pattern
-from optfn.core.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.leaves import mismatch, row_sparse
+from optfn.collectives import mesh as meshes
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
+from optfn.core import errors, leafwise, numerics, tree
+from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.jaxprs.sharded import gather_params, is_sharded
 from optfn.leaves.packed import pack_like, unpack
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
-from optfn.parallel.layout import Layout
-from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
-from optfn.parallel.owners import current_step, encoding_at
-from optfn.parallel.shards import mean_gradients, whole
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.scans import wrap_shards
+from optfn.parallel.shards import mean_gradients
+from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.sparse.tables import Owners
-from optfn.train.loss_form import Form, Values
-from optfn.train.loss_scale import check_unscaled, current_factor, scaled_loss, scaling_losses
-from optfn.workers import Workers
+from optfn.train.loss_form import Form, Inputs, Values
+from optfn.train.scaled_loss import check_unscaled, scale_gradient
+
+T = TypeVar("T")
 
 
 class Objective(NamedTuple):
-    """The objective of a step: two functions of (params, model_state, batch, *keys).
+    """The loss of a step and its gradients.
 
     value: returns the Values.
-    value_and_grad: returns the Values and the gradients.
+    value_and_grad: returns the Values, and the gradients with respect to `inputs.params`.
     """
 
-    value: Callable[..., Values]
-    value_and_grad: Callable[..., tuple[Values, Updates]]
+    value: Callable[[Inputs], Values]
+    value_and_grad: Callable[[Inputs], tuple[Values, Updates]]
 
 
-# A context manager from stored params to those that a function sees while it is traced.
-Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
+class Gather(NamedTuple):
+    """The way from the shards of params that a device stores to the params that its loss sees.
+
+    specs: the PartitionSpecs of the whole params.
+    tables: which leaves are tables; a table stays divided, because a loss only looks rows up.
+    layout: how params are divided.
+    """
+
+    specs: PyTree
+    tables: PyTree
+    layout: Layout
+
+    def wrap(self, inputs: Inputs) -> Params:
+        """Return params with a ShardedParam in place of each leaf that the devices divide."""
+        return wrap_shards(inputs.params, self.specs, self.tables, self.layout, inputs.step)
+
+    def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
+        """Return fn(inputs) with whole params instead of the shards in `inputs`.
+
+        A gradient with respect to a shard is this device's shard of the mean gradient. Tables stay
+        divided.
+        """
+        leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded)
+        params = jax.tree.unflatten(structure, gather_params(leaves))
+        return fn(inputs._replace(params=params))
 
 
-def differentiated(
+def differentiate(
     loss_fn: LossFn,
     form: Form,
-    seen: Seen = contextlib.nullcontext,
+    gather: Gather | None = None,
     *,
     tables: Pattern | None = None,
     owners: Owners | None = None,
     recompute: Sequence[str] | None = None,
 ) -> Objective:
-    """Return the objective of a loss function; its gradients are those of `jax.value_and_grad`.
+    """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.
+
+    The loss factor in the inputs multiplies the gradients, but not the loss.
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
       form: its arguments and results besides params, batch and loss.
-      seen: a context manager from the stored params to those that the loss sees; gradients are
-        with respect to the stored ones.
+      gather: how the params of the loss are gathered from a device's shards, if params are
+        divided; gradients are with respect to the shards.
       tables: leaves that are only looked up; see `sparse.value_and_grad`.
       owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
-    def value(params: Params, model_state: PyTree, *batch_and_keys: Any) -> Values:
-        with seen(params) as whole_params:
-            returned = loss_fn(whole_params, *form.arguments(model_state, *batch_and_keys))
-        return form.values("loss_fn", returned, model_state)
+    def values_at(params: Params, inputs: Inputs) -> Values:
+        returned = loss_fn(params, *form.list_arguments(inputs))
+        return form.check_result("loss_fn", returned, inputs.model_state)
 
-    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(*arguments)
-        return scaled_loss(loss), tuple(rest)
+    def scaled_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        loss, *rest = values_at(params, inputs)
+        return scale_gradient(loss, inputs.loss_factor), tuple(rest)
+
+    def read(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
+        params = inputs.params if gather is None else gather.wrap(inputs)
+        return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
+
+    def value(inputs: Inputs) -> Values:
+        values: Values = read(values_at, inputs).value()
+        return values
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
-    if tables is not None:
-        transformed = sparse.value_and_grad(
-            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
-        )
-    else:
-        function = loss_and_rest if transform is None else transform(loss_and_rest)
-        transformed = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
-    def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (loss, rest), grads = transformed(*arguments)
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        (loss, rest), grads = read(scaled_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    # loss_fn alone would look up ids in a worker's rows as if they were the whole table.
-    if owners is not None:
-        return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
-    return Objective(value, value_and_grad)
+    if gather is not None or tables is not None:
+        return Objective(value, value_and_grad)
+    function = scaled_loss if transform is None else transform(scaled_loss)
+    differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
+
+    def value_and_grad_of_whole(inputs: Inputs) -> tuple[Values, Updates]:
+        (loss, rest), grads = differentiated(inputs.params, inputs)
+        return Values(loss, *rest), grads
+
+    return Objective(lambda inputs: values_at(inputs.params, inputs), value_and_grad_of_whole)
 
 
-def user_objective(function: Callable[..., Any], form: Form, seen: Seen) -> Objective:
-    """Return the objective of a user's function (params, batch) -> (loss, gradients)."""
+def wrap_value_and_grad(
+    function: Callable[..., Any], form: Form, gather: Gather | None
+) -> Objective:
+    """Make an objective of a user's function (params, batch) -> (loss, gradients).
 
-    def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
-        check_unscaled("value_and_grad")
-        result = function(params, *form.arguments(model_state, batch))
+    The function gets whole params, and its gradients are checked, but not reduced to shards.
+    """
+
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        check_unscaled("value_and_grad", inputs.loss_factor)
+        result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
                 f"type {type(result).__name__}"
             )
         returned, grads = result
-        values = form.values("the value of value_and_grad", returned, model_state)
-        mismatch.check_params("value_and_grad", grads, "", "gradient")
+        values = form.check_result("the value of value_and_grad", returned, inputs.model_state)
+        errors.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
-        if seen is not contextlib.nullcontext:
-            mismatch.check_gradients("value_and_grad", grads, params)
+        if gather is not None:
+            errors.check_gradients("value_and_grad", grads, inputs.params)
         return values, jax.tree.map(tree.as_array, grads)
 
-    objective = Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
-    return gathered(objective, seen)
+    objective = Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
+    return gather_once(objective, gather)
 
 
-def gathered(objective: Objective, seen: Seen) -> Objective:
-    """Return the objective of stored params, differentiated with respect to the gathered ones."""
-    return _adapted(objective, seen, lambda params, grads: grads)
+def gather_once(objective: Objective, gather: Gather | None) -> Objective:
+    """Make an objective gather all params before it runs; without `gather`, leave it as it is.
+
+    Its gradients are with respect to whole params, so each device still has its own.
+    """
+    if gather is None:
+        return objective
+    return Objective(
+        functools.partial(gather.call, objective.value),
+        functools.partial(gather.call, objective.value_and_grad),
+    )
 
 
-def refusing_aux_of_examples(objective: Objective) -> Objective:
-    """Return an objective whose aux is averaged: an entry for each example would lose its meaning.
+def pack_objective(objective: Objective) -> Objective:
+    """Make an objective take packed params and return packed gradients."""
+    return _convert_params(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
+
+
+def wrap_tables_of_objective(objective: Objective) -> Objective:
+    """Make an objective take params with ShardedTables, and return gradients of the same kind."""
+    return _convert_params(objective, unwrap_tables, wrap_tables_like)
+
+
+def _convert_params(
+    objective: Objective,
+    convert: Callable[[Params], Params],
+    convert_back: Callable[[Params, Updates], Updates],
+) -> Objective:
+    """Make an objective take params in another form, and return gradients in that form.
+
+    Args:
+      objective: the objective.
+      convert: params in that form -> the params that `objective` takes.
+      convert_back: (params in that form, gradients of `objective`) -> gradients in that form.
+    """
+
+    def value(inputs: Inputs) -> Values:
+        return objective.value(inputs._replace(params=convert(inputs.params)))
+
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        converted = inputs._replace(params=convert(inputs.params))
+        values, grads = objective.value_and_grad(converted)
+        return values, convert_back(inputs.params, grads)
+
+    return Objective(value, value_and_grad)
+
+
+def refuse_aux_of_examples(objective: Objective) -> Objective:
+    """Make an objective refuse aux that is averaged although it has an entry for each example.
+
+    Each device and microbatch has other examples, so their mean entry by entry has no meaning. To
+    find such an array, we trace the loss for twice the examples, and see whether the array grows.
 
     Raises:
       ValueError: an array in aux grows with the batch.
     """
 
-    def value_and_grad(
-        params: Params, model_state: PyTree, batch: Batch, *keys: Any
-    ) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(params, model_state, batch, *keys)
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(inputs)
         if any(map(jnp.ndim, jax.tree.leaves(values.aux))):
             twice = values.aux
-            with contextlib.suppress(Exception):  # a loss may take batches of one size only
-                double = jax.tree.map(_shape_of_twice, batch)
-                twice = jax.eval_shape(objective.value, params, model_state, double, *keys).aux
-            _check_aux(values.aux, twice)
+            # A loss that takes batches of one size only fails here: then aux passes.
+            with contextlib.suppress(Exception):
+                double = inputs._replace(batch=jax.tree.map(_shape_of_twice, inputs.batch))
+                twice = jax.eval_shape(objective.value, double).aux
+            _check_aux_shapes(values.aux, twice)
         return values, grads
 
     return Objective(objective.value, value_and_grad)
 
 
 def _shape_of_twice(x: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array of a batch with twice the examples."""
+    """Return the shape of an array of a batch with twice the examples; a scalar stays a scalar."""
     shape = jnp.shape(x)
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
 
 
-def _check_aux(aux: PyTree, twice: PyTree) -> None:
+def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
     """Raise a ValueError if an array of aux has another shape for twice the examples."""
     for (path, x), (_, y) in zip(
         tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
@@ -167,170 +258,141 @@ def _check_aux(aux: PyTree, twice: PyTree) -> None:
             )
 
 
-def packed_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of packed params, with packed gradients."""
-    return _adapted(
-        objective,
-        lambda params: contextlib.nullcontext(unpack(params)),
-        lambda packed, grads: pack_like(packed.layout, grads),
-    )
+def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
+    """Make the objective of all devices that divide params from the objective of one device.
 
-
-def sharded_table_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of params with ShardedTables, and gradients to match."""
-    return _adapted(
-        objective, lambda params: contextlib.nullcontext(unwrap_tables(params)), wrap_tables_like
-    )
-
-
-def _adapted(
-    objective: Objective, seen: Seen, stored: Callable[[Params, Updates], Updates]
-) -> Objective:
-    """Return the objective as a function of params in another form, with gradients in that form.
+    It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
+    params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
+    its shards of the mean gradients.
 
     Args:
-      objective: the objective.
-      seen: a context manager from params in that form to those that the objective takes.
-      stored: (params, gradients of `objective`) -> the gradients in that form.
+      on_device: returns the objective of one device, which gathers params by its argument.
+      layout: how params are divided.
     """
 
-    def value(params: Params, *arguments: Any) -> Values:
-        with seen(params) as converted:
-            return objective.value(converted, *arguments)
+    def value(inputs: Inputs) -> Values:
+        gather = _gather_of(inputs.params, layout)
 
-    def value_and_grad(params: Params, *arguments: Any) -> tuple[Values, Updates]:
-        with seen(params) as converted:
-            values, grads = objective.value_and_grad(converted, *arguments)
-        return values, stored(params, grads)
+        def run(inputs: Inputs) -> Values:
+            return _mean_values(on_device(gather).value(_fold_device(inputs, layout)), layout)
+
+        return _run_on_devices(run, inputs, gather, P())
+
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        gather = _gather_of(inputs.params, layout)
+        specs = layout.gradient_specs(inputs.params)
+        arriving = _specs_of_arriving(inputs.params, gather, specs)
+
+        def run(inputs: Inputs) -> tuple[Values, Updates]:
+            values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
+            params, step = inputs.params, inputs.step
+            grads = mean_gradients(grads, params, gather.specs, arriving, layout, step)
+            # shard_map cannot return arrays of dtype float0.
+            grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
+            return _mean_values(values, layout), grads
+
+        out_specs = P(), layout.bound_specs(arriving)
+        values, grads = _run_on_devices(run, inputs, gather, out_specs)
+
+        # Gradients leave the devices padded, and divided like the params; the update takes them
+        # without padding, and divided as the layout divides gradients.
+        def place(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
+            if arrived is None:
+                return numerics.float0_zeros(jnp.shape(p))
+            if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
+                return g
+            g = lax.slice(g, [0] * p.ndim, p.shape)
+            return meshes.constrained(g, layout.mesh, spec)
+
+        return values, jax.tree.map(place, inputs.params, grads, arriving, specs)
 
     return Objective(value, value_and_grad)
 
 
-def sharded_objective(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
-    """Return the objective of all devices that divide params: a function of whole sharded arrays.
+def _gather_of(params: Params, layout: Layout) -> Gather:
+    """Return how devices gather whole params that the layout divides."""
+    return Gather(layout.param_specs(params), layout.is_table(params), layout)
 
-    Loss and gradients are means over these devices. Each device gathers the params that its
-    loss needs, and gets its shards of the gradients.
 
-    Args:
-      make: returns the objective of one device.
-      layout: how params are divided.
+def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:
+    """Return the PartitionSpecs with which gradients leave the devices; None for integer leaves.
+
+    The gradient of a divided param leaves divided like the param, because the gather of the param
+    has reduced it so. Any other gradient leaves as the layout divides gradients.
     """
-    objective = _ShardedObjective(make, layout)
-    return Objective(objective.value, objective.value_and_grad)
+
+    def spec_of(p: Leaf, spec: P, gradient_spec: P) -> P | None:
+        if not tree.is_inexact(p):
+            return None
+        return spec if gather.layout.divisions(spec) else gradient_spec
+
+    return jax.tree.map(spec_of, params, gather.specs, gradient_specs)
 
 
-class _ShardedObjective(NamedTuple):
-    """The objective of the devices that divide params; see `sharded_objective`."""
-
-    make: Callable[[Seen], Objective]
-    layout: Layout
-
-    def value(self, params: Params, *rest: Any) -> Values:
-        """Return the mean of the values over the devices."""
-        specs = self.layout.param_specs(params)
-        objective = self._device_objective(params, specs)
-
-        def run(shards: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
-            return self._mean(objective.value(shards, model_state, batch, *self._local_keys(keys)))
-
-        return self._run(run, specs, P(), params, *rest)
-
-    def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
-        """Return the mean values, and the mean gradients, divided as the layout says."""
-        layout = self.layout
-        specs, of_gradients = layout.param_specs(params), layout.gradient_specs(params)
-        objective = self._device_objective(params, specs)
-        # Gradients of divided params arrive with the PartitionSpecs of the params.
-        arriving = jax.tree.map(
-            lambda p, spec, of_gradient: (
-                None if not tree.is_inexact(p) else spec if layout.divisions(spec) else of_gradient
-            ),
-            params, specs, of_gradients,
-        )  # fmt: skip
-
-        def run(
-            shards: Params, model_state: PyTree, batch: Batch, *keys: Any
-        ) -> tuple[Values, Updates]:
-            local_keys = self._local_keys(keys)
-            values, grads = objective.value_and_grad(shards, model_state, batch, *local_keys)
-            grads = mean_gradients(grads, shards, specs, arriving, layout)
-            # shard_map cannot return arrays of dtype float0.
-            grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
-            return self._mean(values), grads
-
-        out_specs = P(), self.layout.bound_specs(arriving)
-        values, grads = self._run(run, specs, out_specs, params, *rest)
-
-        def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
-            if arrived is None:
-                return mismatch.no_gradient(jnp.shape(p))
-            if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
-                return g
-            g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
-            return meshes.constrained(g, layout.mesh, spec)
-
-        return values, jax.tree.map(laid_out, params, grads, arriving, of_gradients)
-
-    def _device_objective(self, params: Params, specs: PyTree) -> Objective:
-        """Return the objective of one device, which sees whole params."""
-        tables = self.layout.is_table(params)
-        return self.make(lambda shards: whole(shards, specs, tables, self.layout))
-
-    def _mean(self, values: Values) -> Values:
-        names = self.layout.shard_axes
-        loss, aux = mean_over_workers((values.loss, values.aux), names)
-        return Values(loss, mean_or_first(values.model_state, names), aux)
-
-    def _local_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return keys that are different on each device."""
-        return [jax.random.fold_in(key, lax.axis_index(self.layout.shard_axes)) for key in keys]
-
-    def _run(
-        self, function: Callable[..., Any], specs: PyTree, out_specs: PyTree, *arguments: Any
-    ) -> Any:
-        """Return `function` of the arguments on each device; `specs` are those of params."""
-        params, model_state, batch, *keys = arguments
-        names = self.layout.shard_axes
-        split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (P(), P(), self.layout.bound_specs(specs), P(), split, *[P()] * len(keys))
-
-        def run(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
-            # Inside shard_map, arrays must be arguments.
-            with scaling_losses(factor), encoding_at(step):
-                return function(*arguments)
-
-        mapped = meshes.mapped(run, self.layout.mesh, names, in_specs, out_specs)
-        return mapped(current_factor(), current_step(), params, model_state, batch, *keys)
+def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
+    """Fold the number of the device into the key, so that keys differ; a key of None stays None."""
+    if inputs.key is None:
+        return inputs
+    device = lax.axis_index(layout.shard_axes)
+    return inputs._replace(key=jax.random.fold_in(inputs.key, device))
 
 
-def value_fn(
-    objective: Objective, workers: Workers, *arguments: Any
-) -> Callable[[Params], jax.Array]:
-    """Return params -> loss on the batch of a step, which line searches call.
+def _mean_values(values: Values, layout: Layout) -> Values:
+    """Return means over the devices; integers of the model state are the first device's."""
+    names = layout.shard_axes
+    loss, aux = mean_over_workers((values.loss, values.aux), names)
+    return Values(loss, mean_or_first(values.model_state, names), aux)
+
+
+def _run_on_devices(
+    function: Callable[[Inputs], Any], inputs: Inputs, gather: Gather, out_specs: PyTree
+) -> Any:
+    """Run a function on each device, with its shards of params and its examples of the batch."""
+    layout = gather.layout
+    names = layout.shard_axes
+    replicated: Any = P()
+    specs = Inputs(
+        params=layout.bound_specs(gather.specs),
+        model_state=replicated,
+        batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
+        key=replicated,
+        step=replicated,
+        loss_factor=replicated,
+    )
+    return meshes.mapped(function, layout.mesh, names, (specs,), out_specs)(inputs)
+
+
+def make_value_fn(
+    objective: Objective, workers: Workers, inputs: Inputs
+) -> Callable[..., jax.Array]:
+    """Make the function params -> mean loss on the batch of a step, for line searches.
+
+    Its gradient is the objective's, since JAX cannot differentiate a user's `value_and_grad`. Rows
+    become dense arrays, and an integer leaf has no gradient.
 
     Args:
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
-      *arguments: model state, batch and keys of the step.
+      inputs: the inputs of the step, without a loss factor; only their params are replaced.
     """
 
     @jax.custom_vjp
     def loss(params: Params) -> jax.Array:
-        return mean_over_workers(objective.value(params, *arguments).loss, workers.axes)
+        at_params = inputs._replace(params=params)
+        return mean_over_workers(objective.value(at_params).loss, workers.axes)
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
-        values, grads = objective.value_and_grad(params, *arguments)
+        values, grads = objective.value_and_grad(inputs._replace(params=params))
         grads, mean = mean_of_all(grads, values.loss, workers)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
-        def scaled(g: Leaf) -> Leaf:
+        def scale(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
-                return mismatch.no_gradient(jnp.shape(g))
+                return numerics.float0_zeros(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, row_sparse.to_dense(grads)),)
+        return (tree.map_arrays(scale, leafwise.densify_rows(grads)),)
 
     loss.defvjp(forward, backward)
 

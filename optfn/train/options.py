@@ -1,4 +1,4 @@
-"""The options of a training step, those that each of them needs, and those that it excludes."""
+"""The options of a training step: which of them need or exclude each other, and their checks."""
 
 import dataclasses
 import functools
@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import core
-from optfn import mesh as meshes
+from optfn.collectives import axes as meshes
+from optfn.collectives.axes import AxisName
 from optfn.core import checks
-from optfn.core.tree import Pattern
 from optfn.core.types import LossFn, Updates
-from optfn.mesh import AxisName
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
 
@@ -51,8 +51,8 @@ class StepOptions:
     Args:
       has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
         On a mesh and with microbatches, floating-point numbers and arrays are averaged over workers
-        and microbatches, integers are summed, and of a boolean you get how many were true. An array
-        with an entry for each example is an error there.
+        and microbatches, integers are summed, and a boolean becomes the number of times that it was
+        true. An array with an entry for each example is an error there.
       mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
         axis of the batch is split over them, and the loss is their mean. Pass batches as host
         arrays of all examples, the same in every process, or as global arrays.
@@ -78,11 +78,12 @@ class StepOptions:
         one microbatch are kept at a time. Batch statistics are those of microbatches. With
         `shard="params"` each of them gathers the params again; see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
-        local state, on equal slices of its batch. Then `outer` gets the drift
-        θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
-        its update, the same on all workers. Needs `mesh`; see docs/links.md.
-      outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
-        exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
+        local state, on equal slices of its batch. Then `outer` gets the pseudo-gradient
+        θ_start − θ_end, in float32, as its gradient, and params become θ_start plus its update, the
+        same on all workers. Needs `mesh`; see docs/links.md.
+      outer: the optimizer of the rounds. It gets the mean pseudo-gradient over workers, or each
+        worker's own if it exchanges gradients itself. None is sgd(1.0): params become the mean over
+        workers.
       shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
         None: every device has all of them. "state": each of the N devices along `data_axis` keeps
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
@@ -149,36 +150,40 @@ class StepArguments(StepOptions):
                 "value_and_grad must be a function (params, batch) -> (loss, gradients); "
                 f"got {value_and_grad!r}"
             )
-        arguments = ["params", *["model_state"] * self.model_state, "batch"]
+        arguments = ["params", "model_state", "batch"] if self.model_state else ["params", "batch"]
         if value_and_grad is not None:
             checks.takes("value_and_grad", value_and_grad, arguments)
-        else:
-            checks.takes("loss_fn", loss_fn, arguments + ["key"] * (self.rng is not False))
+            return
+        if self.rng is not False:
+            arguments.append("key")
+        checks.takes("loss_fn", loss_fn, arguments)
 
     def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
+        """Return the options that are not the default objects, by name."""
         options = [f for f in dataclasses.fields(self) if f.kw_only]
         values = {f.name: (getattr(self, f.name), f.default) for f in options}
         return {name: value for name, (value, default) in values.items() if value is not default}
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an option lacks another that it needs, or excludes a given one."""
     for option, needed, why in NEEDS:
         if option in given and needed not in given:
-            raise ValueError(f"{_shown(option, given)} needs {needed}: {why}")
+            raise ValueError(f"{_show_option(option, given)} needs {needed}: {why}")
     for option, excluded, why in EXCLUDES:
-        if {option, excluded} <= set(given):
-            raise ValueError(
-                f"{_shown(option, given)} cannot be combined with {_shown(excluded, given)}: {why}"
-            )
+        if option in given and excluded in given:
+            shown, other = _show_option(option, given), _show_option(excluded, given)
+            raise ValueError(f"{shown} cannot be combined with {other}: {why}")
 
 
-def _shown(option: str, given: Mapping[str, Any]) -> str:
+def _show_option(option: str, given: Mapping[str, Any]) -> str:
+    """Return "name=value" for numbers and words; only the name of an option with another value."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 
 
 def _check_mesh(mesh: object, data_axis: AxisName) -> None:
+    """Raise unless `mesh` is None, or a Mesh that has all axes of `data_axis`."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
@@ -189,18 +194,11 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-# Arguments of the last version, and how to write without them.
-RETIRED = {
-    "update_in_backward": "to save the memory of gradients, use microbatches= or shard=",
-    "compare_replicas_every": "call optfn.distributed.compare_replicas(state, mesh) in a callback",
-}
+def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
+    """Decorate a function of one dataclass, so that callers pass the fields as its arguments.
 
-
-def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
-    """Decorate a function of one record of arguments: it is called with the arguments themselves.
-
-    The dataclass `record` has their order, types and defaults. In the docstring, a line `**Options`
-    stands for the arguments in the docstring of this base of `record`.
+    The dataclass `record` has their order, types and defaults. In the function's docstring, a line
+    `**Options` stands for the arguments in the docstring of the base class `Options` of `record`.
     """
 
     def decorate(function: Callable[[Record], R]) -> Callable[P, R]:
@@ -208,8 +206,7 @@ def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Cal
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for gone in RETIRED.keys() & kwargs.keys():
-                raise TypeError(f"{name}: {gone}= is gone: {RETIRED[gone]}")
+            # The error of the dataclass itself would name `__init__` instead of the function.
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

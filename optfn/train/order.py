@@ -3,10 +3,10 @@
 Such a link does not fail, but does something else than intended: an average averages other params,
 a decay grows params, a rate counts twice or not at all, gradients are exchanged a second time.
 
-The order of a chain is followed as its state shows it: the update of each leaf has a form between
-two links (`optfn.train.forms`), and a link that does not take the form before it is reported. A
-state shows every link of optfn, and those of optax that have a state, inside optax's chains, masks,
-partitions and wrappers too.
+We follow a chain as its state shows it. Between two links the update of each leaf has a form
+(`optfn.train.forms`), and we report a link that does not take the form before it. A state shows
+every link of optfn, and optax's links that have a state, inside optax's chains, masks, partitions
+and wrappers too.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
+from optfn.leaves import contents
 from optfn.state.names import entries_by_param, is_state, named_entries, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
@@ -26,7 +27,7 @@ from optfn.wrappers.loss_scale import scale_of
 
 
 class Update(NamedTuple):
-    """What is known of the update of a leaf between two links.
+    """The update of a leaf between two links, as far as we know it.
 
     form: one of `optfn.train.forms`.
     by: the link that gave it this form, as the user wrote it.
@@ -41,7 +42,7 @@ class Update(NamedTuple):
 
     @property
     def is_uphill(self) -> bool:
-        """Whether the update points uphill, or is the average or the master of such an update."""
+        """Whether the update lacks a rate, or an average or masters have taken such an update."""
         return self.form in forms.UPHILL or "uphill" in dict(self.marks)
 
 
@@ -65,7 +66,7 @@ def warn_of_order(
     walk = _Walk(params)
     form = forms.GRADIENT if scale_of(opt_state) is None else forms.SCALED
     by = "" if form == forms.GRADIENT else "dynamic_loss_scale"
-    after = walk.through(opt_state, dict.fromkeys(walk.paths, Update(form, by)), tx)
+    after = walk.follow(opt_state, dict.fromkeys(walk.paths, Update(form, by)), tx)
     for message in walk.warnings:
         checks.warn(message)
     uphill = [path for path, x in after.items() if x.is_uphill]
@@ -79,18 +80,22 @@ def warn_of_order(
 
 
 class _Walk:
-    """The walk of the updates of all leaves through the links of a state.
+    """A walk along the links of a state, with the Update of each leaf.
 
-    warnings: the messages so far, each once.
+    paths: the leaves that are trained.
+    warnings: the messages so far, each once, in order.
     """
 
     def __init__(self, params: Params) -> None:
-        self.paths = [path for path, x in tree.leaves_with_names(params) if tree.is_inexact(x)]
+        self.paths = [path for path, x in contents.leaves_with_names(params) if tree.is_inexact(x)]
         self.warnings: dict[str, None] = {}
         self._is_certain = True  # that the links of the walk have leaves
 
-    def through(self, state: OptState, before: Updates, tx: Any = None, text: str = "") -> Updates:
-        """Return the updates after the transformation that keeps a state.
+    def follow(self, state: OptState, before: Updates, tx: Any = None, text: str = "") -> Updates:
+        """Return the updates after a transformation, and record the problems inside it.
+
+        Chains, partitions and wrappers are followed link by link; an unknown transformation gives
+        unknown updates.
 
         Args:
           state: the state.
@@ -98,35 +103,37 @@ class _Walk:
           tx: the transformation, where a factory of optfn shows it.
           text: the optimizer that the state belongs to, as the user wrote it.
         """
+        # The links of an optimizer are unknown to its user: messages show the optimizer instead.
         if isinstance(tx, core.Transform) and tx.call[0] != "chain" and not _is_wrapper(tx, state):
-            tx, text = None, text or _text(tx)
+            tx, text = None, text or _show_call(tx)
         inner = tx.inner if isinstance(tx, core.Transform) else []
         if type(state) is tuple or isinstance(state, dict):
             links = list(state.values()) if isinstance(state, dict) else list(state)
             known = inner if len(inner) == len(links) else [None] * len(links)
             after = before
             for link, link_tx in zip(links, known, strict=True):
-                after = self.through(link, after, link_tx, text)
-            return {path: _optimized(x) for path, x in after.items()}
+                after = self.follow(link, after, link_tx, text)
+            return {path: _mark_optimized(x) for path, x in after.items()}
         if isinstance(state, optax.transforms.PartitionState):
-            return self._through_each(list(state.inner_states.values()), before, text)
+            return self._follow_each(list(state.inner_states.values()), before, text)
         if traits_of(state).labels:
-            return self._through_each(list(state), before, text)
-        if wrapper := _wrapper_of(state):
-            return self._through_wrapper(wrapper, state, before, inner[0] if inner else None, text)
-        kind = forms.KINDS.get(_kind_of(state))
+            return self._follow_each(list(state), before, text)
+        if wrapper := _find_wrapper(state):
+            return self._follow_wrapper(wrapper, state, before, inner[0] if inner else None, text)
+        kind = forms.KINDS.get(_find_kind(state))
         if kind is None:
-            return self._through_unknown(state, before)
-        return self._through_link(kind, state, before, text)
+            return self._follow_unknown(state, before)
+        return self._follow_link(kind, state, before, text)
 
-    def _through_link(
+    def _follow_link(
         self, kind: forms.Kind, state: OptState, before: Updates, text: str
     ) -> Updates:
-        link = text or _name(state)
-        rate, sets_rate = _number_of_rate(state), kind is forms.KINDS["rate"]
+        """Return the updates after a link of a known kind, and report those that it cannot take."""
+        link = text or _show_link(state)
+        rate, sets_rate = _find_rate(state), kind is forms.KINDS["rate"]
         after = {}
         for path, x in before.items():
-            wrong = _problem(kind, x, bool(text)) or _rate_before_plateau(state, x)
+            wrong = _find_problem(kind, x, bool(text)) or _find_rate_before_plateau(state, x)
             if wrong:
                 self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
             gives = kind.of_unknown if x.form == forms.UNKNOWN else kind.takes.get(x.form, "")
@@ -138,40 +145,43 @@ class _Walk:
         return after
 
     def _report(self, message: str, form: str) -> None:
+        """Record a warning, unless the link may have no leaves; behind masters, raise an error."""
         if not self._is_certain:
             return
         if form == forms.DIFFERENCE:
             raise ValueError(message)
         self.warnings[message] = None
 
-    def _through_wrapper(
+    def _follow_wrapper(
         self, wrapper: tuple[str, str], state: OptState, before: Updates, tx: Any, text: str
     ) -> Updates:
+        """Return the updates after a wrapper, the pair of its effect and the field of its state."""
         way, field = wrapper
-        inner, name = getattr(state, field), text or _name(state)
-        if way in forms.KINDS:  # it reads the update
-            self._through_link(forms.KINDS[way], state, before, text)
+        inner, name = getattr(state, field), text or _show_link(state)
+        if way in forms.KINDS:  # the wrapper reads the update, so it must take its form
+            self._follow_link(forms.KINDS[way], state, before, text)
         if way == "loss_scale":
             before = {path: x._replace(form=forms.GRADIENT, by="") for path, x in before.items()}
         if way == "masked":
-            return before | self._through_each([inner], before, text)
-        after = self.through(inner, before, tx, text)
+            return before | self._follow_each([inner], before, text)
+        after = self.follow(inner, before, tx, text)
         if isinstance(state, optax.transforms.ApplyIfFiniteState):
             self._check_dtypes(after)
         if way == "sometimes":
-            return {path: _either(x, before[path]) for path, x in after.items()}
+            return {path: _merge_forms(x, before[path]) for path, x in after.items()}
         if way == "accumulate":
             mark = ((forms.PAUSED, name),)
             return {path: x._replace(marks=x.marks + mark) for path, x in after.items()}
         if way == "masters":
-            named = tree.leaves_with_names(state[0])
+            named = contents.leaves_with_names(state[0])
             with_master = {path for path, x in named if not tree.is_masked(x)}
             return after | {
-                path: _mastered(after[path], name) for path in with_master.intersection(after)
+                path: _mark_mastered(after[path], name) for path in with_master.intersection(after)
             }
         return after
 
     def _check_dtypes(self, after: Updates) -> None:
+        """Raise a ValueError if `optax.apply_if_finite` is around an optimizer with masters."""
         kept = [x.by for x in after.values() if x.form == forms.DIFFERENCE]
         if kept and self._is_certain:
             raise ValueError(
@@ -180,19 +190,20 @@ class _Walk:
                 "optfn.skip_nonfinite"
             )
 
-    def _through_each(self, states: list[OptState], before: Updates, text: str) -> Updates:
-        """Return the updates after transformations of different leaves.
+    def _follow_each(self, states: list[OptState], before: Updates, text: str) -> Updates:
+        """Return the updates after transformations that share the leaves out among them.
 
-        The arrays of a state tell its leaves. Of states without arrays of leaves it is not known
-        to which of the remaining leaves they belong.
+        The arrays of a state tell its leaves. States without such arrays may belong to any of the
+        remaining leaves: we follow each of them for all of these, and where they disagree, the
+        update is unknown.
         """
         after, unclaimed = dict(before), []
-        owned = [self._leaves_of(state) & set(before) for state in states]
+        owned = [self._find_leaves(state) & set(before) for state in states]
         rest = set(before).difference(*owned)
         for state, paths in zip(states, owned, strict=True):
             inner = state.inner_state if isinstance(state, optax.MaskedState) else state
             was_certain, self._is_certain = self._is_certain, self._is_certain and bool(paths)
-            result = self.through(inner, {p: before[p] for p in paths or rest}, None, text)
+            result = self.follow(inner, {p: before[p] for p in paths or rest}, None, text)
             self._is_certain = was_certain
             if paths:
                 after |= result
@@ -206,15 +217,16 @@ class _Walk:
             after[path] = first if all(x.form == first.form for x in others) else Update()
         return after
 
-    def _leaves_of(self, state: OptState) -> set[str]:
-        """Return the paths of the leaves of which a state has arrays."""
+    def _find_leaves(self, state: OptState) -> set[str]:
+        """Return the paths of the leaves for which a state has arrays."""
         entries = entries_by_param(named_entries(state), self.paths)
         return {path for path, _ in entries if path is not None}
 
-    def _through_unknown(self, state: OptState, before: Updates) -> Updates:
-        """Judge the states inside an unknown one by themselves; what it gives is unknown.
+    def _follow_unknown(self, state: OptState, before: Updates) -> Updates:
+        """Return unknown updates, after following the states inside an unknown one on their own.
 
-        Only an average that it follows is reported: a link that changes nothing is rare.
+        We report the link only if it stands behind an average. It probably changes the update then;
+        about any other form nothing can be said.
         """
         link = type(state).__name__
         link = "a link without a state" if link == "EmptyState" else f"the link of {link}"
@@ -225,19 +237,19 @@ class _Walk:
         if is_state(state):
             for child in state:
                 if isinstance(child, tuple | dict):
-                    self.through(child, unknown)
+                    self.follow(child, unknown)
         return unknown
 
 
-def _problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[str, str] | None:
-    """Return what goes wrong if a link of a kind takes an update, and the link that it is due to.
+def _find_problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[str, str] | None:
+    """Return the warning of a link that takes an update, and the earlier link that caused it.
 
-    The result is None if nothing goes wrong.
+    The result is None if the link fits, or if the form of the update is unknown.
 
     Args:
       kind: the kind of the link.
       x: the update.
-      is_of_optimizer: whether the link belongs to an optimizer, which has a rate of its own too.
+      is_of_optimizer: whether the link is part of an optimizer, which also has its own rate.
     """
     if x.form == forms.UNKNOWN:
         return None
@@ -253,10 +265,10 @@ def _problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[str, s
     return None
 
 
-def _rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | None:
-    """Return the problem of `reduce_on_plateau` behind another rate than 1.
+def _find_rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | None:
+    """Return the problem of `reduce_on_plateau` behind a rate that is a number other than 1.
 
-    A schedule before it is no problem: its rate is meant to be multiplied.
+    The result is None for any other link, and behind a schedule, whose rate may be multiplied.
     """
     is_plateau = isinstance(getattr(state, "rate", None), rates.PlateauLearningRateState)
     if not is_plateau or x.form != forms.STEP or x.rate in (None, 1):
@@ -268,28 +280,31 @@ def _rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | None:
     )
 
 
-def _optimized(x: Update) -> Update:
-    """Return the update after a chain, marked if the chain is an optimizer with moments."""
+def _mark_optimized(x: Update) -> Update:
+    """Mark the update of a chain that has moments and a rate; any other stays as it is."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
 
 
-def _mastered(x: Update, link: str) -> Update:
+def _mark_mastered(x: Update, link: str) -> Update:
+    """Return the update that masters give; it stays uphill if the update inside was."""
     marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
     return Update(forms.DIFFERENCE, link, (*marks.items(),))
 
 
-def _either(x: Update, other: Update) -> Update:
+def _merge_forms(x: Update, other: Update) -> Update:
+    """Return the first update if both have the same form; else nothing is known."""
     return x if x.form == other.form else Update()
 
 
-def _kind_of(state: OptState) -> str:
+def _find_kind(state: OptState) -> str:
+    """Return the kind of link that a state declares, or that optax's has; "" if it is unknown."""
     return traits_of(state).link or forms.OPTAX.get(type(state), "")
 
 
-def _wrapper_of(state: OptState) -> tuple[str, str] | None:
-    """Return the way of a wrapper and the field with the state inside of it; None for a link."""
+def _find_wrapper(state: OptState) -> tuple[str, str] | None:
+    """Return the effect of a wrapper and the field with its inner state; None for a link."""
     if traits_of(state).link in forms.WRAPPERS and "inner_state" in state._fields:
         return traits_of(state).link, "inner_state"
     return forms.OPTAX_WRAPPERS.get(type(state))
@@ -297,24 +312,25 @@ def _wrapper_of(state: OptState) -> tuple[str, str] | None:
 
 def _is_wrapper(tx: core.Transform, state: OptState) -> bool:
     """Tell whether `tx` is the call of the wrapper that keeps `state`, not of an optimizer."""
-    is_of_wrapper = type(state) is not tuple and _wrapper_of(state) is not None
+    is_of_wrapper = type(state) is not tuple and _find_wrapper(state) is not None
     return is_of_wrapper and state_word(type(state)).startswith(tx.call[0])
 
 
-def _text(tx: core.Transform) -> str:
+def _show_call(tx: core.Transform) -> str:
+    """Return a call as the user wrote it; "name(…)" if it is long or has arguments without repr."""
     text = repr(tx)
     return text if "<" not in text and len(text) < 80 else f"{tx.call[0]}(…)"
 
 
-def _name(state: OptState) -> str:
-    """Return the link that keeps a state, as far as the state shows the call."""
-    rate = _number_of_rate(state)
+def _show_link(state: OptState) -> str:
+    """Return the call of the link that keeps a state: its name, and its rate if it is a number."""
+    rate = _find_rate(state)
     word = state_word(type(state)).removesuffix("_by_number")
     return f"{word}({'…' if rate is None else f'{rate:g}'})"
 
 
-def _number_of_rate(state: OptState) -> float | None:
-    """Return the learning rate of a link that was given as a number; None if there is none."""
+def _find_rate(state: OptState) -> float | None:
+    """Return the learning rate that a link keeps as a number; None for a schedule, or no rate."""
     rate = getattr(state, "rate", None)
     if type(rate) is not rates.LearningRateState or checks.is_traced(rate.learning_rate):
         return None

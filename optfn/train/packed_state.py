@@ -18,13 +18,13 @@ from functools import partial
 import jax
 import numpy as np
 
+from optfn.collectives.axes import joined
 from optfn.core import tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
-from optfn.mesh import joined
 from optfn.state.padded import cut, is_padded, map_padded, pad_like
 from optfn.state.per_worker import PerWorker, per_worker
 from optfn.state.placement import workers_of

@@ -1,4 +1,4 @@
-"""The state of a training run, which each step takes and returns, and how it begins."""
+"""The state of a training run; checks, copies and shardings of the arrays that begin it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
+from optfn.interop.modules import check_split
 
 
 class TrainState(NamedTuple):
@@ -30,17 +31,40 @@ class TrainState(NamedTuple):
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
 
+def check_params(params: Params) -> None:
+    """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes."""
+    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_state)):
+        raise TypeError(
+            "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
+            "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
+            "or to fit(step, state, batches)"
+        )
+    check_split("TrainStep.init", params)
+    errors.check_params("TrainStep.init", params, "")
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(map(tree.is_inexact, leaves)):
+        raise TypeError(
+            "TrainStep.init: params must contain a floating-point array, since integers are not "
+            f"trained; got {checks.shown(params)}"
+        )
+
+
+def _is_state(x: object) -> bool:
+    return isinstance(x, TrainState)
+
+
 def copy(x: Leaf) -> jax.Array:
     """Return a copy of a leaf as an array of the same dtype."""
     # A weakly typed parameter would come back strongly typed, and the step would compile again.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
 
 
-def distinct(state: TrainState) -> TrainState:
-    """Copy arrays that occur twice in a state, because a buffer can be donated only once.
+def copy_repeated(state: TrainState) -> TrainState:
+    """Copy an array where it occurs again in a state, because a buffer can be donated only once.
 
     An average that begins as the params is such an array. Weakly typed arrays, such as counters of
-    optax's line searches, are copied as well: like params, they would come back strongly typed.
+    optax's line searches, are copied too: a step returns them strongly typed, and the next call
+    would compile again.
     """
     seen: set[int] = set()
 
@@ -57,7 +81,7 @@ def replicate_counters(state: TrainState) -> TrainState:
     """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
 
     Otherwise the first step would replicate them, and the second would be compiled again for the
-    new sharding. Without a mesh, the state is returned as it is.
+    new sharding. If params lie on no mesh or on several, or are traced, the state stays as it is.
     """
     leaves = jax.tree.leaves(state.params)
     if checks.is_traced(leaves):

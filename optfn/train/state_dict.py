@@ -17,11 +17,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from optfn import core
+from optfn.collectives.axes import AxisName
 from optfn.core import checks, tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
-from optfn.leaves.modules import check_split
+from optfn.interop.modules import check_split
+from optfn.leaves import patterns
 from optfn.leaves.packed import unpack
-from optfn.mesh import AxisName
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
@@ -182,7 +184,7 @@ def summary(
     mesh: Mesh | None = None,
     shard: Kind | None = None,
     data_axis: AxisName = "data",
-    tables: tree.Pattern | None = None,
+    tables: Pattern | None = None,
     shard_tables: bool = False,
 ) -> str:
     """Return a table of the parameters: their attributes, and the bytes of optimizer state of each.
@@ -245,7 +247,7 @@ def _layout_columns(
     mesh: Mesh | None,
     shard: Kind | None,
     data_axis: AxisName,
-    tables: tree.Pattern | None,
+    tables: Pattern | None,
 ) -> list[tuple[str, str]]:
     """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
     if mesh is None:
@@ -291,7 +293,7 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
     found = {path for link in getattr(tx, "inner", []) for path in _without_decay(link, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
-        found |= tree.matching(tx.call[2]["exclude"], params, "exclude")
+        found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found
 
 

@@ -3,10 +3,10 @@
 `make_train_step` compiles it once, and it updates params and state in place. All options are
 composed of the same functions (composition.py):
 
-    layout       how params, state and batch are divided over a mesh          parallel/layout.py
-    objective    loss and gradients; means over devices that divide params    objective.py
-    update       means over the worker axes, or an exchange; the optimizer    worker_step.py
-    rounds       local steps of each worker, and an outer step on the drift   local_steps.py
+    layout       how params, state and batch are divided over a mesh         parallel/mesh_layout.py
+    objective    loss and gradients; means over devices that divide params   objective.py
+    update       means over the worker axes, or an exchange; the optimizer   worker_step.py
+    rounds       local steps of each worker, and an outer step after them    local_steps.py
 """
 
 import collections
@@ -19,15 +19,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optfn.core import checks, tree
+from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
-from optfn.leaves import mismatch
-from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
-from optfn.parallel.layout import Layout
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.parallel.traffic import warn_of_uncompressed
 from optfn.sparse.sharded_table import (
@@ -39,13 +37,13 @@ from optfn.sparse.sharded_table import (
 )
 from optfn.sparse.tables import Owners
 from optfn.state import reports
-from optfn.train.batches import numeric_batch
-from optfn.train.composition import composed, local_rounds, specs_of_state
+from optfn.train.composition import compose_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
-from optfn.train.options import StepArguments, taking
+from optfn.train.numeric_batch import convert_batch
+from optfn.train.options import StepArguments, accept_fields
 from optfn.train.order import warn_of_order
-from optfn.train.state import TrainState, copy, distinct, replicate_counters
+from optfn.train.state import TrainState, check_params, copy, copy_repeated, replicate_counters
 
 # Calls whose flags may still be unknown at the next call.
 _STEPS_AHEAD = 3
@@ -62,8 +60,8 @@ class TrainStep:
     def __init__(self, options: StepArguments, layout: Layout | None) -> None:
         self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
         self.tx = optax.with_extra_args_support(options.tx)
-        self.local = local_rounds(options, self.tx, layout)
-        step = composed(options.loss_fn, self.tx, options, layout, self.local)
+        self.local = make_local_steps(options, self.tx, layout)
+        step = compose_step(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
         self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
         self._has_run = False
@@ -105,11 +103,11 @@ class TrainStep:
             error has the line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
-        _check_params(params)
+        check_params(params)
         self._check_model_state(model_state)
         if processes.share(self.mesh):
             processes.compare_params(params)
-        state = self._first_state(params, model_state)
+        state = self._make_state(params, model_state)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
         warn_of_uncompressed(state.opt_state)
@@ -122,15 +120,15 @@ class TrainStep:
             warn_of_lazy(self.tx, state.params)
         return state
 
-    def _first_state(self, params: Params, model_state: PyTree) -> TrainState:
-        """Return the state before the first step, of arrays or traced arrays."""
+    def _make_state(self, params: Params, model_state: PyTree) -> TrainState:
+        """Return the state before the first step, placed on the mesh; params may be traced."""
         if self.options.packed:
             params = pack(params)
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
             state = TrainState(step, params, opt_state, model_state)
-            return replicate_counters(distinct(state))
+            return replicate_counters(copy_repeated(state))
         params = self.layout.put(natural(params))
         if self.layout.tables is not None:
             owners = Owners(self.layout.mesh, self.layout.shard_axes)
@@ -138,7 +136,7 @@ class TrainStep:
         opt_state = self.layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
         step, model_state = self.layout.replicate((jnp.zeros((), jnp.int32), model_state))
-        return distinct(TrainState(step, params, opt_state, model_state))
+        return copy_repeated(TrainState(step, params, opt_state, model_state))
 
     def lower(self, params: Params, batch: Batch, model_state: PyTree = None) -> jax.stages.Lowered:
         """Return the step lowered for the devices of its mesh. Nothing is allocated, nothing runs.
@@ -173,12 +171,12 @@ class TrainStep:
 
         The arguments are those of `lower`.
         """
-        _check_params(params)
+        check_params(params)
         self._check_model_state(model_state)
-        given = jax.tree.map(_shape_of, (params, model_state, numeric_batch(batch)))
+        given = jax.tree.map(_shape_of, (params, model_state, convert_batch(batch)))
 
         def first(params: Params, model_state: PyTree, batch: Batch) -> tuple[TrainState, Batch]:
-            return self._first_state(params, model_state), self._split(batch)
+            return self._make_state(params, model_state), self._split_batch(batch)
 
         state, batch = jax.eval_shape(first, *given)
         if self.layout is not None:
@@ -205,11 +203,11 @@ class TrainStep:
             that NumPy cannot convert without a copy.
         """
         self.check_state(state)
-        flags = self._checked_flags(state)
-        batch = numeric_batch(batch)
+        flags = self._check_flags(state)
+        batch = convert_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
-        state, metrics = self.compiled(state, self._split(batch))
+        state, metrics = self.compiled(state, self._split_batch(batch))
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True
@@ -220,8 +218,8 @@ class TrainStep:
             jax.block_until_ready(metrics)
         return state, metrics
 
-    def _split(self, batch: Batch) -> Batch:
-        """Return a batch on the mesh, if there is one."""
+    def _split_batch(self, batch: Batch) -> Batch:
+        """Return a batch on the mesh, split over the data axes; without a mesh, as it is."""
         if self.layout is None:
             return batch
         layout = self.layout
@@ -235,25 +233,25 @@ class TrainStep:
           ValueError: something besides the update changed a parameter that has a master.
         """
         if not checks.is_traced(state.step):
-            _raise_set(reports.flags(state.opt_state))
+            _raise_flags(reports.flags(state.opt_state))
 
-    def _checked_flags(self, state: TrainState) -> set[str]:
-        """Raise the errors of `check`, without waiting for flags that keep their value.
+    def _check_flags(self, state: TrainState) -> set[str]:
+        """Raise the errors of `check`, without waiting for flags that keep their value once set.
 
-        Such a flag is read from the metrics of earlier calls, as soon as these are ready or a few
-        calls old. To read it from the state of the last call would end the overlap of the host's
-        work with the work of the devices.
+        To read such a flag from the state of the last call would end the overlap of the host's work
+        with the work of the devices. We read it from the metrics of earlier calls instead, as soon
+        as these are ready or a few calls old.
 
         Returns:
-          The metrics of these flags.
+          The metrics of these flags, by name.
         """
         if checks.is_traced(state.step):
             return set()
         is_set = False
         while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
-            is_set |= bool(np.any(_local(self._flags.popleft())))
+            is_set |= bool(np.any(_read_local(self._flags.popleft())))
         found = reports.flags(state.opt_state)
-        _raise_set(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
+        _raise_flags(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
         return {x.metric for x in found if x.is_lasting}
 
     def check_state(self, state: object) -> None:
@@ -263,10 +261,9 @@ class TrainStep:
                 f"state must be a TrainState, such as step.init(params); got {checks.shown(state)}"
             )
         if is_packed(state.params) != self.options.packed:
-            kinds = ("a tree of params", "packed params")
+            kind = "a tree of params" if self.options.packed else "packed params"
             raise TypeError(
-                f"the step was made with packed={self.options.packed}, but the state has "
-                f"{kinds[is_packed(state.params)]}"
+                f"the step was made with packed={self.options.packed}, but the state has {kind}"
             )
         self._check_model_state(state.model_state)
         if self.layout is not None and self.layout.tables is not None:
@@ -283,7 +280,11 @@ class TrainStep:
             self._check_devices(state.step)
 
     def _check_devices(self, x: jax.Array) -> None:
-        """Raise a ValueError if an array of the state has been placed outside of the mesh."""
+        """Raise a ValueError if a state is committed to other devices than those of the mesh.
+
+        Args:
+          x: an array of the state, by which all others are judged.
+        """
         here = x.sharding.device_set
         if x.committed and here != self._devices:
             raise ValueError(
@@ -294,6 +295,7 @@ class TrainStep:
             )
 
     def _check_model_state(self, model_state: PyTree) -> None:
+        """Raise a TypeError if there is a model state but the step takes none, or the reverse."""
         if (model_state is not None) != self.options.model_state:
             raise TypeError(
                 f"the step was made with model_state={self.options.model_state}; got "
@@ -301,54 +303,35 @@ class TrainStep:
             )
 
 
-def _check_params(params: Params) -> None:
-    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_state)):
-        raise TypeError(
-            "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
-            "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
-            "or to fit(step, state, batches)"
-        )
-    check_split("TrainStep.init", params)
-    mismatch.check_params("TrainStep.init", params, "")
-    leaves = jax.tree.leaves(params)
-    if leaves and not any(map(tree.is_inexact, leaves)):
-        raise TypeError(
-            "TrainStep.init: params must contain a floating-point array, since integers are not "
-            f"trained; got {checks.shown(params)}"
-        )
-
-
-def _is_state(x: object) -> bool:
-    return isinstance(x, TrainState)
-
-
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array, without its placement."""
+    """Return the shape and dtype of an array or a number, without its placement."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _raise_set(flags: Iterable[reports.Flag]) -> None:
-    """Raise the error of the first flag that is not 0."""
+def _raise_flags(flags: Iterable[reports.Flag]) -> None:
+    """Raise the error of the first flag that is not 0; nothing if there is none."""
     for flag in flags:
-        value = _local(flag.value)
+        value = _read_local(flag.value)
         if np.any(value):
             raise flag.error(int(np.max(value)))
 
 
-def _local(x: Any) -> np.ndarray[Any, Any]:
+def _read_local(x: Any) -> np.ndarray[Any, Any]:
+    """Return the value of a replicated array: that of a device of this process."""
     return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 def _is_ready(x: Any) -> bool:
+    """Tell whether the value of an array can be read without waiting, as NumPy's always can."""
     return not isinstance(x, jax.Array) or bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
-    """Tell whether an array is on several CPU devices, as the result of a pipeline may be."""
+    """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-@taking(StepArguments)
+@accept_fields(StepArguments)
 def make_train_step(options: StepArguments) -> TrainStep:
     """Return a jitted training step, which updates params and state in place.
 

@@ -1,8 +1,7 @@
 """The training step of one worker: gradients, their mean over the workers, the update.
 
 It runs inside `shard_map` over the worker axes, or on one device. Along the axes that divide params
-it is written for whole arrays, and the compiler divides the update, so that norms are those of
-whole arrays.
+the compiler divides the update, so the code here sees whole arrays, and a norm covers all shards.
 """
 
 import contextlib
@@ -17,23 +16,25 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.core import checks, tree
+from optfn.collectives.axes import Axes, is_spec, restricted
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first
+from optfn.collectives.mesh import constrained
+from optfn.compilers import xla
+from optfn.core import checks, errors, leafwise, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
-from optfn.leaves import mismatch, row_sparse, xla
-from optfn.leaves.updates import apply_updates
-from optfn.mesh import Axes, constrained, restricted
-from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout, is_spec
-from optfn.parallel.owners import encoding_at
+from optfn.core.updates import apply_updates
+from optfn.parallel import traffic
+from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_updated
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
-from optfn.train.loss_scale import scaling_losses
-from optfn.train.objective import Objective, value_fn
+from optfn.train.loss_form import Inputs
+from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
-from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
@@ -42,8 +43,15 @@ _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 KeyOf = Callable[[jax.Array], jax.Array]
 
 
-def keys_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
-    """Return the function from a step to its key, which differs by worker; None without rng."""
+def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
+    """Return the function from a step's number to its key, or None if `rng` is False.
+
+    The key of a worker is the key of the step with the worker's number folded in.
+
+    Args:
+      rng: the argument of `make_train_step`; True is the seed 0.
+      workers: the mesh axes of the workers; none if all have the same key.
+    """
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):
@@ -60,14 +68,16 @@ def keys_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
     return key_of
 
 
-def worker_step(
+def make_worker_step(
     objective: Objective,
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
     axes: Axes,
     layout: Layout | None = None,
 ) -> StepFn:
-    """Return the step of one worker; the names of the worker axes are bound where it runs.
+    """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
+
+    With several workers it must run where their axes are bound, inside `shard_map`.
 
     Args:
       objective: the loss and its gradients.
@@ -79,33 +89,38 @@ def worker_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         # 1. The batch and the key are this worker's. Params and state are equal on all workers,
-        #    except a PerWorker; the devices of a worker divide them as the layout says.
-        keys = () if key_of is None else (key_of(state.step),)
-        arguments = (state.model_state, batch, *keys)
+        #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
+        #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, layout))
-        with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
-            values, grads = objective.value_and_grad(state.params, *arguments)
+        key = None if key_of is None else key_of(state.step)
+        inputs = Inputs(state.params, state.model_state, batch, key, state.step, None)
+        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
+        values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        grads, (loss, aux), extra = means.optimizer_inputs(
+        grads, (loss, aux), extra = optimizer_inputs(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
+        # Without a barrier, XLA begins to update params before the loss has read all of them, and
+        # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
-        # 3. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
-        #    there is none, XLA removes this computation.
-        mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
-        extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
-        extra["value_fn"] = value_fn(objective, workers, *arguments)
+        # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
+        #    arrays. If the optimizer reads no "grad", XLA removes this computation.
+        mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
+        extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
+        extra["value_fn"] = make_value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
+        with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
-        model_state = means.mean_or_first(values.model_state, axes)
-        model_state = _kept_where_skipped(model_state, state, opt_state)
-        metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
+        model_state = mean_or_first(values.model_state, axes)
+        model_state = _keep_where_skipped(model_state, state, opt_state)
+        metrics = (
+            {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)
+        )
         if exchanges_itself:
             metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
         new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
@@ -115,9 +130,9 @@ def worker_step(
 
 
 def constrain_params(params: Params, layout: Layout | None) -> Params:
-    """Return params with a sharding constraint, so that the compiler leaves them as they are.
+    """Constrain the sharding of params to the layout, if both workers and devices divide the work.
 
-    Otherwise it may divide whole params for the update, and gather them for the loss.
+    Otherwise the compiler may divide whole params for the update, and gather them for the loss.
     """
     if layout is None or not (layout.worker_axes and layout.inner_axes):
         return params
@@ -127,30 +142,31 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
     )  # fmt: skip
 
 
-def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
+def _keep_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
     """Return the new model state, or the old one if a guard has skipped the step."""
-    changed = list(map(operator.ne, _skips(before.opt_state), _skips(opt_state)))
-    if not changed or model_state is None:
+    counters = _find_skip_counters(opt_state)
+    if not counters or model_state is None:
         return model_state
-    skipped = functools.reduce(jnp.logical_or, changed)
+    has_advanced = map(operator.ne, _find_skip_counters(before.opt_state), counters)
+    skipped = functools.reduce(jnp.logical_or, has_advanced)
     return jax.tree.map(
         lambda old, new: jnp.where(skipped, old, new), before.model_state, model_state
     )
 
 
-def _skips(opt_state: OptState) -> list[jax.Array]:
-    """Return the counters of skipped steps in a state, also those of `optax.apply_if_finite`."""
+def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
+    """Return the counters of skipped steps of all guards, those of `optax.apply_if_finite` too."""
 
-    def counts(x: PyTree) -> bool:
+    def is_guard(x: PyTree) -> bool:
         return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
 
-    found = nested(counts, opt_state)
+    found = nested(is_guard, opt_state)
     return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
-def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics in a state: its rate, and all that its wrappers report."""
+def _collect_metrics(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return all that the wrappers of a state report, and its learning rate if it has just one."""
     metrics = reported(opt_state)
-    with contextlib.suppress(ValueError):  # no rate, or several
+    with contextlib.suppress(ValueError):  # no rate, or several different ones
         metrics["learning_rate"] = get_learning_rate(opt_state)
     return metrics

@@ -14,7 +14,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 # The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
 Steps: TypeAlias = Any
@@ -109,10 +109,7 @@ def counting_steps(
       rows: as in `leafwise.apply`.
     """
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step, numbers = next_count(of_step, state.step, updates)
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)

@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.transforms import late_steps
 
 
@@ -21,7 +21,7 @@ class ScaleByAsgdState(NamedTuple):
     gradients: Params
 
 
-@traits(link="pass", retired=("step", "gradients"))
+@traits(link="pass")
 class WithoutGradientsState(ScaleByAsgdState):
     """State of `scale_by_asgd(1)`: masked leaves."""
 
@@ -51,10 +51,7 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     def init(params: Params) -> ScaleByAsgdState:
         return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step = late_steps.advanced(state.step)
         place = late_steps.shared(state.step) % n
         counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)

@@ -10,7 +10,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, Updates
+from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
 from optfn.transforms import late_steps
 from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 from optfn.transforms.late_steps import LateStepsState, Steps
@@ -127,10 +127,7 @@ def scale_by_catch_up_adam(
             tree.map_arrays(never_touched, params),
         )
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step = late_steps.advanced(state.step)
         own = late_steps.by_leaf(lambda t: {"step": t}, step, updates)
         updates, mu, nu, last = leafwise.apply(

@@ -11,7 +11,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 
 @traits(link="clip", reports={"factor": None})
@@ -100,9 +100,7 @@ def _by_norm(
     """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ClipState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         del state
         if isinstance(c, float) and math.isinf(c):
             return updates, _unclipped(params)

@@ -1,6 +1,7 @@
 """FTRL-Proximal, whose recursion contains the learning rate."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import in_passes
 
@@ -150,17 +150,16 @@ def ftrl_proximal(
     def update(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
-        rate_factors: float | leafwise.PerLeaf = 1.0,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del extra
+        rate_factors: Mapping[str, float] | None = None,
+        **_: Any,
+    ) -> Stepped:
         rate, rate_state = rates.advance(lr, state.rate)
         # Once for the three passes.
-        updates = leafwise.merge_rows(updates) if lazy else row_sparse.to_dense(updates)
+        updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
-        at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
+        at: dict[str, Any] = {"rate": rate, "factor": rates.rate_factor(rate_factors, updates)}
         passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
         n, z = in_passes(passes, (state.accumulator, state.linear), updates, params)
         minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)

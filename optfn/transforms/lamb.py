@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
-from optfn.core.tree import Pattern
-from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse, tensors
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves import patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
 from optfn.transforms.in_place import in_passes
@@ -72,7 +72,7 @@ def scale_by_lamb(
     eps = checks.nonnegative("eps", eps)
     wd = check_weight_decay("weight_decay", weight_decay)
     bias_correction = checks.flag("bias_correction", bias_correction)
-    exclude = tree.check_pattern("exclude", exclude)
+    exclude = patterns.check_pattern("exclude", exclude)
 
     def of_step(step: jax.Array) -> dict[str, Scalar]:
         if not bias_correction:
@@ -82,19 +82,18 @@ def scale_by_lamb(
         return {"scale": scale, "eps": eps / root, "inverse": 1 / scale}
 
     def init(params: Params) -> OptState:
-        tree.matching(exclude, params, "exclude")
+        patterns.match_names(exclude, params, "exclude")
         return init_moments(ScaleByAdamState, params)
 
     def update(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
         decay_factors: Mapping[str, float] | None = None,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del extra
-        step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
+        **_: Any,
+    ) -> Stepped:
+        step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
         scalars: dict[str, Any] = {
             **late_steps.by_leaf(of_step, step, updates),

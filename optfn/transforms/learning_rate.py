@@ -5,6 +5,7 @@ recompiling anything. A schedule or a JAX array determines the rate from outside
 shows it. The type of the state says which of these drives the rate; each has the step and the rate.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.leafwise import PerLeaf
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 
 @traits(words=("step", "learning_rate"))
@@ -99,6 +101,15 @@ def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Arr
     return rate, type(state)(core.next_step(state.step), rate)
 
 
+def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
+    """Return the factor of the rate of each leaf, or 1 for all if `param_attrs` gives none."""
+    if factors is None:
+        return 1.0
+    from optfn.leaves import tensors
+
+    return tensors.per_leaf(factors.__getitem__, updates)
+
+
 @traits(link="rate", passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
@@ -117,7 +128,7 @@ def scale_by_learning_rate(
         `set_learning_rate` can change it. A 0-d array, or a schedule step -> lr, determines the
         rate from outside. A schedule is called with the 0-based step, int32.
 
-    `update` takes `rate_factors`, a factor of the rate for each leaf, which an optimizer with
+    `update` takes `rate_factors`, factors of the rate by path, which an optimizer with
     `param_attrs` passes.
 
     State: the step and the rate last used (after init, that of step 0), float32, or float64 with
@@ -126,7 +137,6 @@ def scale_by_learning_rate(
     lr = check_rate(learning_rate)
 
     def init_rate(params: Params) -> ScaleByLearningRateState:
-        del params
         return ScaleByLearningRateState(init(lr))
 
     def scale(u: jax.Array, *, rate: Scalar, factor: Scalar) -> jax.Array:
@@ -135,14 +145,14 @@ def scale_by_learning_rate(
     def update(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
-        rate_factors: float | leafwise.PerLeaf = 1.0,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+        rate_factors: Mapping[str, float] | None = None,
+        **_: Any,
+    ) -> Stepped:
         rate, new = advance(lr, state.rate)
-        updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=rate_factors)
+        factor = rate_factor(rate_factors, updates)
+        updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=factor)
         return updates, ScaleByLearningRateState(new)
 
     return core.Rule(init_rate, update)

@@ -28,7 +28,7 @@ class ScaleByMomentumState(NamedTuple):
     velocity: Params
 
 
-@traits(link="pass", retired=("velocity",))
+@traits(link="pass")
 class WithoutMomentumState(ScaleByMomentumState):
     """State of `scale_by_momentum(0)`: a masked leaf."""
 

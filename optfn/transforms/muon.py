@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
-from optfn.core import checks, numerics, tree
+from optfn.collectives.mesh import apply_to_whole_matrices
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
-from optfn.core.types import DType, OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse, tensors
-from optfn.leaves.selection import Selection
-from optfn.mesh import apply_to_whole_matrices
+from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves import contents, patterns, tensors
+from optfn.leaves.patterns import Pattern
+from optfn.leaves.selection import restrict
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.
@@ -91,11 +91,11 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in tree.leaves_with_names(values) if tree.is_masked(leaf)}
-    runs = {name: run for name, run in tree.runs(values).items() if name not in masked}
+    masked = {name for name, leaf in contents.leaves_with_names(values) if tree.is_masked(leaf)}
+    runs = {name: run for name, run in contents.runs_by_name(values).items() if name not in masked}
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
-    chosen = tree.matching(matrices, values, "matrices")
+    chosen = patterns.match_names(matrices, values, "matrices")
     for path in sorted(chosen & runs.keys()):
         run = runs[path]
         axes = len(run.shape) - run.stacked
@@ -107,11 +107,6 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
                 "a leading axis are marked by optfn.Stacked or ParamAttr(stacked=1)"
             )
     return chosen
-
-
-def select_matrices(matrices: Pattern | None, values: PyTree) -> Selection:
-    """Return the selection of the leaves that `matrices` selects, see `matrix_paths`."""
-    return Selection(matrix_paths(matrices, values).__contains__, values)
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
@@ -183,7 +178,7 @@ def scale_by_muon(
     the coefficients of "jordan"); Ahn et al. 2025, arXiv 2504.05295 ("dion", as in optax).
     """
     mu = checks.number("momentum", momentum, checks.UNIT)
-    matrices = tree.check_pattern("matrices", matrices)
+    matrices = patterns.check_pattern("matrices", matrices)
     factor = check_scale(scale)
     direction = partial(
         orthogonalized,
@@ -200,17 +195,10 @@ def scale_by_muon(
         scaled = factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, matrices)
         return scaled.reshape(x.shape)
 
-    def init(params: Params) -> ScaleByMuonState:
-        return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        updates, state = velocity.update(leafwise.densify_rows(updates), state)
+        return tensors.map_tensors(orthogonalize, updates), state
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        selection = select_matrices(matrices, updates)
-        chosen = row_sparse.to_dense(selection.keep(updates))
-        chosen, after = velocity.update(chosen, state.momentum)
-        chosen = tensors.map_tensors(orthogonalize, chosen)
-        return selection.fill(chosen, updates), ScaleByMuonState(after)
-
-    return core.Rule(init, update, real_only=velocity.real_only)
+    return restrict(
+        velocity._replace(update=update), partial(matrix_paths, matrices), ScaleByMuonState
+    )

@@ -9,7 +9,7 @@ from optfn import core
 from optfn.core import checks, leafwise
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.transforms import learning_rate as rates
 
 
@@ -85,7 +85,6 @@ def reduce_on_plateau(
     )
 
     def init(params: Params) -> ReduceOnPlateauState:
-        del params
         return ReduceOnPlateauState(
             rate=rates.init_plateau(lr),
             best=jnp.asarray(jnp.inf, jnp.float32),
@@ -95,10 +94,7 @@ def reduce_on_plateau(
             cooldown=jnp.zeros((), jnp.int32),
         )
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if "value" not in extra:
             raise ValueError(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "

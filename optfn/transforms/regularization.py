@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
-from optfn.core.types import OptState, Params, Updates
-from optfn.leaves import row_sparse, tensors
+from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.leaves import patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.transforms.scheduled import at_step
 
 _DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"
@@ -42,7 +42,7 @@ def decay_of_leaves(
       updates: a tree with their paths.
       decay_factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
     """
-    excluded, factors = tree.matching(exclude, updates, "exclude"), decay_factors or {}
+    excluded, factors = patterns.match_names(exclude, updates, "exclude"), decay_factors or {}
     coeffs = {factor: coeff * factor for factor in set(factors.values())} | {1.0: coeff}
 
     def of_leaf(path: str) -> Scalar:
@@ -115,18 +115,17 @@ def decaying(
     of_number, of_schedule = states
 
     def init(params: Params) -> OptState:
-        tree.matching(exclude, params, "exclude")
+        patterns.match_names(exclude, params, "exclude")
         return of_schedule(core.first_step()) if callable(coeff) else of_number
 
     def decayed(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
         decay_factors: Mapping[str, float] | None = None,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del extra
+        **_: Any,
+    ) -> Stepped:
         if not callable(coeff):
             return update(updates, params, coeff, decay_factors), of_number
         value = weight_decay_at(argument, coeff, state.step)
@@ -172,7 +171,7 @@ def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) ->
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            penalty, row_sparse.to_dense(updates, _DENSE), params=params, coeff=coeff
+            penalty, leafwise.densify_rows(updates, _DENSE), params=params, coeff=coeff
         ),
         ZeroDecayState() if is_zero(coeff) else state,
     )
@@ -200,7 +199,7 @@ def add_decayed_weights(
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2.
     """
     wd = check_weight_decay("weight_decay", weight_decay)
-    exclude = tree.check_pattern("exclude", exclude)
+    exclude = patterns.check_pattern("exclude", exclude)
     state = ZeroDecayState() if is_zero(wd) else AddDecayedWeightsByNumberState()
 
     def update(

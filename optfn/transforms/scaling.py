@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
-from optfn.leaves import row_sparse, tensors
+from optfn.leaves import patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.transforms.regularization import (
     check_weight_decay,
     decay_of_leaves,
@@ -56,7 +56,7 @@ def scale_by_trust_ratio() -> core.Rule:
     """
 
     def update(updates: Updates, params: Params) -> Updates:
-        updates = row_sparse.to_dense(updates)
+        updates = leafwise.densify_rows(updates)
         p_norms, u_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
         return leafwise.scale(updates, tensors.combine(trust_ratio, p_norms, u_norms))
 
@@ -103,12 +103,12 @@ def scale_by_lars(
     coeff = checks.positive("lars_coeff", lars_coeff)
     wd = check_weight_decay("lars_weight_decay", lars_weight_decay)
     eps = checks.nonnegative("eps", eps)
-    exclude = tree.check_pattern("exclude", exclude)
+    exclude = patterns.check_pattern("exclude", exclude)
 
     def update(
         updates: Updates, params: Params, coefficient: Scalar, decay: Mapping[str, float] | None
     ) -> Updates:
-        updates = row_sparse.to_dense(updates)
+        updates = leafwise.densify_rows(updates)
         wds = decay_of_leaves(exclude, coefficient, updates, decay)
         p_norms, g_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
         factors = tensors.combine(

@@ -10,8 +10,7 @@ import numpy as np
 from optfn import core
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
-from optfn.core.types import DType, OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse
+from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.encoded import Encoded
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
@@ -165,11 +164,8 @@ def stored(
     def directed(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
         return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.shared(step)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.collectives.axes import joined
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves import mismatch
-from optfn.mesh import joined
+from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
@@ -66,13 +65,11 @@ def accumulate(
         inner_state = inner.init(params)
         return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        mismatch.check_state("accumulate", state, AccumulateState)
-        mismatch.check_shapes("accumulate", updates, "the state", state.total)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        errors.check_state("accumulate", state, AccumulateState)
+        errors.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
-            mismatch.check_shapes("accumulate", updates, "params", params)
+            errors.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
         add = partial(_added, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)

@@ -11,10 +11,11 @@ import optax
 
 from optfn import core
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves import frozen, mismatch, tensors
+from optfn.core.boundary import frozen_update
+from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves import contents, patterns
 from optfn.leaves.packed import mark_stacked
-from optfn.leaves.selection import Selection
+from optfn.leaves.selection import restrict
 
 
 class _Inherit:
@@ -99,7 +100,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"param_attrs: a pattern must be a regular expression; got {pattern!r}")
-        tree.check_pattern("param_attrs", pattern)
+        patterns.check_pattern("param_attrs", pattern)
         if not isinstance(attr, ParamAttr):
             raise TypeError(f"param_attrs[{pattern!r}] must be a ParamAttr; got {attr!r}")
     return dict(param_attrs)
@@ -111,8 +112,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
-    attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
-    for names, attr in tree.first_matches(param_attrs, params, "param_attrs"):
+    attrs = dict.fromkeys(itertools.chain(*contents.leaf_names(params)), DEFAULT)
+    for names, attr in patterns.first_matches(param_attrs, params, "param_attrs"):
         attrs |= dict.fromkeys(names, attr)
     return attrs
 
@@ -138,92 +139,91 @@ def limit_to(
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
-    rule = core.rule_of(tx)
-
-    def selection(updates: Updates) -> Selection:
-        attrs = resolve(param_attrs, updates)
-        return Selection(lambda path: bool(choose(attrs[path])), updates)
-
-    def init(params: Params) -> optax.MaskedState:
-        selected = selection(params).keep(params)
-        mismatch.check_params(rule.real_only, selected, rule.real_only)
-        return optax.MaskedState(rule.init(selected))
-
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        chosen = selection(updates)
-        selected_params = None if params is None else chosen.keep(params)
-        selected = chosen.keep(updates)
-        mismatch.check_params(rule.real_only, selected, rule.real_only, "gradient")
-        selected, inner = rule.update(selected, state.inner_state, selected_params, **extra)
-        return chosen.fill(selected, updates), optax.MaskedState(inner)
-
-    return core.Transform(init, update, rule=core.Rule(init, update, rule.needs_params))
+    rule = restrict(core.rule_of(tx), partial(_paths, choose, param_attrs), optax.MaskedState)
+    return core.Transform(*rule[:2], rule=rule._replace(real_only="", links=()))
 
 
-def attributed(
+def _paths(
+    choose: Callable[[ParamAttr], bool], param_attrs: ParamAttrs, values: PyTree
+) -> frozenset[str]:
+    """Return the paths of the leaves whose attributes `choose` selects."""
+    attrs = resolve(param_attrs, values)
+    return frozenset(path for path, attr in attrs.items() if choose(attr))
+
+
+def apply_to_trained(
     name: str, tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` with the frozen leaves, per-leaf rates and stacked axes of `param_attrs`.
 
     Frozen leaves are masked from `tx`. Their update is −0.0, which changes no bit of them. `tx`
-    gets the factors of the rate and of the weight decay as the extra arguments `rate_factors` and
-    `decay_factors`.
+    gets the factors of the rate and of the weight decay by path, as the extra arguments
+    `rate_factors` and `decay_factors`, unless all factors are 1.
 
     Args:
       name: the optimizer's name in errors.
       tx: the optimizer.
-      param_attrs: attributes by pattern.
+      param_attrs: attributes by pattern; without any, `tx` is returned as it is.
     """
     if not param_attrs:
         return tx
+    trained = restrict(
+        _mark_stacked_leaves(tx, param_attrs),
+        partial(_paths, lambda attr: attr.trainable, param_attrs),
+        others=partial(_freeze_untrained, param_attrs),
+    )
 
-    def init(params: Params) -> OptState:
-        return tx.init(_trained(params, resolve(param_attrs, params)))
-
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
-        trained = _trained(updates, attrs)
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
-            rates = tensors.per_leaf(lambda path: attrs[path].learning_rate, trained)
-            extra["rate_factors"] = rates
+            extra["rate_factors"] = {path: attr.learning_rate for path, attr in attrs.items()}
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
             extra["decay_factors"] = {path: attr.weight_decay for path, attr in attrs.items()}
-        trained_params = None if params is None else _trained(params, attrs)
-        updated, state = tx.update(trained, state, trained_params, **extra)
-        names = tree.names(updates)
+        return trained.update(updates, state, params, **extra)
 
-        def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
-            is_trained = all(attrs[name].trainable for name in names[place.number])
-            return g if is_trained else frozen.frozen_update(g, g if p is None else p)
-
-        still = tree.map_named(freeze, updates, updates if params is None else params)
-        return _trainable(updates, attrs).fill(updated, still), state
-
-    return core.Transform(init, update, param_attrs=param_attrs)
+    return core.Transform(trained.init, update, param_attrs=param_attrs)
 
 
-def _trainable(values: PyTree, attrs: dict[str, ParamAttr]) -> Selection:
-    return Selection(lambda path: bool(attrs[path].trainable), values)
+def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
+    """Return `updates`, with the update of a frozen leaf in the place of untrained gradients.
+
+    A buffer of a Packed that has an untrained leaf is replaced as a whole.
+    """
+    attrs, names = resolve(param_attrs, updates), contents.leaf_names(updates)
+
+    def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+        is_trained = all(attrs[name].trainable for name in names[place.number])
+        return g if is_trained else frozen_update(g, g if p is None else p)
+
+    return tree.map_named(freeze, updates, updates if params is None else params)
 
 
-def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
-    """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
-    if any(attr.stacked and attr.trainable for attr in attrs.values()):
-        for path, run in tree.runs(values).items():
+def _mark_stacked_leaves(
+    tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
+) -> core.Rule:
+    """Return the rule of `tx` on trees in which leaves with `stacked` axes are in a `Stacked`."""
+
+    def mark(values: PyTree) -> PyTree:
+        attrs = resolve(param_attrs, values)
+        if not any(attr.stacked for attr in attrs.values()):
+            return values
+        for path, run in contents.runs_by_name(values).items():
             _check_stacked(path, run.shape, attrs[path])
-        # A leaf that is not trained may have no gradient, so it must not be marked.
-        values = mark_stacked(values, lambda path: attrs[path].stacked * attrs[path].trainable)
-    return _trainable(values, attrs).keep(values)
+        # The layout of a Packed still has the paths of leaves that are not selected.
+        return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        marked = None if params is None else mark(params)
+        updated: Stepped = tx.update(mark(updates), state, marked, **extra)
+        return updated
+
+    return core.Rule(lambda params: tx.init(mark(params)), update)
 
 
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
-    if attr.trainable and attr.stacked > len(shape) > 0:
+    if attr.stacked > len(shape) > 0:
         raise ValueError(
             f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
             f"the number of its axes; its shape is {shape}"
@@ -265,7 +265,7 @@ def apply_attributes(
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
         clips = [limit_to(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
-    return attributed(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
+    return apply_to_trained(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
 
 
 def regularizing(

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.compilers import xla
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, Updates
-from optfn.leaves import mismatch, xla
-from optfn.leaves.updates import apply_updates
+from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
+from optfn.core.updates import apply_updates
 from optfn.transforms.in_place import in_passes
 
 
@@ -99,11 +99,8 @@ def exponential_moving_average(
         p = _widen(p)
         return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
-        mismatch.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        errors.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
@@ -190,11 +187,8 @@ def model_average(
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
-        mismatch.check_state("model_average", state, ModelAverageState)
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        errors.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.collectives.axes import AxisName
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
-from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.leaves import mismatch
-from optfn.mesh import AxisName
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.state.per_worker import nodes_of
 from optfn.wrappers.nonfinite import skip_nonfinite
 
@@ -80,10 +79,8 @@ def dynamic_loss_scale(
         scale = jnp.asarray(first, jnp.float32)
         return DynamicLossScaleState(scale, core.first_step(), guard.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        mismatch.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        errors.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
             extra["grad"] = _unscaled(extra["grad"], state.scale)
         unscaled = _unscaled(updates, state.scale)

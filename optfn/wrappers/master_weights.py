@@ -10,11 +10,10 @@ import numpy as np
 import optax
 
 from optfn import core
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
-from optfn.core.types import DType, Leaf, OptState, Params, Updates
-from optfn.leaves import mismatch
-from optfn.leaves.updates import apply_updates
+from optfn.core.types import DType, Leaf, OptState, Params, Stepped, Updates
+from optfn.core.updates import apply_updates
 from optfn.transforms import codes
 from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
 
@@ -146,11 +145,9 @@ def master_weights(
         wide, kept = tree.map_to(2, widened, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("master_weights", params)
-        mismatch.check_state("master_weights", state, form.state_type)
+        errors.check_state("master_weights", state, form.state_type)
         kept, inner_state, *numbers = state
         tree.check_same_structure("master_weights", "the state", kept, "params", params)
         wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, tree
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
+from optfn.core import checks, errors, leafwise
 from optfn.core.traits import Report, traits
-from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves import mismatch
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
-from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import nodes_of
 from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
-from optfn.workers import joined_workers
 
 
 @traits(
@@ -99,15 +99,14 @@ def record_metrics(
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
         norms = [jnp.zeros((), jnp.float32) for _ in MEASURED]
-        selected = [Selection(pattern, params, "per") for pattern in patterns]
+        for pattern in patterns:
+            match_names(pattern, params, "per")
         groups = {name: {p: jnp.zeros((), jnp.float32) for p in patterns} for name in MEASURED}
-        return _recorded(norms, inner_state, groups if selected else ())
+        return _recorded(norms, inner_state, groups if patterns else ())
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("record_metrics", params)
-        mismatch.check_state("record_metrics", state, RecordMetricsState)
+        errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
@@ -117,7 +116,7 @@ def record_metrics(
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
         for pattern in patterns:
-            chosen = Selection(pattern, params, "per")
+            chosen = Selection(match_names(pattern, params, "per"))
             for name, norm in zip(MEASURED, norms([chosen.keep(x) for x in trees]), strict=True):
                 groups[name][pattern] = norm
         return updated, _recorded(norms(trees), inner_state, groups if patterns else ())
@@ -133,7 +132,7 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
             f"got {checks.shown(per)}"
         )
     for pattern in patterns:
-        tree.check_pattern("record_metrics: per", pattern)
+        check_pattern("record_metrics: per", pattern)
     return list(dict.fromkeys(patterns))
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Params
-from optfn.leaves import xla
+from optfn.leaves import contents
 
 MOST_ENTRIES = 1024
 
@@ -66,7 +67,7 @@ def moved_error(masters: Params, number: int) -> ValueError:
 
 
 def _names(masters: Params) -> list[str]:
-    pairs = zip(tree.names(masters), tree.leaves(masters), strict=True)
+    pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
     return [tree.listed(names) for names, x in pairs if not tree.is_masked(x)]
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, tree
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
+from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
-from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.leaves import mismatch, tensors
-from optfn.mesh import AxisName, check_names
-from optfn.workers import joined_workers
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
+from optfn.leaves import tensors
 
 
 @traits(
@@ -89,10 +89,8 @@ def skip_nonfinite(
         zero = core.first_step
         return SkipNonfiniteState(zero(), zero(), jnp.zeros((), jnp.bool_), inner.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        mismatch.check_state("skip_nonfinite", state, SkipNonfiniteState)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
         workers = joined_workers("skip_nonfinite", axis_name, extra)
         bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)

@@ -8,13 +8,12 @@ import numpy as np
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
+from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
-from optfn.core.types import OptState, Params, Updates
-from optfn.leaves import mismatch
-from optfn.mesh import AxisName, check_names
-from optfn.workers import joined_workers
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.wrappers.nonfinite import unless_skipped
 
 
@@ -89,10 +88,8 @@ def skip_spikes(
         ratio = jnp.zeros((), jnp.float32)
         return SkipSpikesState(zero(), zero(), ratio, norms, inner.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        mismatch.check_state("skip_spikes", state, SkipSpikesState)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
         workers = joined_workers("skip_spikes", axis_name, extra)

@@ -21,7 +21,7 @@ import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.compression.dgc_phases import ramp_step
 from optfn.distributed import deep_gradient_compression
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 from optfn.state.per_worker import PerWorker
 
 N = 4

@@ -9,12 +9,12 @@ from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.collectives.axes import Axes
+from optfn.collectives.gathers import Gathered
 from optfn.compression.dgc_phases import VALUES, Ramp
-from optfn.compression.gathering import Gathered
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
-from optfn.mesh import Axes
 
 N = 4
 

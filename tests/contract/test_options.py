@@ -1,4 +1,4 @@
-"""The functions of training have their options from one place, and say what retired ones became."""
+"""The functions of training have their options from one place."""
 
 import inspect
 
@@ -6,7 +6,7 @@ import pytest
 
 import optfn
 from optfn.run.options import LoopOptions
-from optfn.train.options import RETIRED, StepOptions
+from optfn.train.options import StepOptions
 
 FUNCTIONS = {"make_train_step": 2, "fit": 3, "minimize": 4}
 CALLS = {
@@ -41,21 +41,7 @@ def test_minimize_has_the_options_of_a_step_and_of_the_loop():
     assert defaults(optfn.minimize) == defaults(StepOptions) | loop | {"model_state": None}
 
 
-@pytest.mark.parametrize("retired", RETIRED)
-@pytest.mark.parametrize("name", ["make_train_step", "minimize"])
-def test_a_retired_argument_says_what_to_write(name, retired):
-    with pytest.raises(TypeError) as raised:
-        CALLS[name](**{retired: 1})
-    assert str(raised.value) == f"{name}: {retired}= is gone: {RETIRED[retired]}"
-    assert retired not in inspect.signature(getattr(optfn, name)).parameters
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_an_unknown_argument_is_named(name):
     with pytest.raises(TypeError, match=f"{name}: .*unexpected keyword argument 'stepps'; its arg"):
         CALLS[name](stepps=1)
-
-
-def test_on_each_device_says_what_to_write():
-    with pytest.raises(TypeError, match=r"on_each_device is gone.*mesh=mesh, shard="):
-        optfn.distributed.on_each_device(optfn.sgd(0.1), None, spec=None)

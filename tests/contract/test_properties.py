@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from machine import clear_programs
 
 import optfn
+from optfn.core import leafwise
 from optfn.distributed import data_mesh
-from optfn.leaves import row_sparse
 from optfn.leaves.packed import pack_like
 from optfn.sparse import Rows
 
@@ -378,7 +378,7 @@ def test_rows_are_dense(name, wrapper, seed, ids):
         rows = Rows(jnp.asarray(np.roll(ids, k), jnp.int32), values, 5)
         each.append({"table": rows, "b": jnp.full(3, 0.1)})
     assert_close(
-        quietly(run, tx, params, each), run(tx, params, [row_sparse.to_dense(g) for g in each])
+        quietly(run, tx, params, each), run(tx, params, [leafwise.densify_rows(g) for g in each])
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import optfn
-from optfn.core import tree
+from optfn.leaves import patterns
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -23,11 +23,11 @@ def test_a_pattern_is_compared_with_each_name_once(monkeypatch, packed):
 
     params = {"a": jnp.ones(2), "b": {"a": jnp.ones(2), "c": jnp.ones(1)}}
     params = optfn.pack(params) if packed else params
-    monkeypatch.setattr(tree, "re", SimpleNamespace(compile=compiled, fullmatch=fullmatch))
-    found = list(tree.first_matches({"a": 1, ".*a": 2, ".*": 3}, params, "param_attrs"))
+    monkeypatch.setattr(patterns, "re", SimpleNamespace(compile=compiled, fullmatch=fullmatch))
+    found = list(patterns.first_matches({"a": 1, ".*a": 2, ".*": 3}, params, "param_attrs"))
     assert found == [({"a"}, 1), ({"b/a"}, 2), ({"b/c"}, 3)]
     names = ["a", "b/a", "b/c"]
     assert sorted(compared) == sorted((p, name) for p in ("a", ".*a", ".*") for name in names)
     compared.clear()
-    assert tree.matching("b/.*", params, "exclude") == {"b/a", "b/c"}
+    assert patterns.match_names("b/.*", params, "exclude") == {"b/a", "b/c"}
     assert sorted(compared) == [("b/.*", name) for name in names]

@@ -12,11 +12,13 @@ from grids import thinned
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.collectives.axes import axes
+from optfn.collectives.gathers import all_gather
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.core import tree
 from optfn.core.traits import traits
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs, top_k
-from optfn.mesh import all_gather, axes
+from optfn.leaves import contents
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
@@ -279,24 +281,6 @@ def test_a_parameter_named_num_workers_is_no_count():
     assert rescaled["deep_gradient_compression/residual/num_workers"].shape == (16,)
 
 
-def test_a_mapping_of_an_earlier_version_is_rescaled():
-    """It has no list of its per-worker arrays; those of Deep Gradient Compression are known."""
-    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=100)
-    state = init_state(tx, PARAMS, data_mesh(N))
-    v = {"w": jnp.arange(N * 1280.0), "b": optax.MaskedNode()}
-    state = (state[0]._replace(residual=PerWorker(v)), state[1])
-    mapping = optfn.state_dict(state)
-    want = rescale_residuals(mapping, 2)
-    assert want["deep_gradient_compression/residual/w"].shape == (2 * 1280,)
-    listed = mapping.pop("per_worker")
-    assert listed.tolist() == [
-        f"deep_gradient_compression/{field}/w" for field in ("local_velocity", "residual")
-    ]
-    got = rescale_residuals(mapping, 2)
-    chex.assert_trees_all_equal(got, {k: x for k, x in want.items() if k != "per_worker"})
-    optfn.load_state_dict(init_state(tx, PARAMS, data_mesh(2)), got)
-
-
 def test_only_per_worker_state_is_listed():
     assert "per_worker" not in optfn.state_dict(optfn.adam().init(PARAMS))
 
@@ -305,7 +289,7 @@ def test_a_transparent_node_adds_no_word():
     assert tree.paths({"a": PerWorker({"w": 0, "v": None}), "b": 1}) == ["a/v", "a/w", "b"]
     assert tree.paths(PerWorker(3)) == [""]
     packed = optfn.pack({"w": np.ones(3), "v": np.ones(2)})
-    assert [sorted(n) for n in tree.names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
+    assert [sorted(n) for n in contents.leaf_names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
 
 
 @traits(passes_rows=True)

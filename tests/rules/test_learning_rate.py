@@ -214,8 +214,8 @@ def test_staircases_are_exact_at_their_edges():
         np.testing.assert_allclose(rates, 0.5 ** (np.arange(5 * length) // length), rtol=1e-6)
 
 
-def test_a_float64_program_keeps_the_rate_in_float64_and_loads_earlier_files():
-    mapping = optfn.state_dict(optfn.sgd(0.25).init(P))  # float32, as all files before were
+def test_a_float64_program_keeps_the_rate_in_float64_and_loads_float32_files():
+    mapping = optfn.state_dict(optfn.sgd(0.25).init(P))  # float32
     with jax.enable_x64(True):
         p = {"w": jnp.ones(2, jnp.float64)}
         for rate in (0.1, lambda step: 0.1, np.float64(0.1)):

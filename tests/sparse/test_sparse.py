@@ -18,7 +18,8 @@ from recorded import CASES, arrays, build, translate
 
 import optfn
 from optfn import sparse
-from optfn.leaves import row_sparse, rows
+from optfn.core import leafwise
+from optfn.sparse import rows
 from optfn.transforms.catch_up_adam import caught_up
 
 ROWS, WIDTH = 40, 3
@@ -47,7 +48,7 @@ TARGET = normal(2, 2, 4, 2)
 
 
 def densified(grads):
-    return row_sparse.to_dense(grads)
+    return leafwise.densify_rows(grads)
 
 
 # The gradient

@@ -1,0 +1,114 @@
+"""Functions on a mesh: `shard_map`, constraints and shardings of arrays, a mesh for data."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optfn.collectives import torus
+from optfn.collectives.axes import bound_axes, check_names
+from optfn.core import checks
+
+
+def mapped(
+    fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
+
+    The remaining axes are left to the compiler. Inside a `shard_map` over some of these, the mesh
+    is that of the context.
+    """
+    bound = bound_axes()
+
+    @functools.wraps(fn)
+    def run(*arguments: Any) -> Any:
+        with torus.tracing_for(mesh):
+            return fn(*arguments)
+
+    return jax.shard_map(
+        run,
+        mesh=None if bound else mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=frozenset(names) - bound,
+        # With check_vma, JAX itself would sum the gradient of replicated parameters.
+        check_vma=False,
+    )
+
+
+def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
+    """Tell whether the axes of an outer `shard_map` stand before those of an inner one.
+
+    From jaxlib 0.11.2 on, XLA ends the process if they do not, and the two leave an axis of the
+    mesh to the compiler.
+    """
+    places = {name: place for place, name in enumerate(mesh.axis_names)}
+    last = max((places[name] for name in outer), default=-1)
+    return all(last < places[name] for name in inner)
+
+
+def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Return an array with a sharding constraint, by a PartitionSpec."""
+    # Inside a shard_map the mesh is that of the context.
+    placement = spec if bound_axes() else NamedSharding(mesh, spec)
+    laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
+    return laid_out
+
+
+def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return fn(x), an array like x, with matrices (…, m, n) that no explicit mesh axis divides.
+
+    JAX does not decide how the product of two divided matrices lies along explicit axes.
+    """
+    placement = jax.typeof(x).sharding
+    spec = placement.spec
+    if not any(spec[-2:]):
+        return fn(x)
+    whole = NamedSharding(placement.mesh, PartitionSpec(*spec[:-2], None, None))
+    result: jax.Array = jax.sharding.reshard(fn(jax.sharding.reshard(x, whole)), placement)
+    return result
+
+
+def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+    """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
+
+    Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
+    an array with an equivalent sharding.
+    """
+    if mesh.explicit_axes:
+        spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
+    return NamedSharding(mesh, spec)
+
+
+def data_mesh(
+    num_workers: int | None = None,
+    *,
+    axis_name: str = "data",
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Return a mesh with one axis, for data-parallel training.
+
+    Args:
+      num_workers: the number of devices; None: all devices of all processes.
+      axis_name: the name of the axis.
+      devices: the devices to choose from; None: `jax.devices()`.
+
+    Raises:
+      ValueError: there are fewer than `num_workers` devices.
+      TypeError: `devices` are not devices, or `axis_name` is not a name.
+
+    >>> data_mesh(1).shape["data"]
+    1
+    """
+    check_names("axis_name", axis_name)
+    found = list(jax.devices() if devices is None else devices)
+    if not found or not all(isinstance(device, jax.Device) for device in found):
+        raise TypeError(f"devices must be a sequence of jax.Device; got {devices!r}")
+    count = len(found) if num_workers is None else checks.count("num_workers", num_workers)
+    if count > len(found):
+        raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
+    return Mesh(np.array(found[:count]), (axis_name,))

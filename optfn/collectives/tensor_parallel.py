@@ -1,0 +1,85 @@
+"""The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
+
+If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
+its shard, and ends with `sum_over`:
+
+    h = copy_to(x, "model")            # x is the same on all devices
+    y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
+    return sum_over(y, "model")        # the same on all devices again
+
+A plain `jax.lax.psum` would have the wrong derivative where JAX does not track which arrays vary
+(`shard_map(check_vma=False)`, pmap): it sums cotangents that are the same on all devices.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+from jax import lax
+
+from optfn.collectives.axes import Axes, AxisName, check_axis, check_names, checked_axes, vary
+from optfn.core.types import PyTree
+
+# (x, axes) -> x
+Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
+
+
+def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
+    """Return x unchanged; in the backward pass, its cotangents are summed over an axis.
+
+    A tensor-parallel layer begins with it; see `sum_over` for its end.
+
+    Args:
+      x: arrays that are the same on all devices of the axis.
+      axis_name: a mesh axis, or a tuple of axes, bound by shard_map, pmap or vmap.
+
+    Raises:
+      ValueError: the axis is not bound.
+
+    Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
+    """
+    names = check_names("axis_name", axis_name)
+    check_axis("copy_to", names)
+    if checked_axes(names):
+        return jax.tree.map(lambda leaf: vary(leaf, names), x)
+    return _copy_to(names, x)
+
+
+def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
+    """Return the sum of x over an axis; in the backward pass, cotangents pass unchanged.
+
+    A tensor-parallel layer ends with it, and begins with `copy_to`:
+
+        h = copy_to(x, "model")            # x is the same on all devices
+        y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
+        return sum_over(y, "model")        # the same on all devices again
+
+    Args:
+      x: arrays; each device of the axis has a term of the sum.
+      axis_name: a mesh axis, or a tuple of axes, bound by shard_map, pmap or vmap.
+
+    Raises:
+      ValueError: the axis is not bound.
+
+    Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
+    """
+    names = check_names("axis_name", axis_name)
+    check_axis("sum_over", names)
+    if checked_axes(names):
+        return lax.psum(x, names)
+    return _sum_over(names, x)
+
+
+def _linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
+    """Return forward(x, axes) as a function of (axes, x), with backward(cotangent, axes)."""
+    fn = jax.custom_vjp(lambda axes, x: forward(x, axes), nondiff_argnums=(0,))
+    fn.defvjp(
+        lambda axes, x: (forward(x, axes), None),
+        lambda axes, residual, cotangent: (backward(cotangent, axes),),
+    )
+    return fn
+
+
+# The two are transposes of each other.
+_copy_to = _linear(lambda x, axes: x, lax.psum)
+_sum_over = _linear(lax.psum, lambda x, axes: x)

@@ -1,0 +1,1 @@
+"""Expressions written for compilers, and calls grouped for them."""

@@ -1,0 +1,312 @@
+"""Expressions written for XLA, each with the reason: expressions for CPUs, and hints.
+
+XLA on CPU makes a pass over memory for each array that a program writes, and keeps in memory what
+two of them read. The compilers of TPUs and GPUs make one kernel of several results and reductions,
+and compute again what two kernels read; there a loop or a view in rows of another length costs.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optfn.compilers.groups import map_groups, varying_axes
+from optfn.core import tree
+from optfn.core.numerics import abs_squared
+from optfn.core.types import Leaf, PyTree
+
+T = TypeVar("T")
+
+# Platforms that get the expression for CPUs. Tests set () to run the plain expression on a CPU.
+CPU_PLATFORMS = ("cpu",)
+
+
+def on_cpu(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    """Return cpu(*arguments) in a program for a CPU, and plain(*arguments) in any other.
+
+    Both are traced, so a jaxpr has a cond of both; lowered for one platform, nothing of the other
+    is left. They give trees of the same shapes and dtypes.
+    """
+    branches = dict.fromkeys(CPU_PLATFORMS, cpu)
+    return lax.platform_dependent(*arguments, default=plain, **branches)
+
+
+LANES, LONG_ROW = 8, 256
+
+
+def row_norms(x: jax.Array) -> jax.Array:
+    """Return the L2 norms of x[0], x[1], …, shape (len(x),)."""
+    length = math.prod(x.shape[1:])
+    squares = abs_squared(x)
+    in_lanes = length >= LONG_ROW and length % LANES == 0
+    return jnp.sqrt(on_cpu(_sums_by_lanes if in_lanes else _sums, _sums, squares))
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=range(1, x.ndim))
+
+
+def _sums_by_lanes(x: jax.Array) -> jax.Array:
+    """Return the sum of each row of x ≥ 0, of eight elements first.
+
+    XLA on CPU does not vectorize an expression that it sums along a row. Partial sums of eight
+    elements, an array of their size, take a half to a third of the time; the comparison, always
+    false, keeps XLA from summing them in one operation.
+    """
+    eighths = x.reshape(len(x), -1, LANES)
+    partial_sums = sum(eighths[:, :, i] for i in range(LANES))
+    return _sums(jnp.where(partial_sums < 0, 0, partial_sums))
+
+
+def quotient(x: jax.Array, divisor: Any) -> jax.Array:
+    """Return x/divisor, rounded once, for a divisor that is broadcast.
+
+    XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does
+    so only where x is NaN.
+    """
+    ratio: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
+    return ratio
+
+
+def reduced_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+    """Return the sum or the maximum of each row of x, (…), by `jnp.sum` or `jnp.max`.
+
+    XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory for
+    it, so eighths of the row are first combined with each other.
+    """
+
+    def by_eighths(x: jax.Array) -> jax.Array:
+        for _ in range(2 if x.shape[-1] % 64 == 0 else 0):
+            x = of_axis(x.reshape(*x.shape[:-1], 8, -1), axis=-2)
+        return of_axis(x, axis=-1)
+
+    reduced: jax.Array = on_cpu(by_eighths, functools.partial(of_axis, axis=-1), x)
+    return reduced
+
+
+def pack_mask(mask: jax.Array) -> jax.Array:
+    """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32.
+
+    A view with 32 entries in its last axis takes four times the memory on a TPU, whose rows have
+    128 lanes. There the words are products of the mask and powers of two, which are exact, since
+    halves of words are integers of 16 bits.
+    """
+    words: jax.Array = on_cpu(_bits_by_shifts, _bits_by_products, mask)
+    return words
+
+
+def _bits_by_shifts(mask: jax.Array) -> jax.Array:
+    """Return the words of a mask; see `pack_mask`.
+
+    The tail alone is padded, because XLA on CPU does not vectorize a reduction of what it pads.
+    """
+    end = mask.shape[-1] // 32 * 32
+    if missing := -mask.shape[-1] % 32:
+        tail = jnp.pad(mask[..., end:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+        return jnp.concatenate(list(map(_bits_by_shifts, (mask[..., :end], tail))), axis=-1)
+    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
+    return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], end // 32)
+
+
+def _bits_by_products(mask: jax.Array) -> jax.Array:
+    """Return the words of a mask; see `pack_mask`. Products are of at most 4,096 entries."""
+    lead, n = mask.shape[:-1], mask.shape[-1]
+    width = min(4096, -(-n // 32) * 32)
+    mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)
+    number = jnp.arange(width, dtype=jnp.int32)[:, None]
+    power = (1 << number % 16).astype(jnp.bfloat16)
+
+    def halves(half: int) -> jax.Array:
+        powers = jnp.where(number // 16 == 2 * jnp.arange(width // 32) + half, power, 0)
+        sums = jnp.matmul(mask.astype(jnp.bfloat16), powers, preferred_element_type=jnp.float32)
+        return sums.astype(jnp.uint32)
+
+    return (halves(0) | halves(1) << np.uint32(16)).reshape(*lead, -1)[..., : -(-n // 32)]
+
+
+def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Tell whether a number is infinite or NaN.
+
+    XLA on CPU makes slow loops of reductions to a scalar, so there one pass turns each array into
+    bits, and the bits of all arrays are reduced at once.
+    """
+
+    def by_bits(arrays: list[jax.Array]) -> jax.Array:
+        bits = [_bits_by_shifts(~jnp.isfinite(x.reshape(-1))) for x in arrays]
+        return jnp.any(jnp.concatenate(bits) > 0)
+
+    def by_largest(arrays: list[jax.Array]) -> jax.Array:
+        largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
+        return ~jnp.all(jnp.isfinite(jnp.stack(largest)))
+
+    found = [x for x in arrays if x.size]
+    return on_cpu(by_bits, by_largest, found) if found else jnp.asarray(False)
+
+
+def computed_once(flag: jax.Array) -> jax.Array:
+    """Return a bool scalar that XLA does not compute again in each of its uses.
+
+    The conjunction of N flags is cheap to XLA's CPU fusion, so it is fused into the update of each
+    of N leaves: with 300 leaves the compiler takes minutes and gigabytes. Square roots are not
+    duplicated.
+    """
+    return jnp.sqrt(flag.astype(jnp.float32)) > 0
+
+
+def hidden(value: Any) -> jax.Array:
+    """Return a constant of which XLA does not know the value, so that it keeps what depends on it.
+
+    It would remove the branch of a cond that is never taken, and unroll a loop of one iteration.
+    """
+    constant: jax.Array = lax.optimization_barrier(jnp.asarray(value))
+    return constant
+
+
+def barrier(values: T, *first: jax.Array) -> T:
+    """Return the arrays of a tree, all of which, and `first`, XLA computes before one is read.
+
+    It would compute updates in between a loss that reads the same arrays, and keep copies of them.
+    There is one barrier for each set of mesh axes over which arrays vary, since all results of a
+    barrier vary over the same axes.
+    """
+
+    def kind(x: Leaf) -> Any:
+        return None if tree.is_float0(x) else varying_axes(x)
+
+    def passed(group: list[Leaf]) -> list[Leaf]:
+        if kind(group[0]) is None:
+            return group
+        return list(lax.optimization_barrier([*first, *group]))[len(first) :]
+
+    leaves, structure = jax.tree.flatten(values)
+    result: T = jax.tree.unflatten(structure, map_groups(passed, leaves, kind))
+    return result
+
+
+def loops_in_place(
+    bodies: Sequence[Callable[[PyTree, PyTree], PyTree]],
+    due: jax.Array,
+    carry: PyTree,
+    reads: Sequence[PyTree],
+) -> PyTree:
+    """Return the carry after each body(carry, read), each in a loop of one iteration, if `due`.
+
+    XLA updates the carry of a loop in place, and fuses nothing after the loop into it; the results
+    of a cond would be new memory. The counter passes the barrier of each iteration, or XLA would
+    hoist what is invariant in the loop.
+    """
+    left = jnp.where(due, len(bodies), 0)  # carried from loop to loop, which orders them
+    for i, (body, read) in enumerate(zip(bodies, reads, strict=True)):
+
+        def once(state: PyTree, body: Callable[..., PyTree] = body, read: PyTree = read) -> PyTree:
+            left, carry = state
+            return _less_one(left), body(*barrier((carry, read), left))
+
+        def is_next(state: PyTree, turn: int = len(bodies) - i) -> Any:
+            return state[0] == turn
+
+        left, carry = lax.while_loop(is_next, once, (left, carry))
+    return carry
+
+
+def _less_one(left: jax.Array) -> jax.Array:
+    """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
+
+    From jaxlib 0.12 on, XLA on CPU runs a loop with an unknown number of iterations on one core,
+    however large its arrays are, unless the loop has a sort in it.
+    """
+    ascending: jax.Array = lax.sort(jnp.stack([left, left - 1]))
+    return ascending[0]
+
+
+def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
+    """Return consecutive pieces of x, along its last axis.
+
+    XLA on CPU compiles each static slice together with the code that reads it, which takes about
+    8 ms for each distinct start, and minutes for thousands. There the starts are known only at run
+    time, so that all slices of the same length share one piece of code.
+    """
+    edges = list(itertools.accumulate(sizes, initial=0))
+    if isinstance(x, np.ndarray):
+        return np.split(x, edges[1:-1], axis=-1)
+
+    def static(x: jax.Array) -> list[jax.Array]:
+        return [lax.slice_in_dim(x, a, b, axis=-1) for a, b in itertools.pairwise(edges)]
+
+    def dynamic(x: jax.Array) -> list[jax.Array]:
+        starts = lax.cond(
+            hidden(False),
+            lambda: [jnp.int32(start + 1) for start in edges[:-1]],
+            lambda: [jnp.int32(start) for start in edges[:-1]],
+        )
+        pairs = zip(starts, sizes, strict=True)
+        return [lax.dynamic_slice_in_dim(x, start, size, axis=-1) for start, size in pairs]
+
+    if len(sizes) < 2 or x.shape[-1] >= 2**31:
+        return static(x)
+    pieces: list[Leaf] = on_cpu(dynamic, static, x)
+    return pieces
+
+
+def sums(*x: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sum of each of several arrays of one shape, by one reduction.
+
+    For separate reductions XLA on CPU first writes the arrays to memory, which takes ten times as
+    long.
+    """
+
+    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(map(operator.add, a, b))
+
+    zeros = tuple(np.zeros((), array.dtype) for array in x)
+    return tuple(lax.reduce(x, zeros, add, tuple(range(x[0].ndim))))
+
+
+def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Array:
+    """Return start + step·k, uint32, for element k of an array of `shape`; `step` is odd.
+
+    A CPU adds a vector for the last axis to one for the others, with which XLA vectorizes a hash of
+    the sum. The start is in the vector for the last axis, mostly the longer one: in a loop over
+    steps an array without it would be kept in memory. Elsewhere vectors would be kernels of their
+    own, and one expression compiles in two thirds of the time.
+    """
+    *lead, length = shape or (1,)
+
+    def of_vectors(start: jax.Array) -> jax.Array:
+        others = lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * step % 2**32)
+        last = lax.iota(jnp.uint32, length) + start * np.uint32(pow(step, -1, 2**32))
+        return (others.reshape(*lead, 1) + last * np.uint32(step)).reshape(shape)
+
+    def of_numbers(start: jax.Array) -> jax.Array:
+        number = jnp.zeros(shape, jnp.uint32)
+        for axis in range(len(shape)):
+            number = number * np.uint32(shape[axis] % 2**32)
+            number += lax.broadcasted_iota(jnp.uint32, shape, axis)
+        return number * np.uint32(step) + start
+
+    result: jax.Array = on_cpu(of_vectors, of_numbers, start)
+    return result
+
+
+def rounded_to_bfloat16(x: jax.Array) -> jax.Array:
+    """Return x rounded to bfloat16, in its dtype; XLA removes a cast to bfloat16 and back."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def reducible(x: jax.Array) -> jax.Array:
+    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, if XLA would crash.
+
+    With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
+    instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
+    fails = is_partial and x.dtype == jnp.bfloat16 and mesh.abstract_device.platform == "cpu"
+    return x.astype(jnp.float32) if fails else x

@@ -1,0 +1,1 @@
+"""Checks of what other libraries made: models as params, and transformations."""

@@ -1,0 +1,101 @@
+"""Third-party transformations on kinds of leaves that they do not know: `Rows` and `Stacked`.
+
+To them `Rows` is two arrays, one of them indices, and `Stacked` a tuple. Some
+transformations then fail with an error about tree structures. This module replaces that error by
+one with a remedy, if the transformation accepts the same arrays without these nodes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optfn.core import checks, leafwise, tree
+from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves.nodes import Stacked
+
+
+def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
+    """Return `tx`, or the transformation that it makes; see `core.check_transform`."""
+    if isinstance(tx, optax.MultiSteps):
+        # MultiSteps.gradient_transformation() drops extra arguments.
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    if hasattr(tx, "gradient_transformation"):
+        tx = tx.gradient_transformation()
+    if factory and checks.is_host_number(tx):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, not the number {tx!r}. "
+            f"Did you mean {factory}({tx!r})?"
+        )
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
+            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
+            f"got {checks.shown(tx)}"
+        )
+    return tx
+
+
+def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `tx`, a third-party transformation, with errors that begin with `argument`.
+
+    Raises, at init and update:
+      TypeError: it takes no row-sparse gradients.
+      ValueError: it holds a tree, such as labels, that does not match stacked params.
+    """
+
+    @functools.wraps(tx.init)
+    def init(params: Params) -> OptState:
+        try:
+            return tx.init(params)
+        except (TypeError, ValueError) as error:
+            inner = _without_stacked(params)
+            if inner is not params and _is_defined(lambda: tx.init(inner)):
+                raise ValueError(
+                    f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
+                    "it into an optfn.Stacked, like the params, or pass a function of params"
+                ) from error
+            raise
+
+    @functools.wraps(tx.update)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        def update_dense() -> PyTree:
+            return tx.update(leafwise.densify_rows(updates), state, params, **extra)
+
+        try:
+            result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
+            return result
+        except (TypeError, ValueError) as error:
+            sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
+            if sparse and _is_defined(update_dense):
+                raise TypeError(
+                    f"{argument} takes no row-sparse gradients, but the gradient of "
+                    f"{tree.listed(sparse)} is row-sparse: put optfn.sparse.densify() before it"
+                ) from error
+            raise
+
+    return tx._replace(init=init, update=update)
+
+
+def _without_stacked(params: Params) -> Params:
+    """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
+
+    def is_stacked(x: object) -> bool:
+        return isinstance(x, Stacked)
+
+    if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
+        return params
+    return jax.tree.map(
+        lambda x: _without_stacked(x.layers) if is_stacked(x) else x, params, is_leaf=is_stacked
+    )
+
+
+def _is_defined(fn: Callable[[], PyTree]) -> bool:
+    """Tell whether `fn` can be traced."""
+    try:
+        jax.eval_shape(fn)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""The names and the layouts of the tensors in each leaf of a tree.
+
+A plain leaf has one name, its path. A buffer of a `Packed` has the path of each leaf packed in it.
+"""
+
+from typing import Any
+
+import jax
+
+from optfn.core.tree import is_array, is_leaf, join, leaves, paths
+from optfn.core.types import Leaf, PyTree
+from optfn.leaves.layout import BufferLayout, Run, plain
+
+
+def describes_leaves(x: object) -> bool:
+    """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
+    return hasattr(type(x), "leaf_layouts")
+
+
+def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
+    """Return the layout of each leaf, in the order of `flatten`."""
+    found: list[BufferLayout] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
+        found += node.leaf_layouts() if describes_leaves(node) else [layout_of_leaf(node)]
+    return found
+
+
+def layout_of_leaf(x: Leaf) -> BufferLayout:
+    """Return the layout of a leaf that is one tensor."""
+    return plain(tuple(x.shape) if is_array(x) else ())
+
+
+def stacked_axes(tree: PyTree) -> list[int]:
+    """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
+    return [layout.runs[0].stacked for layout in leaf_layouts(tree)]
+
+
+def runs_by_name(tree: PyTree) -> dict[str, Run]:
+    """Map each leaf name to its run: the neighbours of one shape in the same array."""
+    return {
+        name: run
+        for group, layout in zip(leaf_names(tree), leaf_layouts(tree), strict=True)
+        for name, run in zip(group, layout.run_of_leaves.values(), strict=True)
+    }
+
+
+def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
+    """Return the names of each leaf, in the order of `flatten`.
+
+    A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
+    """
+    found: list[tuple[str, ...]] = []
+    nodes = jax.tree.leaves(tree, is_leaf=_is_named)
+    for path, node in zip(paths(tree, _is_named), nodes, strict=True):
+        groups = node.leaf_names() if has_names(node) else [("",)]
+        found += [tuple(join(path, name) for name in group) for group in groups]
+    return found
+
+
+def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return (name, leaf) for each name of each leaf; see `names`."""
+    pairs = zip(leaf_names(tree), leaves(tree), strict=True)
+    return [(name, leaf) for group, leaf in pairs for name in group]
+
+
+def has_names(x: object) -> bool:
+    """Tell whether `x` is a node that names its leaves, such as `Packed`."""
+    return hasattr(type(x), "leaf_names")
+
+
+def _is_named(x: Any) -> bool:
+    return has_names(x) or is_leaf(x)

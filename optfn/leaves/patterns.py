@@ -1,0 +1,108 @@
+"""Patterns of leaf names: regular expressions, or functions of a name."""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import jax
+
+from optfn.core import checks
+from optfn.core.checks import T
+from optfn.core.tree import is_masked, leaves, listed
+from optfn.core.types import PyTree
+from optfn.leaves.contents import has_names, leaf_names
+
+# A regular expression that must match the whole name, or a function name -> bool.
+Pattern = str | re.Pattern[str] | Callable[[str], bool]
+
+
+def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
+    """Return the names of the leaves of `tree` that `pattern` selects.
+
+    A regular expression must match a name of the tree, or a name that it had before leaves were
+    taken out of a Packed, unless all leaves are masked.
+
+    Args:
+      pattern: a regular expression that must match a whole path, or a function path -> bool; None
+        selects nothing.
+      tree: the tree whose leaves are selected; masked leaves have paths too.
+      argument: the name of the pattern in errors.
+
+    Raises:
+      ValueError: a regular expression matches none of the paths of a tree that has leaves.
+      TypeError: a function does not return a bool.
+    """
+    if pattern is None:
+        return frozenset()
+    known = list(itertools.chain(*leaf_names(tree)))
+    if callable(pattern):
+        return frozenset(name for name in known if _is_chosen(pattern, name, argument))
+    return _match_regex(pattern, {*known, *_names_before(tree)}, tree, argument).intersection(known)
+
+
+def _match_regex(
+    pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
+) -> frozenset[str]:
+    """Return the names that a regular expression matches; none only if all leaves are masked."""
+    compiled = re.compile(pattern)
+    matched = frozenset(name for name in among if compiled.fullmatch(name))
+    if not (matched or all(is_masked(x) for x in leaves(tree))):
+        raise ValueError(
+            f"{argument}: the pattern {compiled.pattern!r} matches no leaf; it must match a whole "
+            f"path. The paths are: {listed(list(itertools.chain(*leaf_names(tree))))}"
+        )
+    return matched
+
+
+def first_matches(
+    choice: Mapping[str, T], tree: PyTree, argument: str
+) -> Iterator[tuple[frozenset[str], T]]:
+    """Yield for each pattern the leaf names that it is the first to match, and its value.
+
+    Raises:
+      ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
+        (A last pattern for all leaves is no error, even if no leaf is left for it.)
+    """
+    earlier: dict[str, frozenset[str]] = {}
+    known, taken = frozenset(itertools.chain(*leaf_names(tree))), frozenset[str]()
+    among = known.union(_names_before(tree))
+    for pattern, value in choice.items():
+        matched = _match_regex(pattern, among, tree, argument)
+        wider = next((p for p, before in earlier.items() if matched and matched < before), None)
+        if wider is not None:
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "
+                f"and {wider!r} before it matches all its leaves, {listed(sorted(matched))}. Put "
+                f"{pattern!r} first"
+            )
+        yield (matched & known) - taken, value
+        earlier[pattern], taken = matched, taken | matched
+
+
+def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
+    chosen = pattern(name)
+    if not isinstance(chosen, bool):
+        raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
+    return chosen
+
+
+def _names_before(tree: PyTree) -> Iterator[str]:
+    """Yield the names of the leaves that nodes of named leaves had when they were packed."""
+    nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
+    return (path for node in nodes for path in node.layout.paths)
+
+
+def check_pattern(argument: str, pattern: object) -> Pattern | None:
+    """Return `pattern` if it is a pattern or None; else raise an error that names `argument`."""
+    if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
+        return pattern
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
+            f"got {checks.shown(pattern)}"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from None
+    return pattern

@@ -1,0 +1,387 @@
+"""How params, gradients and optimizer state are divided over the devices of a mesh.
+
+A `Layout` gives each leaf its PartitionSpec. Each way of sharding is a class, in `sharding`, and
+everything else (the training step, checkpoints, plans of memory) asks the layout:
+
+    mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
+    data axes = worker axes + shard axes (params or state are divided over them)
+
+Along the worker axes, each group of devices is a worker. It has a private gradient and, if the
+optimizer declares it (`optfn.state.per_worker`), a private state. The devices of a group lie along
+all remaining axes, and divide this gradient and state among them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.devices import Group
+from optfn.collectives.packets import Compressor
+from optfn.core import tree
+from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.parallel.data_parallel import placed_copy, replicate
+from optfn.state import names as state_names
+from optfn.state.padded import Padded, cut, map_padded, padded
+from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
+from optfn.state.placement import num_workers, on_workers_of, specs_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
+class Layout:
+    """How each leaf of a training run is divided over a mesh.
+
+    mesh: the mesh.
+    worker_axes: the data axes along which each group of devices has a private gradient.
+    shard_axes: the data axes over which params or state are divided.
+    tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
+    gather, reduce: compressors for the params that are gathered, and for the gradients that are
+      reduced, over the shard axes; None sends them as they are.
+    """
+
+    mesh: Mesh
+    worker_axes: Axes
+    shard_axes: Axes
+    tables: Pattern | None = None
+    gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
+
+    def dense_params(self, params: Params) -> PyTree:
+        """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
+        return tree.map_arrays(lambda x: P(), params)
+
+    def dense_gradients(self, params: Params) -> PyTree:
+        """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
+        return self.dense_params(params)
+
+    @property
+    def data_axes(self) -> Axes:
+        """The axes over which the batch is split, worker axes first."""
+        return joined(self.worker_axes, self.shard_axes)
+
+    @property
+    def inner_axes(self) -> Axes:
+        """The axes of the devices of one worker."""
+        return without(self.mesh.axis_names, self.worker_axes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep shards of arrays."""
+        return bool(self.shard_axes)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices that share a divided leaf: the product of the shard axes."""
+        return num_workers(self.mesh, self.shard_axes)
+
+    def param_specs(self, params: Params) -> PyTree:
+        """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
+        return self._add_tables(self.dense_params(params), params)
+
+    def gradient_specs(self, params: Params) -> PyTree:
+        """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
+        return self._add_tables(self.dense_gradients(params), params)
+
+    def is_table(self, params: Params) -> PyTree:
+        """Tell for each leaf of params whether its rows are divided."""
+        paths = patterns.match_names(self.tables, params, "tables")
+        return tree.map_named(
+            lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
+        )
+
+    def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
+        """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
+        if self.tables is None:
+            return specs
+        paths = patterns.match_names(self.tables, params, "tables")
+        return self._replace_specs(P(self.shard_axes), paths, specs, params, "tables")
+
+    def _replace_specs(
+        self,
+        spec: P,
+        paths: Collection[str],
+        specs: PyTree,
+        params: Params,
+        argument: str = "shard",
+    ) -> PyTree:
+        """Return `specs`, with `spec` for the leaves at these paths."""
+
+        def chosen(place: tree.Place, x: Leaf, old: P) -> P:
+            if tree.is_masked(x) or str(place) not in paths:
+                return old
+            _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
+            return spec
+
+        return tree.map_named(chosen, params, specs)
+
+    def state_specs(self, state: OptState, params: Params) -> PyTree:
+        """Return the PartitionSpec of each leaf of the optimizer state of all workers.
+
+        A per-worker array is divided over the worker axes, along its first axis. An array with the
+        shape of its parameter, or of its leading axes as scales of rows have, is divided like the
+        gradient of that parameter, also behind further leading axes such as that of a history. An
+        array of another shape is divided along its first dimension that the shard axes divide.
+        """
+        if not self.divides:
+            return specs_of(state, self.worker_axes)
+
+        def divided_spec(x: Leaf, over: P, p: Leaf, spec: P) -> P:
+            # 1. x lies on the mesh as the arrays of N workers along its first axis, (N·d, …), with
+            #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
+            # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
+            if len(over) == 2:
+                return P(joined(*spec), over[1])
+            # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
+            #    its devices divide by `spec`.
+            shape = _worker_shape(jnp.shape(x), over, self.mesh)
+            padded = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(shape, padded)
+            # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
+            #    shard of x as of the gradient.
+            if shape[leading:] == padded:
+                return _over_both(over, P(*[None] * leading, *spec) if any(spec) else P())
+            # 5. x has only the padded layers in common with it: a device keeps those of its layers.
+            if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
+                return spec
+            # 6. x has a number for each index of leading axes, such as the scale of a row: a device
+            #    keeps those of its shard.
+            if shape == padded[: len(shape)]:
+                return _over_both(over, P(*spec[: len(shape)]))
+            # 7. x has another shape, such as a number per column: if the gradient is divided, so is
+            #    x, along any dimension that fits; else it is whole on each device of a worker.
+            return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
+
+        return self._map_state(divided_spec, lambda x, over: over, state, params)
+
+    def _map_state(
+        self,
+        of_param: Callable[[Leaf, P, Leaf, P], Any],
+        otherwise: Callable[[Leaf, P], Any],
+        state: OptState,
+        params: Params,
+    ) -> PyTree:
+        """Map the leaves of a state, each together with the parameter that it belongs to.
+
+        Args:
+          of_param: a function of (leaf, its spec over the workers, its parameter, the spec of the
+            parameter's gradient).
+          otherwise: a function of (leaf, its spec over the workers), for counters and rates.
+          state: the state of an optimizer.
+          params: the params.
+        """
+        by_path = {str(k): pair for k, *pair in tree.items(params, self.gradient_specs(params))}
+        entries = state_names.entries_by_param(state_names.named_entries(state), by_path)
+        worker_specs = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
+
+        def mapped(entry: tuple[str | None, Leaf], over: P) -> Any:
+            path, x = entry
+            return otherwise(x, over) if path is None else of_param(x, over, *by_path[path])
+
+        return jax.tree.unflatten(jax.tree.structure(state), map(mapped, entries, worker_specs))
+
+    def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
+        """Return the spec that divides an array along the first dimension that N divides.
+
+        N is the number of shards. Axes that count stacked layers come last, so that each device has
+        a shard of each layer. An array without such a dimension is whole on every device.
+        """
+        order = [*range(stacked, len(shape)), *range(stacked)]
+        fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
+        return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
+
+    def divisions(self, spec: P) -> list[Division]:
+        """Return the dimensions of an array that are divided over shard axes."""
+        entries = enumerate(restricted(spec, self.shard_axes))
+        return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
+
+    def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """Return the shape of an array, padded so that all shards have one size."""
+        sizes = list(shape)
+        for dimension, names in self.divisions(spec):
+            count = num_workers(self.mesh, names)
+            sizes[dimension] = -(-shape[dimension] // count) * count
+        return tuple(sizes)
+
+    def stored(self, state: OptState, params: Params) -> OptState:
+        """Return a state with padding where devices could not divide it otherwise.
+
+        Arrays of the shape of their parameter are padded, and so are arrays with the same number of
+        layers, such as preconditioners.
+        """
+
+        def padded_leaf(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
+            shape = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(x.shape, jnp.shape(p))
+            end = leading + len(spec)
+            if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
+                return x
+            return padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
+
+        return self._map_state(padded_leaf, lambda x, over: x, state, params)
+
+    def unpadded(self, state: OptState) -> OptState:
+        """Return a stored state without padding, as an update takes it inside jit."""
+
+        def without_padding(x: Padded) -> jax.Array:
+            spec = P(*[None] * x.axis, self.shard_axes)
+            return meshes.constrained(cut(x), self.mesh, spec)
+
+        return map_padded(without_padding, state)
+
+    def group_of(self, params: Params) -> Group | None:
+        """Return the devices of a worker, which divide gradients; None if it is one device."""
+        if not (self.worker_axes and self.inner_axes):
+            return None
+        specs = tree.items(params, self.gradient_specs(params))
+        return Group(
+            self.mesh,
+            self.inner_axes,
+            {
+                str(k): restricted(spec, self.inner_axes)
+                for k, x, spec in specs
+                if not tree.is_masked(x)
+            },
+        )
+
+    def bound_specs(self, specs: PyTree) -> PyTree:
+        """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
+        names = self.shard_axes
+        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+    def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
+        """Return the sharding of each of some arrays, as a step returns it."""
+        return jax.tree.map(
+            lambda spec, x: meshes.sharding(self.mesh, spec, jnp.ndim(x)),
+            specs, arrays, is_leaf=is_spec,
+        )  # fmt: skip
+
+    def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
+        """Return the shapes of arrays, each placed on the mesh."""
+        return jax.tree.map(
+            lambda placement, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+            self.shardings(specs, arrays), arrays,
+        )  # fmt: skip
+
+    def place(self, specs: PyTree) -> PyTree:
+        """Return the NamedShardings of PartitionSpecs."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+
+    def put(self, params: Params) -> Params:
+        """Return copies of params, placed by their specs."""
+        placements = self.shardings(self.param_specs(params), params)
+        return jax.tree.map(lambda placement, x: placed_copy(x, placement), placements, params)
+
+    def replicate(self, x: PyTree) -> PyTree:
+        """Return copies of arrays on every device."""
+        return replicate(x, self.mesh)
+
+    def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
+        """Return the state of step 0, each leaf placed by its spec.
+
+        Divided leaves are made in shards: no device ever has a whole one.
+
+        Args:
+          init: returns the state of one worker.
+          params: the params, placed on the mesh.
+
+        Raises:
+          ValueError: the state has per-worker arrays, and there are no worker axes.
+        """
+        all_workers = self.stored_init(init)
+        shapes = jax.eval_shape(all_workers, params)
+        self._check_axes_of_exchanges(shapes)
+        shardings = self.shardings(self.state_specs(shapes, params), shapes)
+        return jax.jit(all_workers, out_shardings=shardings)(params)
+
+    def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+        """Return the function from params to the stored state of all workers.
+
+        Args:
+          init: the function from params to the state of one worker.
+        """
+        widened = on_workers_of(self._leaf_shaped(init), self.mesh, self.worker_axes)
+        return lambda params: self.stored(widened(params), params)
+
+    def _check_axes_of_exchanges(self, state: OptState) -> None:
+        """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
+        over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
+        divided = [axis for axis in over if axis in self.shard_axes]
+        if divided:
+            raise ValueError(
+                f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
+                "state are divided. No device has a whole gradient there, and the residual of the "
+                "exchange would be as large as one. Divide over other axes, "
+                "shard=sharded(..., axis=), or leave the exchange out"
+            )
+        if not self.worker_axes and jax.tree.leaves(nodes_of(PerWorker, state)):
+            raise ValueError(
+                "shard: tx keeps its own state on each worker, but no worker axis is left, since "
+                f"params or state are divided over all data axes, {(*self.data_axes,)}. Name the "
+                "axes that divide them, shard=sharded(..., axis=), or leave shard out"
+            )
+
+    def _leaf_shaped(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+        """Wrap `init`: reshape flat per-worker arrays to their leaf, so that specs can divide them.
+
+        A shard of a leaf is not a contiguous range of the flat array.
+        """
+
+        def shaped(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
+            is_flat = any(over) and jnp.shape(x) == (jnp.size(p),)
+            return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
+
+        def reshaped(params: Params) -> OptState:
+            state, group = init(params), self.group_of(params)
+            if group is None:  # each worker is one device
+                return state
+            rows = group.rows
+            state = map_divided(lambda node: node._replace(value=rows(node.value)), state)
+            return self._map_state(shaped, lambda x, over: x, state, params)
+
+        return reshaped if self.worker_axes and self.divides else init
+
+
+class Replicated(Layout):
+    """Params and state are whole on every device of a worker, but for the rows of tables."""
+
+
+def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+    """Return how many leading axes `shape` has in front of `of`; 0 if it does not end with `of`."""
+    extra = len(shape) - len(of)
+    return extra if extra > 0 and shape[extra:] == of else 0
+
+
+def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of the array of one worker; `over` is its spec over the workers."""
+    return (shape[0] // num_workers(mesh, axes(over[0])), *shape[1:]) if any(over) else shape
+
+
+def _over_both(over: P, spec: P) -> P:
+    """Return the spec of an array that is divided over workers, and by `spec` within each."""
+    if not any(over):
+        return spec
+    first, *remaining = spec or (None,)
+    return P(joined(over[0], first), *remaining)
+
+
+def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
+        )
+    for dimension, entry in enumerate(spec):
+        count = num_workers(mesh, axes(entry))
+        if shape[dimension] % count:
+            raise ValueError(
+                f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "
+                f"must be divisible by the {count} devices along {entry!r}"
+                + (". Add rows that are never looked up" if argument == "tables" else "")
+            )

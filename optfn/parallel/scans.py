@@ -1,0 +1,181 @@
+"""The shards of params that a device keeps for its loss, and `scan_layers`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from optfn.collectives.axes import Division, is_spec, joined
+from optfn.collectives.packets import MIN_SIZE
+from optfn.core import tree
+from optfn.core.checks import shown
+from optfn.core.types import Leaf, Params, PyTree
+from optfn.jaxprs.sharded import LAYER, ShardedParam
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.shards import gather_shard, slices_of
+from optfn.state.placement import num_workers
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "step"],
+    meta_fields=["divisions", "slices", "layout"],
+)
+@dataclasses.dataclass(frozen=True)
+class LeafShard:
+    """The shard of a leaf of params that a device keeps, and how the whole leaf is gathered.
+
+    array: the shard.
+    step: the number of the training step, for packets; None if the array is sent as it is.
+    divisions: the dimensions that shard axes divide.
+    slices: how axes that are left to the compiler divide the leaf; see `slices_of`.
+    layout: how params are divided.
+    """
+
+    array: jax.Array
+    step: jax.Array | None
+    divisions: tuple[Division, ...]
+    slices: P
+    layout: Layout
+
+    @classmethod
+    def of(cls, array: jax.Array, spec: P, layout: Layout, step: jax.Array) -> "LeafShard | None":
+        """Return the shard of a leaf with this spec; None if shard axes do not divide the leaf."""
+        divisions = tuple(layout.divisions(spec))
+        if not divisions:
+            return None
+        size = array.size * num_workers(layout.mesh, joined(*(names for _, names in divisions)))
+        if (layout.gather is None and layout.reduce is None) or size < MIN_SIZE:
+            return cls(array, None, divisions, slices_of(spec, layout), layout)
+        return cls(array, step, divisions, slices_of(spec, layout), layout)
+
+    @functools.cached_property
+    def _gathered(self) -> dict[Any, jax.Array]:
+        return {}
+
+    def gather(self, dtype: Any = None) -> jax.Array:
+        """Return the whole array, cast to `dtype` before it is sent; None keeps the dtype.
+
+        A second call returns the same array, so that its gradient is reduced once.
+        """
+        if dtype not in self._gathered:
+            self._gathered[dtype] = gather_shard(
+                self.array, self.divisions, self.slices, self.layout, self.step, dtype
+            )
+        return self._gathered[dtype]
+
+    def divide_layers(self) -> "LeafShard | None":
+        """Return the same array divided within each layer, if it is divided by layers.
+
+        The result is None if the number of shards divides no dimension of a layer that is whole.
+        """
+        (dimension, names), *remaining = self.divisions
+        if dimension > 0:
+            return self
+        count = num_workers(self.layout.mesh, names)
+        divided = {division.dimension for division in self.divisions}
+        divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
+        sizes = enumerate(self.array.shape)
+        fitting = [d for d, n in sizes if d not in divided and n % count == 0]
+        if not fitting:
+            return None
+        array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
+        divisions = (Division(fitting[0], names), *remaining)
+        return dataclasses.replace(self, array=array, divisions=divisions)
+
+    def group_layers(self, groups: int) -> "LeafShard | None":
+        """Return the array as (groups, layers, …); None if an axis divides the layers."""
+        if self.slices[:1] not in (P(), P(None)):
+            return None
+        array = self.array.reshape(groups, -1, *self.array.shape[1:])
+        divisions = tuple(Division(d + 1, names) for d, names in self.divisions)
+        return dataclasses.replace(
+            self, array=array, divisions=divisions, slices=P(None, *self.slices)
+        )
+
+    def layer(self, array: jax.Array) -> "LeafShard":
+        """Return the shard of one layer of this array, which is divided within each layer."""
+        divisions = tuple(Division(d - 1, names) for d, names in self.divisions)
+        return dataclasses.replace(
+            self, array=array, divisions=divisions, slices=P(*self.slices[1:])
+        )
+
+
+def wrap_shards(
+    params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
+) -> Params:
+    """Return params with a ShardedParam in place of each leaf that shard axes divide.
+
+    Tables stay arrays: a loss only looks up their rows.
+
+    Args:
+      params: the shards that a device keeps.
+      specs: the PartitionSpecs of whole params.
+      tables: which leaves are tables.
+      layout: how params are divided.
+      step: the number of the training step, for packets.
+    """
+
+    def wrap(spec: P, is_table: bool, x: Leaf) -> Leaf:
+        shard = None if is_table else LeafShard.of(x, spec, layout, step)
+        return x if shard is None else ShardedParam(shard)
+
+    return jax.tree.map(wrap, specs, tables, params, is_leaf=is_spec)
+
+
+def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
+    """Apply the layers of stacked params one after the other: x = fn(layer, x) for each.
+
+    This is `jax.lax.scan`, and in the loss for `make_train_step(..., shard="params")` the backward
+    pass also recomputes the activations inside each layer. As in every scan over params there, a
+    device never holds all layers at once: the layers are gathered one at a time, in the forward
+    pass and again in the backward pass. A device keeps its shard of all layers, one whole layer,
+    and x after each layer; a `jax.checkpoint` around fn changes nothing.
+
+    Args:
+      fn: a function (params of one layer, x) -> x.
+      stacked: params with the layers along the leading axis of each leaf; you may cast them first.
+      x: the input of the first layer, a tree of arrays.
+
+    Returns:
+      The output of the last layer, a tree like x.
+
+    Raises:
+      TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
+      ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
+    """
+    if not callable(fn):
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+    if isinstance(stacked, list):
+        raise TypeError(
+            f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
+            "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
+        )
+    layers = _unmark(stacked)
+    shapes = [np.shape(x) for x in jax.tree.leaves(layers)]
+    if len({shape[:1] for shape in shapes}) > 1:
+        raise ValueError(
+            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
+            f"shapes {', '.join(map(str, shapes))}"
+        )
+
+    def body(x: PyTree, layer: PyTree) -> tuple[PyTree, None]:
+        return checkpoint_name(fn(layer, x), LAYER), None
+
+    return lax.scan(body, x, layers)[0]
+
+
+def _unmark(stacked: PyTree) -> PyTree:
+    """Return a tree with each `Stacked` replaced by its contents."""
+
+    def unmark(x: PyTree) -> PyTree:
+        return _unmark(tree.inside(x)) if tree.is_transparent(x) else x
+
+    return jax.tree.map(unmark, stacked, is_leaf=tree.is_transparent)

@@ -1,0 +1,78 @@
+"""A batch before a step: arrays of other libraries become NumPy arrays, and text is an error."""
+
+from typing import Protocol, TypeGuard, runtime_checkable
+
+import jax
+import numpy as np
+
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Leaf
+
+_KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
+
+
+def convert_batch(batch: Batch) -> Batch:
+    """Convert arrays of other libraries in a batch to NumPy's; arrays of JAX and NumPy stay.
+
+    Others are in the memory of the host, such as tensors of torch or TensorFlow, and `np.asarray`
+    takes them without a copy.
+
+    Raises:
+      TypeError: a leaf is text, which cannot be put on a device, or `np.asarray` cannot convert it.
+      ValueError: a leaf has integers beyond 32 bits, which JAX would cut.
+    """
+    leaves = jax.tree.leaves(batch)
+    if any(map(_is_tensor, leaves)):
+        batch = tree.map_named(_convert_leaf, batch)
+        leaves = jax.tree.leaves(batch)
+    for i, x in enumerate(leaves):
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
+            path = tree.array_paths(batch)[i]
+            raise TypeError(
+                f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.shown(x)}"
+            )
+        if _has_wide_integers(x):
+            path = tree.array_paths(batch)[i]
+            where = f"leaf {path!r} of the batch" if path else "the batch"
+            raise ValueError(
+                f"{where} has integers from {np.min(x)} to {np.max(x)}, which "
+                "JAX would cut to 32 bits without an error: map them to smaller ones, such as "
+                "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
+            )
+    return batch
+
+
+def _has_wide_integers(x: Leaf) -> bool:
+    """Tell whether an array has integers that do not fit into the 32 bits that JAX keeps."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
+        return False
+    kept = jax.dtypes.canonicalize_dtype(x.dtype)
+    if kept == x.dtype:
+        return False
+    return int(np.min(x)) < np.iinfo(kept).min or int(np.max(x)) > np.iinfo(kept).max
+
+
+@runtime_checkable
+class _Convertible(Protocol):
+    """An array of any library that NumPy can take."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
+    """Tell whether a leaf is an array of a library other than JAX and NumPy."""
+    return not isinstance(x, _KNOWN) and isinstance(x, _Convertible)
+
+
+def _convert_leaf(place: tree.Place, x: Leaf) -> Leaf:
+    """Return a tensor of another library as a NumPy array; any other leaf as it is."""
+    if not _is_tensor(x):
+        return x
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(
+            f"the batch must consist of arrays that NumPy can convert; leaf {place!r} is a {kind}, "
+            f"and np.asarray fails: {error}"
+        ) from error

@@ -1,0 +1,37 @@
+"""The factor by which a step scales its gradients, for optimizers with `dynamic_loss_scale`."""
+
+import jax
+import jax.numpy as jnp
+
+from optfn.core import numerics
+
+
+def scale_gradient(loss: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Multiply the gradient of a loss by a factor, and leave the loss itself as it is.
+
+    The result is float32 or wider, so that the factor fits its dtype; without a factor, it is the
+    loss in its own dtype.
+    """
+    if factor is None:
+        return loss
+    wide = loss.astype(numerics.accumulator_dtype(loss.dtype))
+    return _scale_gradient(wide, factor.astype(wide.dtype))
+
+
+@jax.custom_vjp
+def _scale_gradient(loss: jax.Array, factor: jax.Array) -> jax.Array:
+    return loss
+
+
+_scale_gradient.defvjp(
+    lambda loss, factor: (loss, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
+)
+
+
+def check_unscaled(name: str, factor: jax.Array | None) -> None:
+    """Raise a ValueError if there is a factor, but the function `name` gives gradients directly."""
+    if factor is not None:
+        raise ValueError(
+            f"dynamic_loss_scale needs loss_fn, whose loss it scales, but {name} computes loss and "
+            "gradients itself. Scale the loss there by a constant instead, and divide by it in tx"
+        )

@@ -1,0 +1,178 @@
+"""Gathers and scatters in phases: the same arrays as in one collective, on any torus.
+
+CPUs have no torus, so `box` is replaced where phases run: eight of them are then a box of 2 × 4.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grids import thinned
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from problems import normal
+
+import optfn
+from benchmarks import wire
+from optfn.collectives import torus
+from optfn.collectives.axes import Axes
+from optfn.collectives.gathers import all_gather
+from optfn.collectives.mesh import mapped
+from optfn.distributed import exchange, quantize, scan_layers, sharded
+
+
+@pytest.fixture
+def in_phases(monkeypatch):
+    """Let the devices of a mesh be a box along each axis of four or eight."""
+    sizes = {8: (2, 2, 2), 4: (2, 2)}
+    box = lambda devices, axis: sizes.get(devices.shape[axis], ())  # noqa: E731
+    torus._phases_along.cache_clear()
+    monkeypatch.setattr(torus, "box", box)
+    yield
+    torus._phases_along.cache_clear()
+
+
+def chips(x, y, z, cores=1):
+    """Return the devices of a box of TPUs, those along x next to each other."""
+    places = itertools.product(range(z), range(y), range(x), range(cores))
+    found = [
+        SimpleNamespace(platform="tpu", coords=(*reversed(place),), core_on_chip=core)
+        for *place, core in places
+    ]
+    return np.array(found, object)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (chips(4, 2, 1), (2, 4)),
+        (chips(8, 4, 2), (2, 4, 8)),
+        (chips(2, 2, 1, cores=2), (2, 2, 2)),
+        (chips(8, 1, 1), (8,)),
+        (chips(4, 4, 1)[[0, 1, 4, 5, 2, 3, 6, 7]], (2, 4)),  # two hosts of 2 × 2
+        (chips(4, 4, 1)[[0, 2, 8, 10]], (2, 2)),
+        (chips(4, 4, 1)[:6], ()),
+        (np.concatenate([chips(2, 2, 1), chips(2, 2, 1)]), ()),  # two slices
+        (np.array([SimpleNamespace(platform="gpu")] * 8, object), ()),
+    ],
+)
+def test_the_box_of_a_line_of_devices(devices, expected):
+    assert torus.box(devices, 0) == expected
+
+
+def test_the_boxes_of_several_axes():
+    devices = chips(4, 4, 4).reshape(4, 16)
+    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
+    devices[1, 0], devices[2, 0] = devices[2, 0], devices[1, 0]  # lines that are no boxes
+    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), ()]
+
+
+@pytest.mark.parametrize("small", [0, 1 << 24])
+@pytest.mark.parametrize(
+    ("shape", "explicit", "gathers"),
+    [((8,), False, 2), ((2, 4), False, 2), ((4, 2), True, 2), ((2, 2, 2), False, 3)],
+)
+def test_phases_give_what_one_collective_gives(
+    in_phases, monkeypatch, shape, explicit, gathers, small
+):
+    """A scatter has three phases, of one dimension each; one of a large gather may have two."""
+    monkeypatch.setattr(torus, "_SMALL_GATHER", small)
+    names = ("a", "b", "c")[: len(shape)]
+    kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names, axis_types=kinds)
+    x = np.random.default_rng(0).normal(size=(8, 3, 16)).astype(np.float32)
+
+    def run(x):
+        scattered = torus.sum_scatter(x[0], names, 1)
+        gathered = all_gather(x[0], Axes(names))
+        counts = [sum(len(torus.phases(a, most)) for a in names) for most in (1, 2)]
+        back = torus.gather_along(scattered, names, 1)
+        return scattered, gathered[None], back[None], jnp.array([counts])
+
+    specs = P(None, names), P(names), P(names), P(names)
+    placed = jax.device_put(x, NamedSharding(mesh, P(names)))
+    scattered, gathered, back, counts = mapped(run, mesh, names, P(names), specs)(placed)
+    np.testing.assert_allclose(scattered, x.sum(0), rtol=1e-5, atol=1e-5)
+    for rows, whole in zip(gathered, back, strict=True):
+        np.testing.assert_array_equal(rows, x)
+        np.testing.assert_array_equal(whole, scattered)
+    assert set(map(tuple, np.asarray(counts))) == {(3, gathers)}
+
+
+def test_where_no_step_is_traced_an_axis_is_one_phase(in_phases):
+    assert torus.phases("a", 1) == [("a", None)]
+    out = jax.pmap(lambda x: all_gather(x, Axes(("i",))), "i")(jnp.arange(8.0))
+    np.testing.assert_array_equal(out, np.tile(np.arange(8.0), (8, 1)))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)])
+def test_the_outer_axes_are_sent_what_the_inner_ones_have_divided(shape):
+    """In rings, of M bytes: M(n - 1)/n along the last axis, of n, and from it outwards of M/n."""
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
+
+    def run(x):
+        scattered = torus.sum_scatter(x[0], names, 1)
+        return torus.gather_along(2 * scattered, names, 1)[None]
+
+    x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32, sharding=NamedSharding(mesh, P(names)))
+    program = jax.jit(mapped(run, mesh, names, P(names), P(names))).lower(x).compile()
+    expected, size = {}, 4 * 64 * 4
+    for name, n in zip(reversed(names), reversed(shape), strict=True):
+        expected[name,] = 2 * size * (n - 1) / n
+        size /= n
+    assert wire.bytes_by_axes(program, mesh) == expected
+
+
+def loss(params, batch):
+    x = params["table"][batch[0]]
+    x = scan_layers(lambda w, x: x + jnp.tanh(x @ w["in"]) @ w["out"], params["layers"], x)
+    return jnp.mean((jnp.mean(x, -1) * params["scale"].sum() - batch[1]) ** 2)
+
+
+PARAMS = {
+    "table": normal(0, 64, 32),
+    "layers": optfn.Stacked({"in": normal(1, 3, 32, 64), "out": normal(2, 3, 64, 32)}),
+    "scale": np.ones(5, np.float32),
+}
+PACKETS = exchange(quantize(8, chunk=32), min_size=64)
+TWO = {"mesh": (2, 4), "shard": sharded("params", axis="fast")}
+WAYS = {
+    "state": {"shard": "state"},
+    "params": {"shard": "params"},
+    "packets": {"shard": sharded("params", gather=quantize(8), reduce=quantize(8))},
+    "two levels": TWO,
+    "params over two axes": {"mesh": (2, 4), "shard": "params"},
+    "rounds": {"mesh": (2, 4), "shard": sharded("state", axis="fast"), "local_steps": 2},
+    "exchange": {"tx": optfn.chain(PACKETS, optfn.sgd(0.1))},
+    "rows": {"tables": "table"},
+    "rows divided": {"tables": "table", "shard_tables": True},
+}
+
+
+def trained(mesh=(8,), tx=None, **options):
+    names = ("data", "fast")[: len(mesh)]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(mesh), names)
+    lazy = {"lazy": True} if "tables" in options else {}
+    step = optfn.make_train_step(
+        loss, tx or optfn.adam(1e-2, **lazy), mesh=mesh, data_axis=names, **options
+    )
+    state, rng = step.init(PARAMS), np.random.default_rng(3)
+    for _ in range(3):
+        batch = rng.integers(0, 64, 32), rng.normal(size=32).astype(np.float32)
+        state, metrics = step(state, batch)
+    found = optfn.state_dict(state)
+    return {k: v for k, v in found.items() if v.dtype.kind == "f"}, metrics["loss"]
+
+
+@pytest.mark.parametrize("way", thinned(WAYS))
+def test_steps_in_phases_train_alike(request, way):
+    expected = trained(**WAYS[way])
+    request.getfixturevalue("in_phases")
+    found = trained(**WAYS[way])
+    # Sums in another order; Adam's first steps are signs.
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=2e-4, atol=2e-4)
