@@ -25,16 +25,10 @@ demo-recommender: $(VENV)/.demo ## train a recommender on a large embedding tabl
 gallery: $(VENV)/.bench ## draw the pictures of docs/pictures, in a few minutes
 	$(BIN)/python -m examples.gallery
 
-# First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly;
-# these programs are kept in .cache for the next run. As many workers as cores and memory allow:
-# tests/machine.py. Where TESTS has nothing of one kind, pytest ends with 5. EXTRA=pytest installs
-# less, for tests that need no other libraries.
-PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations 25 $(OPTIONS)
-
+# EXTRA=pytest installs less, for tests that need no other libraries.
 test: TESTS ?= --ignore tests/product
 test: $(VENV)/.$(EXTRA) ## test the library; TESTS="tests/rules -k lamb" chooses tests
-	$(PYTEST) -m optimized $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
-	$(PYTEST) --quick-compiler $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
+	VENV=$(VENV) .ci/test $(OPTIONS) $(TESTS)
 
 # Whole programs: of the documentation, examples, benchmarks, pictures, the wheel, processes, faults.
 test-product: $(VENV)/.test ## test docs, examples, benchmarks, pictures, the wheel, processes
@@ -57,7 +51,7 @@ properties: $(VENV)/.test ## test 5,400 drawn cases
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
 faults: $(VENV)/.test ## try kills, links, disks and files, in 20 minutes; ONLY="disk_full" chooses
-	$(BIN)/python tests/faults.py $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=tests $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY))
 
 soak: $(VENV)/.demo ## train 10,000 steps: memory and objects stay as they are
 	$(BIN)/python -m benchmarks.studies.soak
@@ -79,7 +73,7 @@ lint: $(VENV)/.dev ## run ruff, mypy, yamllint and shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
-	$(BIN)/shellcheck examples/elastic/*.sh .ci/release
+	$(BIN)/shellcheck examples/elastic/*.sh .ci/release .ci/run .ci/test
 
 bench: $(VENV)/.bench ## run all benchmarks, in twenty minutes
 	$(BIN)/python -m benchmarks

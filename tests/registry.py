@@ -152,11 +152,29 @@ _ALONE = (
 )  # fmt: skip
 PROGRAMS = OPTIMIZERS | {name: TRANSFORMS[name] for name in _ALONE} | WRAPPERS | EXCHANGES
 
+# What CI tries where all programs would take long: each kind of state, arithmetic and wrapper once,
+# and once more by other names.
+SUITE = (
+    "sgd", "momentum_int8", "rmsprop_centered", "adam_lazy", "adamw_decay_schedule", "adamax",
+    "lamb", "muon_int8", "clip_by_value", "param_attrs", "skip_nonfinite",
+    "exponential_moving_average", "exchange_quantized",
+)  # fmt: skip
+OTHER_SUITE = (
+    "sgd_clip_l1", "lars", "decayed_adagrad", "rmsprop_bfloat16", "adam_bfloat16",
+    "adamw_exclude", "adamax_int8", "lamb_corrected", "ftrl", "reduce_on_plateau",
+    "master_weights_24", "skip_spikes", "model_average",
+)  # fmt: skip
+# Transforms alone.
+SUITE_OF_TRANSFORMS = (
+    "l1_decay", "clip_by_norm", "scale_by_momentum", "scale_by_adam", "scale_by_learning_rate",
+    "ftrl_proximal",
+)  # fmt: skip
+
 
 def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
     """Return pytest parameters (entry, kind): each entry with the next kind, to go round once."""
     return [
-        pytest.param(one, kinds[i % len(kinds)], id=f"{name}-{i % len(kinds)}")
+        pytest.param(one, kinds[i % len(kinds)], id=name)
         for i, (name, one) in enumerate(entries.items())
     ]
 

@@ -1,7 +1,9 @@
-"""Workers with a private gradient each: reductions over them, and the devices of each."""
+"""The devices that divide an array, and the workers of a step: reductions over them."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -16,57 +18,81 @@ from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, PyTree
 
 
-class Group(NamedTuple):
-    """The devices of a worker, and how they divide arrays that are sharded like the gradients.
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a mesh along some of its axes, which divide arrays among them.
+
+    Such devices are the shard group of a worker, which divide its gradients by `specs`; or the
+    owners of the rows of a table, where `specs` is empty.
 
     mesh: the mesh.
-    axes: the mesh axes of these devices.
-    specs: the PartitionSpec of the gradient of each leaf over these axes, by path.
+    axes: the mesh axes along which the devices lie.
+    specs: the path of each leaf of params, and the PartitionSpec of its gradient over these axes. A
+      tuple can be hashed, and so be the static part of a pytree.
     """
 
     mesh: Mesh
     axes: Axes
-    specs: Mapping[str, P]
+    specs: tuple[tuple[str, P], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of the devices."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    @cached_property
+    def _spec_of_path(self) -> Mapping[str, P]:
+        return dict(self.specs)
 
     def specs_of(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpec of each array of a tree with the paths of params."""
+        """Return the PartitionSpec of each array of a tree with the paths of params.
+
+        A scalar, and a leaf of no known path, is the same on all devices: P(). A masked leaf stays
+        masked.
+        """
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
             if tree.is_masked(x):
                 return x
             if isinstance(x, LeafKind):
                 return P(x.divided_over)
-            return self.specs.get(str(place), P()) if jnp.ndim(x) else P()
+            return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes over which the leaf at a path is divided."""
-        return joined(*self.specs.get(str(place), P()))
+        """Return the axes over which the leaf at a path is divided; none if it is whole."""
+        return joined(*self._spec_of_path.get(str(place), P()))
 
-    def rows(self, values: PyTree) -> PyTree:
-        """Return divided leaves as arrays with a flat row for each device that has a shard."""
+    def flatten_shards(self, values: PyTree) -> PyTree:
+        """Reshape each divided leaf to (devices, n), with a row for each device that has a shard.
 
-        def reshaped(place: tree.Place, x: Leaf) -> Leaf:
+        Whole leaves and masked leaves pass through.
+        """
+
+        def flatten(place: tree.Place, x: Leaf) -> Leaf:
             names = self.axes_of(place)
-            count = math.prod(self.mesh.shape[name] for name in names)
-            return x.reshape(count, -1) if names and not tree.is_masked(x) else x
+            if not names or tree.is_masked(x):
+                return x
+            return x.reshape(math.prod(self.mesh.shape[name] for name in names), -1)
 
-        return tree.map_named(reshaped, values)
+        return tree.map_named(flatten, values)
 
-    def row_specs(self, values: PyTree) -> PyTree:
-        """Return the specs of the arrays that `rows` makes."""
+    def flattened_specs(self, values: PyTree) -> PyTree:
+        """Return the PartitionSpecs of the arrays that `flatten_shards` returns."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
             names = self.axes_of(place)
-            return x if tree.is_masked(x) else P(names) if names else P()
+            if tree.is_masked(x):
+                return x
+            return P(names) if names else P()
 
         return tree.map_named(spec_of, values)
 
-    def mapped(
+    def shard_map(
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
-        """Return `fn` run by each device on its shards of arrays."""
+        """Return a function of whole arrays that runs `fn` on each device's shards of them."""
         return meshes.mapped(fn, self.mesh, self.axes, in_specs, out_specs)
 
 
@@ -81,7 +107,7 @@ class Workers(NamedTuple):
     """
 
     axes: Axes = Axes()
-    group: Group | None = None
+    group: Devices | None = None
 
     def any(self, flag: jax.Array) -> jax.Array:
         """Tell whether the flag of any worker is true."""

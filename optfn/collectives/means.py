@@ -61,7 +61,7 @@ def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates,
     # shard_map takes no arrays of dtype float0.
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
     specs = group.specs_of(arrays), P()
-    mean = group.mapped(lambda *values: mean_over_workers(values, axes), specs, specs)
+    mean = group.shard_map(lambda *values: mean_over_workers(values, axes), specs, specs)
     arrays, metrics = mean(arrays, metrics)
     return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), metrics
 

@@ -13,6 +13,42 @@ from optfn.core.types import Leaf
 from optfn.parallel.traffic import all_reduce_bytes
 
 
+def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
+    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1)."""
+    since = jnp.clip(step - begin, 0, length)
+    return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DgcTraffic:
+    """The bytes that a worker sends in a step.
+
+    rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
+    packets: the bytes of a worker's packet in each ramp step.
+    large, small: the bytes of the leaves that are compressed, and of those that are not.
+    """
+
+    rampup_begin_step: int
+    rampup_step: int
+    packets: tuple[int, ...]
+    large: int
+    small: int
+
+    @property
+    def compresses_nothing(self) -> bool:
+        """Whether no leaf is compressed."""
+        return self.small > 0 and not self.large
+
+    def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
+        """Return the bytes that a worker sends: packets, unless whole leaves take fewer bytes."""
+        begin = self.rampup_begin_step
+        i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
+        gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
+        large = all_reduce_bytes(self.large, num_workers)
+        large = jnp.where(exchange < begin, large, jnp.minimum(gathered, large))
+        return large + all_reduce_bytes(self.small, num_workers)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeTraffic:
     """The bytes that a worker sends in an exchange.

@@ -31,9 +31,8 @@ from optfn.collectives.axes import Axes
 from optfn.collectives.packets import Compressor
 from optfn.core import checks
 from optfn.core.printing import call_text
-from optfn.core.types import Params, PyTree
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.leaves import contents, patterns
-from optfn.sparse.rows import Rows
 
 P = ParamSpec("P")
 
@@ -41,15 +40,15 @@ P = ParamSpec("P")
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place; afterwards the mean over workers.
-      Rows if the mean is wanted as Rows.
+    direction: zeros, to which the mean may be added in place, or the gradient, whose memory the
+      mean may take; afterwards the mean over workers. Rows if the mean is wanted as Rows.
     residual: the accumulated updates of a worker, float32; afterwards the residual.
-    state: the state of the compressor.
+    state: the state of the compressor; for deep gradient compression the velocity.
     published: the residual of the mean that a worker, as the owner of a slice, keeps, flat float32
       (see `slicewise`); None if packets are sent to all workers.
     """
 
-    direction: jax.Array | Rows
+    direction: Leaf
     residual: jax.Array
     state: PyTree
     published: jax.Array | None = None

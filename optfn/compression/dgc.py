@@ -20,23 +20,22 @@ from optfn.collectives.axes import AxisName, axis_size, check_names
 from optfn.collectives.devices import ONE_WORKER, Workers
 from optfn.collectives.means import mean_in_one
 from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
+from optfn.compression.bytes_sent import DgcTraffic
+from optfn.compression.compressors import LeafInExchange
 from optfn.compression.dgc_phases import (
     VALUES,
-    DgcLeaf,
     Options,
     packet_formats,
-    ramp_step,
     update_compressed,
 )
+from optfn.compression.momentum_correction import MomentumCorrection
 from optfn.compression.on_shards import update_on_shards
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker
 from optfn.transforms.clipping import clip_factor
-from optfn.transforms.moment import momentum_rule
 
 
 @traits(link="dgc", passes_rows=True)
@@ -139,17 +138,19 @@ def deep_gradient_compression(
     core.check_transform("regularization", penalty)
     norm = local_grad_clip_norm
     options = Options(
-        checks.decay("momentum", momentum),
+        MomentumCorrection(
+            checks.decay("momentum", momentum),
+            checks.flag("nesterov", nesterov),
+            checks.flag("momentum_masking", momentum_masking),
+        ),
         checks.count("rampup_begin_step", rampup_begin_step, low=0),
         checks.count("rampup_step", rampup_step),
         _check_sparsity(sparsity),
-        checks.flag("nesterov", nesterov),
         None if norm is None else checks.positive("local_grad_clip_norm", norm),
         optax.with_extra_args_support(penalty),
         check_names("axis_name", axis_name),
         check_names("reduce_axis_name", reduce_axis_name, optional=True),
         checks.count("min_size", min_size),
-        checks.flag("momentum_masking", momentum_masking),
         checks.choice("wire", wire, tuple(VALUES)),
     )
     if options.rampup_step * len(options.sparsity) >= 2**31:
@@ -191,41 +192,12 @@ def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompression
         per_worker(tree.map_arrays(flat, params), options.axis_name),
         per_worker(tree.map_arrays(flat, params), options.axis_name),
         options.regularization.init(params),
-        exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
+        exchanged(params, options.all_axes, _traffic(options, params)),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class DgcTraffic:
-    """The bytes that a worker sends in a step.
-
-    rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
-    packets: the bytes of a worker's packet in each ramp step.
-    large, small: the bytes of the leaves that are compressed, and of those that are not.
-    """
-
-    rampup_begin_step: int
-    rampup_step: int
-    packets: tuple[int, ...]
-    large: int
-    small: int
-
-    @property
-    def compresses_nothing(self) -> bool:
-        """Whether no leaf is compressed."""
-        return self.small > 0 and not self.large
-
-    def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return the bytes that a worker sends: packets, unless whole leaves take fewer bytes."""
-        begin = self.rampup_begin_step
-        i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
-        gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
-        large = all_reduce_bytes(self.large, num_workers)
-        large = jnp.where(exchange < begin, large, jnp.minimum(gathered, large))
-        return large + all_reduce_bytes(self.small, num_workers)
-
-
-def _bytes_of_leaves(options: Options, params: Params) -> DgcTraffic:
+def _traffic(options: Options, params: Params) -> DgcTraffic:
+    """Return the bytes that a worker sends in a step, for leaves like `params`."""
     leaves = tree.arrays(params)
     large = [p for p in leaves if options.compresses(p)]
     small = [p for p in leaves if not options.compresses(p)]
@@ -280,10 +252,10 @@ def _accumulate_and_send_shards(
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
     if large:
-        leaves = [DgcLeaf(directions[i], u[i], v[i]) for i in large]
+        leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
         for i, leaf in zip(large, leaves, strict=True):
-            directions[i], u[i], v[i] = leaf
+            directions[i], v[i], u[i], _ = leaf
     return structure.unflatten(directions), DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
@@ -336,7 +308,5 @@ def _dense_leaf(
     options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return direction and velocity of plain momentum on the mean gradient."""
-    direction, new = momentum_rule(
-        mean, velocity, momentum=options.momentum, nesterov=options.nesterov
-    )
+    direction, new = options.correction.average(mean, velocity)
     return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

@@ -8,7 +8,7 @@ once per leaf would take a minute for a large model.
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,24 @@ import optax
 from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size, checked_axes, joined, vary
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.collectives.gathers import Gathered, all_gather
 from optfn.collectives.means import zeros_of_mean
 from optfn.compression.agreement import is_compressible
+from optfn.compression.bytes_sent import ramp_step
+from optfn.compression.compressors import LeafInExchange
+from optfn.compression.gathering import padding_rows
 from optfn.compression.k_largest import SampleSearch, num_selected
+from optfn.compression.momentum_correction import MomentumCorrection
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32
-from optfn.core import numerics
 from optfn.core.checks import Number
 from optfn.core.types import Leaf
 from optfn.sparse.rows import Rows
-from optfn.transforms.moment import momentum_rule
+
+# The compressed leaves of a worker; `state` is the local velocity u, and `residual` is v.
+Leaves: TypeAlias = list[LeafInExchange]
 
 # The encoding of a value for each `wire`.
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -39,19 +44,17 @@ VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 class Options:
     """The arguments of `deep_gradient_compression`, checked."""
 
-    momentum: Number
+    correction: MomentumCorrection
     rampup_begin_step: int
     rampup_step: int
     sparsity: tuple[float, ...]
-    nesterov: bool
     local_grad_clip_norm: Number | None
     regularization: optax.GradientTransformationExtraArgs
     axis_name: Axes
     reduce_axis_name: Axes
     min_size: int
-    momentum_masking: bool
     wire: str
-    group: Group | None = None
+    group: Devices | None = None
 
     @property
     def all_axes(self) -> Axes:
@@ -68,19 +71,6 @@ class Options:
         return is_compressible(p, self.min_size)
 
 
-class DgcLeaf(NamedTuple):
-    """A compressed leaf of one worker, before a phase and after it.
-
-    direction: first the gradient, then the direction, which may be Rows. It is flat in the phases.
-    velocity: the local velocity u, flat float32.
-    residual: v, flat float32.
-    """
-
-    direction: Leaf
-    velocity: jax.Array
-    residual: jax.Array
-
-
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
     """Return the packet format of each ramp step, for compressed leaves of these sizes.
 
@@ -92,12 +82,6 @@ def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]
         PacketFormat(segments, num_selected(1 - s, segments.lengths), values, values.bits)
         for s in options.sparsity
     ]
-
-
-def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
-    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1)."""
-    since = jnp.clip(step - begin, 0, length)
-    return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +125,10 @@ def update_compressed(
     options: Options,
     nonfinite: jax.Array,
     step: jax.Array,
-    leaves: list[DgcLeaf],
+    leaves: Leaves,
     *,
     row_updates: bool,
-) -> list[DgcLeaf]:
+) -> Leaves:
     """Run the phase of this step on all compressed leaves.
 
     Args:
@@ -161,7 +145,9 @@ def update_compressed(
     ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
     checked = checked_axes(options.axis_name)
     flat = [
-        DgcLeaf(leaf.direction.reshape((-1,)), *(vary(x, checked) for x in leaf[1:]))
+        LeafInExchange(
+            leaf.direction.reshape((-1,)), vary(leaf.residual, checked), vary(leaf.state, checked)
+        )
         for leaf in leaves
     ]
     phases = [partial(skip_nonfinite_step, ramp), partial(compressed_step, ramp, step)]
@@ -171,14 +157,14 @@ def update_compressed(
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
 
-    def reshaped(leaf: DgcLeaf, like: DgcLeaf) -> DgcLeaf:
+    def reshaped(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
         return leaf._replace(direction=leaf.direction.reshape(like.direction.shape))
 
     # The phase is the same on all workers, so its branches may contain collectives.
     return list(map(reshaped, lax.switch(phase, phases, flat), leaves))
 
 
-def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Return zero directions and the old state."""
     if ramp.gives_rows:
         return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
@@ -186,32 +172,30 @@ def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     return _redirected(leaves, [zeros_of_mean(leaf.direction, axes) for leaf in leaves])
 
 
-def _redirected(leaves: list[DgcLeaf], directions: Sequence[jax.Array | Rows]) -> list[DgcLeaf]:
+def _redirected(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
     """Return the leaves with these directions."""
     return list(map(lambda leaf, x: leaf._replace(direction=x), leaves, directions))
 
 
-def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+def dense_momentum_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Apply momentum to the mean gradient, with u as the velocity."""
     options, axes = ramp.options, ramp.options.axis_name
 
-    def step(leaf: DgcLeaf) -> DgcLeaf:
+    def step(leaf: LeafInExchange) -> LeafInExchange:
         mean = lax.pmean(leaf.direction, axes)
-        direction, u = momentum_rule(
-            mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
-        )
+        direction, u = options.correction.average(mean, leaf.state)
         if checked_axes(axes):
             # In this phase u is the same on all workers, but JAX cannot know that.
             direction = lax.pmax(direction, axes)
-        return DgcLeaf(direction, u, leaf.residual)
+        return leaf._replace(direction=direction, state=u)
 
     return list(map(step, leaves))
 
 
-def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+def compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
     """Accumulate, send the selected entries, and keep all remaining ones in the residual."""
     options = ramp.options
-    leaves = [accumulated(leaf, options.momentum, options.nesterov) for leaf in leaves]
+    leaves = list(map(options.correction.accumulate, leaves))
     # All ramp steps share one program for the passes over whole leaves; only the counts differ.
     search = SampleSearch(Segments(ramp.sizes))
     counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
@@ -219,22 +203,11 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[
     current = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
     words = search.candidates([leaf.residual for leaf in leaves], current)
 
-    def send(n: int, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+    def send(n: int, leaves: Leaves) -> Leaves:
         entries = search.extract([leaf.residual for leaf in leaves], words, counts[n])
         return _exchanged_entries(ramp, ramp.formats[n], *entries, leaves)
 
     return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
-
-
-def accumulated(leaf: DgcLeaf, momentum: Number, nesterov: bool) -> DgcLeaf:
-    """Return the leaf with u = μu + g, v = v + u; nesterov: u = μ(u + g), v = v + u + g."""
-    g, u, v = leaf
-    mu = numerics.scalar(momentum, g)
-    if nesterov:
-        u = mu * (u + g)
-        return DgcLeaf(g, u, v + u + g)
-    u = mu * u + g
-    return DgcLeaf(g, u, v + u)
 
 
 def _exchanged_entries(
@@ -242,8 +215,8 @@ def _exchanged_entries(
     packet_format: PacketFormat,
     values: jax.Array,
     index: jax.Array,
-    leaves: list[DgcLeaf],
-) -> list[DgcLeaf]:
+    leaves: Leaves,
+) -> Leaves:
     """Exchange entries: return leaves with their mean as direction, and residuals without them."""
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.rounded(values)
@@ -251,8 +224,8 @@ def _exchanged_entries(
     remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
     # With unsigned indices JAX adds no code per leaf that tests for negative ones.
     places = packet_format.split(index.astype(jnp.uint32))
-    without_sent = partial(_without_entries, ramp.options.momentum_masking)
-    kept = list(map(without_sent, leaves, places, packet_format.split(remainder)))
+    clear_sent = ramp.options.correction.clear_sent
+    kept = list(map(clear_sent, leaves, places, packet_format.split(remainder)))
     axes = ramp.options.axis_name
     zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
     if dense:
@@ -262,19 +235,6 @@ def _exchanged_entries(
     if ramp.gives_rows:
         return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
     return _redirected(kept, Gathered.of(packet, axes).mean(zeros, packet_format.add_to))
-
-
-def _without_entries(
-    momentum_masking: bool, leaf: DgcLeaf, places: jax.Array, remainder: jax.Array
-) -> DgcLeaf:
-    """Return the leaf with v = remainder, and u = 0 if masked, at these increasing places."""
-
-    def set_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
-        return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
-
-    g, u, v = leaf
-    u = set_entries(u, 0.0) if momentum_masking else u
-    return DgcLeaf(g, u, set_entries(v, remainder))
 
 
 def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
@@ -294,8 +254,6 @@ def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return Rows that have the shapes of `_rows_of_packets`, but only padding."""
-    return [
-        Rows(jnp.full(workers * k, n, jnp.int32), jnp.zeros(workers * k), n, parts=workers)
-        for n, k in zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
-    ]
+    """Return Rows with the shapes of `_rows_of_packets`, but only padding."""
+    counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
+    return [padding_rows(workers * k, size, parts=workers) for size, k in counts]

@@ -15,7 +15,7 @@ import optax
 
 from optfn import core
 from optfn.collectives.axes import Axes, AxisName, axis_size, check_names, joined
-from optfn.collectives.devices import ONE_WORKER, Group, Workers
+from optfn.collectives.devices import ONE_WORKER, Devices, Workers
 from optfn.collectives.means import mean_of_all, zeros_of_mean
 from optfn.collectives.packets import check_codec
 from optfn.compression.agreement import (
@@ -78,7 +78,7 @@ class _Options(Sending):
 
     compressors: Mapping[Any, BaseCompressor | None]
     min_size: int
-    group: Group | None = None
+    group: Devices | None = None
     row_updates: bool = False
 
     @property
@@ -289,7 +289,7 @@ def _compressed_mean(
     return _packed_as(updates, whole), new
 
 
-def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Group | None) -> None:
+def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
     """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
     if group is None:
         return

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,12 @@ def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Ax
     count = axis_size(axis_name) * (number or 0)
     if not count or count * _SORTED > size:
         return None
-    return Rows(jnp.full(count, size, jnp.int32), jnp.zeros(count), size, unique=True, view=shape)
+    return padding_rows(count, size, unique=True, view=shape)
+
+
+def padding_rows(count: int, num_rows: int, **fields: Any) -> Rows:
+    """Return `count` Rows of zeros at the index `num_rows`, which no array has: all are padding."""
+    return Rows(jnp.full(count, num_rows, jnp.int32), jnp.zeros(count), num_rows, **fields)
 
 
 # To sort an entry takes as long as a pass of an update over so many elements.

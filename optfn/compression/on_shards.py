@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import OptState, Params, Updates
 from optfn.state.per_worker import Divided, PerWorker
@@ -21,7 +21,7 @@ def update_on_shards(
     updates: Updates,
     state: Any,
     params: Params | None,
-    group: Group | None,
+    group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
     """Return the result of an update that each device computes on its shards of the arrays.
@@ -52,13 +52,13 @@ def update_on_shards(
         return run(updates, state, params)
     specs = group.specs_of(updates), _specs_of_state(state, updates, group)
     param_specs = None if params is None else group.specs_of(params)
-    result: tuple[Updates, OptState] = group.mapped(run, (*specs, param_specs), specs)(
+    result: tuple[Updates, OptState] = group.shard_map(run, (*specs, param_specs), specs)(
         updates, state, params
     )
     return result
 
 
-def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:
+def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
     """Return the PartitionSpecs of a state; fields like the params are divided like them."""
     structure = tree.flatten(updates)[1]
 
@@ -66,7 +66,7 @@ def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:
         if isinstance(x, PerWorker):
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
-            return x._replace(value=group.row_specs(x.value))
+            return x._replace(value=group.flattened_specs(x.value))
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(field_specs, state))

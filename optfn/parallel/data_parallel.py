@@ -21,7 +21,7 @@ from optfn.collectives.means import mean_of_all
 from optfn.collectives.mesh import sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.state.per_worker import Exchanged, exchanged_axes, exchanges, nodes_of
+from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
 from optfn.state.placement import num_workers, specs_of
 
 
@@ -42,7 +42,7 @@ def step_of_all_workers(
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may be over axes along which the batch is not split.
-        names = joined(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
+        names = joined(data_axis, axes_of_exchanges(state.opt_state))
         run = meshes.mapped(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result

@@ -13,7 +13,6 @@ all remaining axes, and divide this gradient and state among them.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +21,17 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import placed_copy, replicate
-from optfn.state import names as state_names
+from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, cut, map_padded, padded
-from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
-from optfn.state.placement import num_workers, on_workers_of, specs_of
+from optfn.state.per_worker import axes_of_exchanges, check_wrappers, map_divided
+from optfn.state.placement import num_workers, on_workers_of, spec_over_workers, specs_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -132,8 +131,14 @@ class Layout:
         """
         if not self.divides:
             return specs_of(state, self.worker_axes)
+        check_wrappers("the optimizer", state)
+        owners = self._specs_by_path(params)
 
-        def divided_spec(x: Leaf, over: P, p: Leaf, spec: P) -> P:
+        def state_spec(entry: Entry, x: Leaf) -> P:
+            over = spec_over_workers(self.worker_axes, entry, x)
+            if entry.param is None:
+                return over
+            p, spec = owners[entry.param]
             # 1. x lies on the mesh as the arrays of N workers along its first axis, (N·d, …), with
             #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
             # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
@@ -159,33 +164,12 @@ class Layout:
             #    x, along any dimension that fits; else it is whole on each device of a worker.
             return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
 
-        return self._map_state(divided_spec, lambda x, over: over, state, params)
+        return map_entries(state_spec, state, owners)
 
-    def _map_state(
-        self,
-        of_param: Callable[[Leaf, P, Leaf, P], Any],
-        otherwise: Callable[[Leaf, P], Any],
-        state: OptState,
-        params: Params,
-    ) -> PyTree:
-        """Map the leaves of a state, each together with the parameter that it belongs to.
-
-        Args:
-          of_param: a function of (leaf, its spec over the workers, its parameter, the spec of the
-            parameter's gradient).
-          otherwise: a function of (leaf, its spec over the workers), for counters and rates.
-          state: the state of an optimizer.
-          params: the params.
-        """
-        by_path = {str(k): pair for k, *pair in tree.items(params, self.gradient_specs(params))}
-        entries = state_names.entries_by_param(state_names.named_entries(state), by_path)
-        worker_specs = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
-
-        def mapped(entry: tuple[str | None, Leaf], over: P) -> Any:
-            path, x = entry
-            return otherwise(x, over) if path is None else of_param(x, over, *by_path[path])
-
-        return jax.tree.unflatten(jax.tree.structure(state), map(mapped, entries, worker_specs))
+    def _specs_by_path(self, params: Params) -> dict[str, tuple[Leaf, P]]:
+        """Map the path of each parameter to the parameter and the spec of its gradient."""
+        specs = self.gradient_specs(params)
+        return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
     def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
         """Return the spec that divides an array along the first dimension that N divides.
@@ -216,8 +200,12 @@ class Layout:
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
         """
+        owners = self._specs_by_path(params)
 
-        def padded_leaf(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
+        def pad(entry: Entry, x: Leaf) -> Leaf:
+            if entry.param is None:
+                return x
+            p, spec = owners[entry.param]
             shape = self.padded_shape(jnp.shape(p), spec)
             leading = _leading(x.shape, jnp.shape(p))
             end = leading + len(spec)
@@ -225,7 +213,7 @@ class Layout:
                 return x
             return padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
 
-        return self._map_state(padded_leaf, lambda x, over: x, state, params)
+        return map_entries(pad, state, owners)
 
     def unpadded(self, state: OptState) -> OptState:
         """Return a stored state without padding, as an update takes it inside jit."""
@@ -236,20 +224,17 @@ class Layout:
 
         return map_padded(without_padding, state)
 
-    def group_of(self, params: Params) -> Group | None:
+    def group_of(self, params: Params) -> Devices | None:
         """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
-        return Group(
-            self.mesh,
-            self.inner_axes,
-            {
-                str(k): restricted(spec, self.inner_axes)
-                for k, x, spec in specs
-                if not tree.is_masked(x)
-            },
-        )
+        by_path = [
+            (str(place), restricted(spec, self.inner_axes))
+            for place, x, spec in specs
+            if not tree.is_masked(x)
+        ]
+        return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def bound_specs(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
@@ -312,8 +297,7 @@ class Layout:
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
-        over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
-        divided = [axis for axis in over if axis in self.shard_axes]
+        divided = [axis for axis in axes_of_exchanges(state) if axis in self.shard_axes]
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -321,7 +305,7 @@ class Layout:
                 "exchange would be as large as one. Divide over other axes, "
                 "shard=sharded(..., axis=), or leave the exchange out"
             )
-        if not self.worker_axes and jax.tree.leaves(nodes_of(PerWorker, state)):
+        if not self.worker_axes and any(x.kept == "per_worker" for x in inventory(state)):
             raise ValueError(
                 "shard: tx keeps its own state on each worker, but no worker axis is left, since "
                 f"params or state are divided over all data axes, {(*self.data_axes,)}. Name the "
@@ -334,17 +318,21 @@ class Layout:
         A shard of a leaf is not a contiguous range of the flat array.
         """
 
-        def shaped(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
-            is_flat = any(over) and jnp.shape(x) == (jnp.size(p),)
-            return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
-
         def reshaped(params: Params) -> OptState:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            rows = group.rows
+            rows, owners = group.flatten_shards, self._specs_by_path(params)
+
+            def shape(entry: Entry, x: Leaf) -> Leaf:
+                if entry.param is None or entry.kept != "per_worker":
+                    return x
+                p, spec = owners[entry.param]
+                is_flat = jnp.shape(x) == (jnp.size(p),)
+                return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
+
             state = map_divided(lambda node: node._replace(value=rows(node.value)), state)
-            return self._map_state(shaped, lambda x, over: x, state, params)
+            return map_entries(shape, state, owners)
 
         return reshaped if self.worker_axes and self.divides else init
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.compression.dgc_phases import ramp_step
+from optfn.compression.bytes_sent import ramp_step
 from optfn.core import checks
 from optfn.core.checks import Schedule
 from optfn.plot.axes import named_values, styled_axes

@@ -27,13 +27,14 @@ from optfn.run.finiteness import ends_finite
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
 from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
 from optfn.sparse.sharded_table import unwrap_tables
+from optfn.state.names import named_leaves
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.loading import ABOUT, host_array, load_named
 from optfn.train.packed_state import placeholders, unpack_state
 from optfn.train.state import TrainState
-from optfn.train.state_dict import RESERVED, check_names, named_leaves
+from optfn.train.state_dict import RESERVED, check_names
 
 _HISTORY = "history/"
 _TRAIN = "train"  # the first word of the names of a TrainState

@@ -28,11 +28,12 @@ from optfn.run.directory_arrays import read_arrays
 from optfn.run.finiteness import params_of
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import natural, unwrap_tables
+from optfn.state.names import named_leaves
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, leaves_by_name, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, leaves_by_name, per_worker_names
 
 # The names of the entries that are not arrays of the state.
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"

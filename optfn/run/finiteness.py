@@ -9,8 +9,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState
 from optfn.run.history import History
-from optfn.state.names import nested
-from optfn.train.state_dict import named_leaves
+from optfn.state.names import named_leaves, nested
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}

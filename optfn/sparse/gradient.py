@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from optfn import core
+from optfn.collectives.devices import Devices
 from optfn.core import checks, leafwise
 from optfn.core.traits import traits
 from optfn.core.types import Params, Updates
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.loss_program import LossProgram
-from optfn.sparse.tables import Owners
 
 
 @traits(link="pass")
@@ -39,7 +39,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    owners: Owners | None = None,
+    owners: Devices | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 

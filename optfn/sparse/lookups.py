@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
+from optfn.collectives.devices import Devices
 from optfn.jaxprs.equations import (
     CHECKPOINTS,
     Atom,
@@ -27,7 +28,7 @@ from optfn.jaxprs.equations import (
 )
 from optfn.jaxprs.sharded import gather_params, run_on_shards
 from optfn.sparse.rows import Rows
-from optfn.sparse.tables import Owners
+from optfn.sparse.tables import lookup_rows, num_rows_of
 
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
 _CASTS = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
@@ -87,7 +88,7 @@ class _Lookup(NamedTuple):
             ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
         return ids
 
-    def fetch(self, owners: Owners | None, table: jax.Array, ids: jax.Array) -> jax.Array:
+    def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, or of its shards, (*ids.shape, …)."""
         row, fill = table.shape[1:], self.equation.params.get("fill_value")
         if owners is None:
@@ -98,8 +99,8 @@ class _Lookup(NamedTuple):
             )
             return rows
         # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
-        inside = jnp.clip(ids, 0, owners.num_rows(table) - 1)
-        rows = owners.lookup(table, inside.reshape(-1)).reshape(*ids.shape, *row)
+        inside = jnp.clip(ids, 0, num_rows_of(owners, table) - 1)
+        rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
         if self.mode == GatherScatterMode.FILL_OR_DROP:
             is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
             rows = jnp.where(is_inside, rows, jnp.nan if fill is None else fill)
@@ -146,7 +147,7 @@ class Lookups:
         program: Equations,
         paths: Sequence[str | None],
         values: Sequence[Any],
-        owners: Owners | None = None,
+        owners: Devices | None = None,
     ) -> None:
         self._program = _with_lookups_before_checkpoints(program, paths, values)
         self._owners = owners

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, Updates
 from optfn.jaxprs.equations import Environment, Equations, bindings
@@ -23,7 +24,7 @@ from optfn.jaxprs.sharded import ShardedParam, gather_params, is_sharded, scans_
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import Lookups
-from optfn.sparse.tables import Owners
+from optfn.sparse.tables import num_rows_of, send_gradients
 
 
 class LossProgram:
@@ -46,7 +47,7 @@ class LossProgram:
         loss_fn: Callable[[Params], Any],
         params: Params,
         tables: Pattern | None,
-        owners: Owners | None,
+        owners: Devices | None,
     ) -> None:
         self._loss_fn, self._owners = loss_fn, owners
         self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded)
@@ -101,7 +102,7 @@ class LossProgram:
         grads = [g.shard.array if isinstance(g, ShardedParam) else g for g in grads]
         found: Environment = lookups.gradients(ids, row_grads) | bindings(dense, grads)
         if self._owners is not None:
-            found |= {v: self._owners.send(found[v]) for v in lookups.tables}
+            found |= {v: send_gradients(self._owners, found[v]) for v in lookups.tables}
         return value, jax.tree.unflatten(self._structure, [found[v] for v in lookups.inputs])
 
     @property
@@ -122,8 +123,8 @@ def _whole_shape(x: Leaf) -> Leaf:
     return jax.eval_shape(ShardedParam.gather, x) if isinstance(x, ShardedParam) else x
 
 
-def _divided_table_shape(shard: Leaf, owners: Owners) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((owners.num_rows(shard), *shard.shape[1:]), shard.dtype)
+def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_rows_of(owners, shard), *shard.shape[1:]), shard.dtype)
 
 
 def _check_table(path: str, leaf: Leaf) -> None:

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, axes
+from optfn.collectives.devices import Devices
 from optfn.core import checks, tree
 from optfn.core.traits import traits
 from optfn.core.types import DType, Leaf, PyTree
-from optfn.sparse.tables import Owners
+from optfn.sparse.tables import place_of
 from optfn.state.per_worker import PerWorker
 
 # The attributes that the array of stored rows shares with the table, or has for it.
@@ -47,17 +48,17 @@ class ShardedTable:
       num_rows: R, the number of rows of the table.
     """
 
-    def __init__(self, stored: PyTree, owners: Owners, num_rows: int) -> None:
+    def __init__(self, stored: PyTree, owners: Devices, num_rows: int) -> None:
         self.stored, self.owners, self.num_rows = stored, owners, num_rows
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Owners, int]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Devices, int]]:
         """Return the stored array with its key, and the static data."""
         key = jax.tree_util.GetAttrKey("stored")
         return [(key, self.stored)], (self.owners, self.num_rows)
 
     @classmethod
     def tree_unflatten(
-        cls, static: tuple[Owners, int], children: tuple[PyTree, ...]
+        cls, static: tuple[Devices, int], children: tuple[PyTree, ...]
     ) -> "ShardedTable":
         """Return the node of static data and a child."""
         return cls(children[0], *static)
@@ -81,7 +82,7 @@ class ShardedTable:
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
                 ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
-                rows: jax.Array = self.stored[self.owners.place_of(ids, self.num_rows)]
+                rows: jax.Array = self.stored[place_of(self.owners, ids, self.num_rows)]
                 return rows
         return self.__jax_array__()[key]
 
@@ -102,7 +103,7 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
     return isinstance(x, ShardedTable)
 
 
-def divide_tables(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
+def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
     """Return params in which tables are ShardedTables, instead of arrays in natural order.
 
     Args:
@@ -197,7 +198,7 @@ def check_rows(state: PyTree) -> None:
 
 
 # (rows of this device, owners) -> its rows after all devices have exchanged theirs.
-Exchange = Callable[[jax.Array, Owners], jax.Array]
+Exchange = Callable[[jax.Array, Devices], jax.Array]
 
 
 def _axis_of_rows(shape: tuple[int, ...], num_rows: int) -> int | None:
@@ -208,7 +209,7 @@ def _axis_of_rows(shape: tuple[int, ...], num_rows: int) -> int | None:
 def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
     """Return an array with its rows in stored order, or in natural order."""
     axis = _axis_of_rows(x.shape, node.num_rows)
-    if axis is None or node.owners.workers == 1:
+    if axis is None or node.owners.size == 1:
         return x
     names = _axes_along(x, axis)
     if names[-len(node.owners.axes) :] != node.owners.axes:
@@ -224,7 +225,7 @@ def _axes_along(x: Leaf, axis: int) -> Axes:
 
 def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
     """Return an array with its rows in another order, by a transposition of the whole array."""
-    count = node.owners.workers
+    count = node.owners.size
     per_device = node.num_rows // count
     rows = (count, per_device) if to_natural else (per_device, count)
     shape = (*x.shape[:axis], x.shape[axis] // node.num_rows, *rows, *x.shape[axis + 1 :])
@@ -233,7 +234,7 @@ def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _exchanged(
-    x: jax.Array, owners: Owners, names: Axes, axis: int, exchange: Exchange
+    x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
     """Return an array on the mesh with its rows in another order; no device ever has all of it.
 
@@ -253,44 +254,44 @@ def _exchanged(
     return result
 
 
-def _in_both_orders(shard: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
+def _in_both_orders(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
     """Return the places of rows at this device: in its stored rows, and in its natural block.
 
     Row k of each has the places of the rows that device k has in the other order.
     """
-    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
+    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
     stored, _ = _pairs(owners, me, all_devices, len(shard))
     _, block = _pairs(owners, all_devices, me, len(shard))
     return stored, block
 
 
-def _to_stored(shard: jax.Array, owners: Owners) -> jax.Array:
+def _to_stored(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange blocks of rows in natural order for the rows that each device keeps."""
     stored, block = _in_both_orders(shard, owners)
     return _all_to_all(shard, owners, block, stored)
 
 
-def _to_natural(shard: jax.Array, owners: Owners) -> jax.Array:
+def _to_natural(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange the rows that each device keeps for its block of rows in natural order."""
     stored, block = _in_both_orders(shard, owners)
     return _all_to_all(shard, owners, stored, block)
 
 
-def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def _pairs(owners: Devices, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the places of the rows that `owner` keeps and that the block of `device` contains.
 
     The first result has their places at the owner, the second their places in the block. `count`,
     the number of rows of a device, stands for none.
     """
     start = device * count
-    place = (start - owner + owners.workers - 1) // owners.workers
-    place = place + np.arange(-(-count // owners.workers), dtype=np.int32)
-    in_block = place * owners.workers + owner - start
+    place = (start - owner + owners.size - 1) // owners.size
+    place = place + np.arange(-(-count // owners.size), dtype=np.int32)
+    in_block = place * owners.size + owner - start
     is_inside = in_block < count
     return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)
 
 
-def _all_to_all(shard: jax.Array, owners: Owners, sent: jax.Array, places: jax.Array) -> jax.Array:
+def _all_to_all(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
     """Exchange rows: send rows `sent[k]` to device k, and put those from it at `places[k]`."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)

@@ -1,4 +1,4 @@
-"""Embedding tables whose rows are dealt out to the workers in turn: each keeps 1/N of them.
+"""Embedding tables whose rows are divided over N owners: owner k keeps rows k, k + N, k + 2·N, …
 
 A worker fetches the rows that its batch looks up from their owners, and sends them the gradients.
 Each worker sends an id once, however often its batch repeats it. Usually one round is enough, in
@@ -15,117 +15,107 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes
+from optfn.collectives.devices import Devices
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.sparse.rows import Rows
-from optfn.state.placement import num_workers
 
 
-class Owners(NamedTuple):
-    """The workers that keep the rows of tables: worker k has rows k, k + N, k + 2·N, …
+def num_rows_of(owners: Devices, shard: Leaf) -> int:
+    """Return the number of rows of the table of which each owner keeps a shard like this."""
+    return int(owners.size * shard.shape[0])
 
-    The place of a row is its index in the array of all stored rows, those of worker 0 first.
 
-    mesh: the mesh.
-    axes: the mesh axes of these workers.
+def place_of(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
+    """Return the places of rows of a table; padding, the id `num_rows`, stays as it is.
+
+    The place of a row is its index in the array of all stored rows, with the rows of owner 0 first.
     """
+    place = ids % owners.size * (num_rows // owners.size) + ids // owners.size
+    return jnp.where(ids < num_rows, place, num_rows)
 
-    mesh: Mesh
-    axes: Axes
 
-    @property
-    def workers(self) -> int:
-        """The number of workers."""
-        return num_workers(self.mesh, self.axes)
+def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
+    """Run `fn` on each owner's shards of the arguments, and return whole arrays.
 
-    def num_rows(self, shard: Leaf) -> int:
-        """Return the number of rows of the table of which a worker keeps this shard."""
-        return int(self.workers * shard.shape[0])
+    Scalars are the same on all owners. Inside the `shard_map` of further axes `fn` must not close
+    over arrays, whose types name the axes bound outside.
+    """
+    over_owners = P(owners.axes)
 
-    def place_of(self, ids: jax.Array, num_rows: int) -> jax.Array:
-        """Return the places of rows of a table; padding, the id `num_rows`, stays as it is."""
-        place = ids % self.workers * (num_rows // self.workers) + ids // self.workers
-        return jnp.where(ids < num_rows, place, num_rows)
+    def run(shards: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
+        return fn(*shards, **scalars)
 
-    def on_each(self, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-        """Run `fn` on each worker's shards of the arguments, and return whole arrays.
+    return owners.shard_map(run, (over_owners, P()), over_owners)(arguments, scalars)
 
-        Scalars are the same on all workers. Inside the `shard_map` of further axes `fn` must not
-        close over arrays, whose types name the axes bound outside.
-        """
-        spread = P(self.axes)
 
-        def local(shards: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
-            return fn(*shards, **scalars)
+def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return the rows of a table, fetched from their owners, inside `shard_map`.
 
-        run = meshes.mapped(local, self.mesh, self.axes, (spread, P()), spread)
-        return run(arguments, scalars)
+    Args:
+      owners: the devices that keep the rows.
+      shard: the rows that this device keeps, (R/N, …).
+      ids: the rows that it wants, int32 (n,) in [0, R).
 
-    def lookup(self, shard: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return the rows of a table, inside `shard_map`.
+    Returns:
+      (n, …).
+    """
+    total = num_rows_of(owners, shard)
+    places = place_of(owners, ids, total)
+    once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
+    rounds = _Rounds.of(once, owners, shard.shape[0])
 
-        Args:
-          shard: the rows that this worker keeps, (R/N, …).
-          ids: the rows that it wants, int32 (n,) in [0, R).
+    def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
+        at = rounds.positions(first, size)
+        asked = _all_to_all(owners, rounds.local_ids(at))
+        answers = shard.at[asked].get(mode="fill", fill_value=0)
+        return found.at[at].set(_all_to_all(owners, answers), mode="drop")
 
-        Returns:
-          (n, …).
-        """
-        total = self.num_rows(shard)
-        places = self.place_of(ids, total)
-        once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
-        rounds = _Rounds.of(once, self, shard.shape[0])
+    found = rounds.run(ask, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
+    answers: jax.Array = found[place.reshape(-1)]
+    return answers
 
-        def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
-            at = rounds.positions(first, size)
-            asked = self._exchange(rounds.local_ids(at))
-            answers = shard.at[asked].get(mode="fill", fill_value=0)
-            return found.at[at].set(self._exchange(answers), mode="drop")
 
-        found = rounds.run(ask, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
-        answers: jax.Array = found[place.reshape(-1)]
-        return answers
+def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
+    """Return the mean gradient of the rows that this device keeps, inside `shard_map`.
 
-    def send(self, grads: Rows) -> "OwnedRows":
-        """Return the mean gradient of the rows that this worker keeps, inside `shard_map`.
+    Args:
+      owners: the devices that keep the rows.
+      grads: the rows of this device's gradient.
+    """
+    indices = place_of(owners, grads.indices, grads.num_rows)
+    once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merged()
+    per_owner = grads.num_rows // owners.size
+    rounds = _Rounds.of(once.indices, owners, per_owner)
+    width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
 
-        Args:
-          grads: the rows of this worker's gradient.
-        """
-        indices = self.place_of(grads.indices, grads.num_rows)
-        once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merged()
-        per_owner = grads.num_rows // self.workers
-        rounds = _Rounds.of(once.indices, self, per_owner)
-        width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
+    def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
+        ids = _all_to_all(owners, rounds.local_ids(rounds.positions(first, size)))
+        return lax.dynamic_update_slice(arrived, ids, (0, first))
 
-        def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
-            ids = self._exchange(rounds.local_ids(rounds.positions(first, size)))
-            return lax.dynamic_update_slice(arrived, ids, (0, first))
+    arrived = rounds.run(send_ids, jnp.full((owners.size, width), per_owner, jnp.int32))
+    room = _room(width, owners.size, per_owner)
+    indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
+    # Drop padding.
+    place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
 
-        arrived = rounds.run(send_ids, jnp.full((self.workers, width), per_owner, jnp.int32))
-        room = _room(width, self.workers, per_owner)
-        indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
-        # Drop padding.
-        place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
+    def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
+        at = rounds.positions(first, size)
+        values = once.values.at[at].get(mode="fill", fill_value=0)
+        at = lax.dynamic_slice(place, (0, first), (owners.size, size))
+        return sums.at[at].add(_all_to_all(owners, values), mode="drop")
 
-        def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
-            at = rounds.positions(first, size)
-            values = once.values.at[at].get(mode="fill", fill_value=0)
-            at = lax.dynamic_slice(place, (0, first), (self.workers, size))
-            return sums.at[at].add(self._exchange(values), mode="drop")
+    zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
+    sums = rounds.run(send_values, zeros)
+    return OwnedRows(indices, sums / owners.size, grads.num_rows, owners, width)
 
-        zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
-        sums = rounds.run(send_values, zeros)
-        return OwnedRows(indices, sums / self.workers, grads.num_rows, self, width)
 
-    def _exchange(self, x: jax.Array) -> jax.Array:
-        """Send row k of x to worker k, and return the rows received from each worker."""
-        received: jax.Array = lax.all_to_all(x, self.axes, 0, 0)
-        return received
+def _all_to_all(owners: Devices, x: jax.Array) -> jax.Array:
+    """Send row k of x to owner k, and return the rows received from each device."""
+    received: jax.Array = lax.all_to_all(x, owners.axes, 0, 0)
+    return received
 
 
 class _Rounds(NamedTuple):
@@ -146,13 +136,13 @@ class _Rounds(NamedTuple):
     per_owner: int
 
     @classmethod
-    def of(cls, ids: jax.Array, owners: Owners, per_owner: int) -> "_Rounds":
+    def of(cls, ids: jax.Array, owners: Devices, per_owner: int) -> "_Rounds":
         """Return the rounds for increasing ids."""
-        firsts = np.arange(owners.workers + 1, dtype=np.int32) * np.int32(per_owner)
+        firsts = np.arange(owners.size + 1, dtype=np.int32) * np.int32(per_owner)
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
-        return cls(ids, starts, ends, fullest, _sizes(ids.size, owners.workers), per_owner)
+        return cls(ids, starts, ends, fullest, _sizes(ids.size, owners.size), per_owner)
 
     def run(
         self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
@@ -261,7 +251,7 @@ class OwnedRows(LeafKind):
     indices: jax.Array
     values: jax.Array
     num_rows: int
-    owners: Owners
+    owners: Devices
     at_a_time: int
 
     @property
@@ -302,7 +292,7 @@ class OwnedRows(LeafKind):
     def joined(self) -> "OwnedRows":
         """Return the sum over the leading axis of its arrays; inside `shard_map` over owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
-        size = self.num_rows // self.owners.workers
+        size = self.num_rows // self.owners.size
         once = Rows(self.indices.reshape(-1), values, size).merged()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
@@ -313,29 +303,29 @@ class OwnedRows(LeafKind):
 
     def dense(self) -> jax.Array:
         """Return the array that the rows represent, divided over the workers."""
-        whole: jax.Array = self.owners.on_each(
-            lambda *x: self._local(*x).dense(), self.indices, self.values
+        whole: jax.Array = run_on_owners(
+            self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
         """Return p + self, computed by each worker on its rows; in place if p is donated."""
-        total: jax.Array = self.owners.on_each(
-            lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
+        total: jax.Array = run_on_owners(
+            self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
         return total
 
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
         """Return the rows of one worker as rows of its shard of the table."""
-        return Rows(indices, values, self.num_rows // self.owners.workers, unique=True)
+        return Rows(indices, values, self.num_rows // self.owners.size, unique=True)
 
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
         """Apply a rule to the rows, on the workers that keep them."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
-        values, *new = self.owners.on_each(
-            run, self.indices, self.values, *accumulators, *params, **scalars
+        values, *new = run_on_owners(
+            self.owners, run, self.indices, self.values, *accumulators, *params, **scalars
         )
         update = dataclasses.replace(self, values=values)
         return (update, *new) if accumulators else update
@@ -352,7 +342,7 @@ class OwnedRows(LeafKind):
         """Return the update of the rows of one worker, and its accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
         chunk = self.at_a_time
-        size = self.num_rows // self.owners.workers
+        size = self.num_rows // self.owners.size
 
         def update(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             values, *accumulators = carry

@@ -1,20 +1,19 @@
 """Declarations of the fields of a state that have codes instead of numbers, and of their scales.
 
 Arithmetic on a state from outside, such as a mean over workers, must decode these fields first. The
-type of the state declares them, so that they can be found in a state and, by the names of its
-fields, in a mapping from `state_dict`.
+type of the state declares them, and the names of `state_dict` begin with the word for that type. So
+codes are found by their names, in a state and in a file.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.core.types import OptState
 from optfn.state.names import state_word
 
 T = TypeVar("T", bound=type)
@@ -69,25 +68,31 @@ def encodes(*fields: Encoded) -> Callable[[T], T]:
     return declare
 
 
-def encoded_fields(state: OptState) -> tuple[Encoded, ...]:
-    """Return the fields of one state that hold codes."""
-    return _fields.get(type(state), ())
+class Codes(NamedTuple):
+    """What is known of an array of codes.
+
+    field: the declaration of its field.
+    scales: the name of the array of their scales.
+    """
+
+    field: Encoded
+    scales: str
 
 
-def has_codes(x: object) -> bool:
-    """Tell whether `x` is a state with fields that hold codes."""
-    return type(x) in _fields
+def codes_by_name(names: Collection[str]) -> dict[str, Codes]:
+    """Return `Codes` for each name that is of an array of codes, if `names` has its scales too.
 
-
-def encoded_names(mapping: Mapping[str, object]) -> dict[str, tuple[Encoded, str]]:
-    """Map the name of each array of codes to its field and the name of its scales."""
-    found = {}
+    Args:
+      names: the names of arrays in `state_dict`.
+    """
+    known, found = set(names), {}
     for kind, fields in _fields.items():
+        word = state_word(kind)
+        of_kind = [name for name in names if word in name]
         for field in fields:
-            pattern = re.compile(rf"((?:.*/)?{state_word(kind)}(?:_\d+)?/){field.codes}((?:/.*)?)")
-            for name in mapping:
-                match = pattern.fullmatch(name)
-                scale = f"{match[1]}{field.scale}{match[2]}" if match else ""
-                if scale in mapping:
-                    found[name] = field, scale
+            pattern = re.compile(rf"((?:.*/)?{word}(?:_\d+)?/){field.codes}((?:/.*)?)")
+            for match in filter(None, map(pattern.fullmatch, of_kind)):
+                scales = f"{match[1]}{field.scale}{match[2]}"
+                if scales in known:
+                    found[match[0]] = Codes(field, scales)
     return found

@@ -1,7 +1,7 @@
 """Names for the entries of an optimizer's state, which stay the same when a chain changes."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,24 +17,24 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def entries_by_param(
-    entries: Iterable[tuple[str, Any]], paths: Iterable[str]
-) -> Iterator[tuple[str | None, Any]]:
-    """Yield (path of its parameter, array) for each entry (name, array) of a state.
+def params_of_leaves(
+    named: Iterable[tuple[str, Any]], paths: Iterable[str]
+) -> Iterator[str | None]:
+    """Yield the path of its parameter for each (name, array) of a state; None for counters, rates.
 
-    The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of
-    a list of arrays for each parameter); None for counters and rates. If the only parameter has no
-    path, all arrays that are not scalars belong to it.
+    It is the longest of `paths` that the name ends with, before any numbers, which count the arrays
+    of a list for each parameter. If the only parameter has no path, all arrays that are not scalars
+    belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
-    for name, leaf in entries:
+    for name, leaf in named:
         ends = (
             path
             for end in _without_numbers(name)
             for path in longest_first
             if end.endswith(f"/{path}") or (path == "" and leaf.shape)
         )
-        yield next(ends, None), leaf
+        yield next(ends, None)
 
 
 def _without_numbers(name: str) -> Iterator[str]:
@@ -93,10 +93,8 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def named_entries(
-    state: OptState, stop: Callable[[Any], bool] = lambda x: False, *, with_leaves: bool = True
-) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
+def named_leaves(state: OptState) -> Iterator[tuple[str, Any]]:
+    """Yield (name, array) for each array of a state, in the order of jax.tree.leaves.
 
     A name consists of the transform that the leaf belongs to, from the type of its state; the
     field; and the path in a tree like the parameters, as in "scale_by_adam/mu/layers/0/w".
@@ -105,15 +103,26 @@ def named_entries(
     "scale_by_momentum_2". Labels come first, as in "fast/scale_by_adam/mu/w": the keys of a dict of
     states (`optax.partition`), and the fields of a NamedTuple of several states.
 
+    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or the
+    words for its fields (`words`); it adds no word then, because the word of the state around it is
+    enough.
+
     Args:
       state: the state of an optimizer, however wrapped.
-      stop: selects states that are yielded as they are, not leaf by leaf.
-      with_leaves: whether leaves are yielded; if not, only states that `stop` selects are.
-
-    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or the
-    words for its fields (`words`); it adds no word then, because that of the state around it is
-    enough.
     """
+    return _named(state, None)
+
+
+def named_states(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
+    """Yield (name, state) for each chosen state of a transform; the name is that of `named_leaves`.
+
+    States inside a chosen one are left out.
+    """
+    return _named(state, chosen)
+
+
+def _named(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the chosen states with their names; the arrays of the state if `chosen` is None."""
     seen: dict[str, int] = {}
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
@@ -123,7 +132,7 @@ def named_entries(
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
-            if stop(node):
+            if chosen is not None and chosen(node):
                 yield name, node
                 return
             are_labels = _fields_are_labels(node)
@@ -143,31 +152,12 @@ def named_entries(
                 label = key_name(key) if isinstance(node, dict) else ""
                 within = join(prefix or labels, label) if label else prefix
                 yield from walk(child, within, join(labels, label))
-        elif with_leaves:
+        elif chosen is None:
             for path, leaf in leaves_with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
 
     yield from walk(state, "", "")
-
-
-def whole_matrices(state: OptState, names: Collection[str]) -> dict[str, str]:
-    """Map the path of each leaf whose rule needs whole matrices to the word of the rule for it.
-
-    Args:
-      state: the state of an optimizer, however wrapped.
-      names: the paths of the leaves.
-    """
-    parts = named_entries(
-        state, stop=lambda x: bool(traits_of(x).whole_matrices), with_leaves=False
-    )
-    return {
-        owner: word
-        for _, part in parts
-        if (word := traits_of(part).whole_matrices)
-        for owner, _ in entries_by_param(named_entries(part), names)
-        if owner is not None
-    }
 
 
 def names_within(names: Iterable[str], field: str) -> dict[str, str]:

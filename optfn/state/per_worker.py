@@ -98,15 +98,6 @@ class Divided(NamedTuple):
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
-    def mapped(self, fn: Callable[[Any, int], Any]) -> "Divided":
-        """Map fn(array, unpadded length of its last axis) over the arrays."""
-        sizes = iter(self.sizes)
-
-        def new(x: Any) -> Any:
-            return fn(x, next(sizes) // (x.shape[0] if x.ndim == 2 else 1))
-
-        return self._replace(value=jax.tree.map(new, self.value))
-
 
 def divided(value: PyTree, names: Axes) -> Divided:
     """Return whole flat arrays as a `Divided` over the axes of the workers."""
@@ -163,6 +154,11 @@ def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
 def exchanges(state: OptState) -> bool:
     """Tell whether a transform in the state exchanges gradients."""
     return bool(nodes_of(Exchanged, state))
+
+
+def axes_of_exchanges(state: OptState) -> Axes:
+    """Return the mesh axes over which transforms in a state exchange gradients."""
+    return joined(*(mark.axes for mark in nodes_of(Exchanged, state)))
 
 
 def has_own_state(state: OptState) -> bool:

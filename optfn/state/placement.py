@@ -22,82 +22,34 @@ from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
 from optfn.core import checks
-from optfn.core.tree import is_array, is_key, map_key_data
+from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
+from optfn.state.encoded import codes_by_name
+from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.names import names_within
-from optfn.state.per_worker import (
-    Divided,
-    Exchanged,
-    PerWorker,
-    check_wrappers,
-    has_own_state,
-    nodes_of,
-)
+from optfn.state.per_worker import check_wrappers, has_own_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
 
 
-def _counts_workers(x: PyTree) -> bool:
-    """Tell whether `x` is a state with an int32 field `num_workers` and per-worker arrays."""
-    if "num_workers" not in getattr(x, "_fields", ()):
-        return False
-    counts = jax.tree.leaves(x.num_workers)
-    is_int32 = [is_array(count) and count.dtype == jnp.int32 for count in counts]
-    return is_int32 == [True] and bool(nodes_of(PerWorker, x) or nodes_of(Exchanged, x))
-
-
-def map_state(
-    per_worker: Callable[[Any, meshes.Axes], Any],
-    shared: Callable[[Any], Any],
-    opt_state: OptState,
-    count: Callable[[Any, meshes.Axes], Any] | None = None,
-    divided: Callable[[Divided], Any] | None = None,
-) -> OptState:
-    """Map each array of a state by its kind.
-
-    Args:
-      per_worker: the function of per-worker arrays and the axes along which workers differ.
-      shared: the function of arrays that are the same on all workers.
-      opt_state: the state of an optimizer, however wrapped.
-      count: the function of the fields `num_workers` and the same axes; None means `shared`.
-      divided: the function of each `Divided`; None means `per_worker` of its arrays.
-    """
-
-    def convert(node: PyTree) -> PyTree:
-        if divided is not None and isinstance(node, Divided):
-            return divided(node)
-        if isinstance(node, PerWorker | Divided):
-            return jax.tree.map(lambda x: per_worker(x, node.axes), node)
-        if count is None or not _counts_workers(node):
-            return shared(node)
-        axes = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
-        fields = {
-            name: jax.tree.map(lambda x: count(x, axes), child)
-            if name == "num_workers"
-            else map_state(per_worker, shared, child, count, divided)
-            for name, child in node._asdict().items()
-        }
-        return node._replace(**fields)
-
-    def stop(x: PyTree) -> bool:
-        counts = count is not None and _counts_workers(x)
-        return counts or isinstance(x, PerWorker | Divided)
-
-    return jax.tree.map(convert, opt_state, is_leaf=stop)
-
-
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
+    return map_entries(functools.partial(spec_over_workers, axis_name), opt_state)
 
-    return map_state(
-        lambda x, axes: P(meshes.axes(axes or axis_name)),
-        lambda x: P(),
-        opt_state,
-        divided=lambda node: node.mapped(lambda x, n: P(*[None] * (x.ndim - 1), node.axes)),
-    )
+
+def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
+    """Return the PartitionSpec of an array of a state over the workers; P() if all share it whole.
+
+    Args:
+      axis_name: the axes of the workers, for per-worker arrays that name none.
+      entry: what is known of the array.
+      x: the array, or its shape.
+    """
+    if entry.kept == "per_worker":
+        return P(meshes.axes(entry.axes or axis_name))
+    return P(*[None] * (x.ndim - 1), entry.axes) if entry.kept == "sliced" else P()
 
 
 def state_specs(
@@ -133,19 +85,17 @@ def on_workers_of(
       axis_name: the axes of the workers, for per-worker arrays that name none.
     """
 
-    def workers(axes: meshes.Axes) -> int:
-        return num_workers(mesh, axes or axis_name)
+    def widen(entry: Entry, x: Leaf) -> Leaf:
+        if entry.kept == "replicated":
+            return x
+        count = num_workers(mesh, entry.axes or axis_name)
+        if entry.kept == "per_worker":
+            return jnp.tile(x, (count, *[1] * (x.ndim - 1)))
+        if entry.kept == "sliced":
+            return padded_to_multiple(x, entry.size, count)
+        return jnp.full_like(x, count)
 
-    def init_all(params: Params) -> OptState:
-        return map_state(
-            lambda x, axes: jnp.tile(x, (workers(axes), *[1] * (x.ndim - 1))),
-            lambda x: x,
-            init(params),
-            lambda x, axes: jnp.full_like(x, workers(axes)),
-            lambda node: node.mapped(lambda x, n: padded_to_multiple(x, n, workers(node.axes))),
-        )
-
-    return init_all
+    return lambda params: map_entries(widen, init(params))
 
 
 def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
@@ -215,49 +165,51 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         return _rescale_mapping(opt_state, count)
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
-    old_count = _agreed(_worker_counts(opt_state))
-    # From N to M workers. Shared arrays stay as they are until step 4 takes them to the host.
+    arrays, structure = jax.tree.flatten(opt_state)
+    return jax.tree.unflatten(structure, _rescale(inventory(opt_state), arrays, count))
+
+
+def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
+    names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
+    if not names:
+        raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
+    codes = codes_by_name(names)
+    entries = [Entry(name, None, "per_worker", codes=codes.get(name)) for name in names]
+    entries += [Entry(name, None, "count") for name in count_names(mapping, names)]
+    saved = [np.asarray(mapping[entry.name]) for entry in entries]
+    arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
+    rescaled = dict(mapping)
+    for entry, old, new in zip(entries, saved, _rescale(entries, arrays, count), strict=True):
+        rescaled[entry.name] = new.view(old.dtype)
+    return rescaled
+
+
+def _rescale(entries: Sequence[Entry], arrays: Sequence[Leaf], count: int) -> list[Any]:
+    """Return the arrays on the host as `count` workers keep them; see `rescale_residuals`."""
+    # From N to M workers:
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
-    #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers, codes
-    #      among them, this is worker 0's.
-    #   3. Codes: decoded (N, n), averaged, encoded (n). Their scales were averaged in step 2.
-    #   4. Repeated for the new workers, (M·n, …), and num_workers is M.
-    # A Divided keeps its (N·⌈n/N⌉,) until step 4, which cuts it to (n,) and pads it to (M·⌈n/M⌉,).
-    means = map_state(
-        lambda x, axes: _mean(_by_worker(x, old_count)),
-        lambda x: x,
-        opt_state,
-        divided=lambda node: node,
-    )
-    of_codes = functools.partial(_mean_of_codes, old_count)
-    means = jax.tree.map(of_codes, opt_state, means, is_per_worker(opt_state), is_leaf=has_codes)
-    return map_state(
-        lambda x, axes: _repeated(x, count),
-        _host_array,
-        means,
-        lambda x, axes: np.full_like(x, count),
-        lambda node: node.mapped(lambda x, n: padded_to_multiple(np.asarray(x), n, count)),
-    )
+    #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers this is
+    #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
+    #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
+    # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
+    by_name = dict(zip((entry.name for entry in entries), arrays, strict=True))
+    pairs = list(zip(entries, arrays, strict=True))
+    old_count = _agreed([x for entry, x in pairs if entry.kept == "count"])
 
+    def rescale(entry: Entry, x: Leaf) -> Any:
+        if entry.kept == "replicated":
+            return _host_array(x)
+        if entry.kept == "sliced":
+            return padded_to_multiple(np.asarray(x), entry.size, count)
+        if entry.kept == "count":
+            return np.full_like(x, count)
+        by_worker = _by_worker(x, old_count, entry.name)
+        if entry.codes is None:
+            return _repeated(_mean(by_worker), count)
+        scales = _by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
+        return _repeated(entry.codes.field.mean(by_worker, scales), count)
 
-def is_per_worker(opt_state: OptState) -> PyTree:
-    """Tell for each array of a state whether it is per-worker."""
-    return map_state(
-        lambda x, axes: True,
-        lambda x: False,
-        opt_state,
-        divided=lambda node: node.mapped(lambda x, n: False),
-    )
-
-
-def divided_sizes(opt_state: OptState) -> PyTree:
-    """Return the unpadded length of each `Divided` array, and 0 for each array of another kind."""
-    return map_state(
-        lambda x, axes: 0,
-        lambda x: 0,
-        opt_state,
-        divided=lambda node: node.mapped(lambda x, n: n),
-    )
+    return [rescale(entry, x) for entry, x in pairs]
 
 
 def _host_array(x: object) -> object:
@@ -267,52 +219,6 @@ def _host_array(x: object) -> object:
     if is_key(x):
         return map_key_data(lambda data: jnp.asarray(np.asarray(data)), x)
     return np.asarray(x)
-
-
-def _mean_of_codes(count: int, node: OptState, mean: OptState, flags: OptState) -> OptState:
-    """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
-
-    Args:
-      count: the number of workers.
-      node: a node of a state.
-      mean: the node with the mean over workers of each array; of codes, worker 0's.
-      flags: for each array whether it is per-worker.
-    """
-
-    def of_leaf(field: Encoded, flag: bool, codes: Leaf, scales: Leaf, shared: Leaf) -> Leaf:
-        return field.mean(_by_worker(codes, count), _by_worker(scales, count)) if flag else shared
-
-    for field in encoded_fields(node):
-        found = jax.tree.map(
-            functools.partial(of_leaf, field),
-            getattr(flags, field.codes),
-            getattr(node, field.codes),
-            getattr(node, field.scale),
-            getattr(mean, field.codes),
-        )
-        mean = mean._replace(**{field.codes: found})
-    return mean
-
-
-def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    rescaled = dict(mapping)
-    names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
-    if not names:
-        raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
-    count_keys = count_names(mapping, names)
-    old_count = _agreed([mapping[key] for key in count_keys])
-    by_worker = {key: _by_worker(mapping[key], old_count, key) for key in names}
-    encoded = encoded_names(by_worker)
-    for key, x in by_worker.items():
-        if key in encoded:
-            field, scale = encoded[key]
-            mean = field.mean(x, by_worker[scale])
-        else:
-            mean = _mean(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x).view(x.dtype)
-        rescaled[key] = _repeated(mean, count)
-    for key in count_keys:
-        rescaled[key] = np.full_like(np.asarray(mapping[key]), count)
-    return rescaled
 
 
 def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
@@ -328,16 +234,10 @@ def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
     return [name for name in names if name not in per_worker and counts(name)]
 
 
-def _worker_counts(opt_state: OptState) -> list[Leaf]:
-    """Return the fields `num_workers` of a state."""
-    counts: list[Leaf] = []
-    map_state(lambda x, axes: x, lambda x: x, opt_state, lambda x, axes: counts.append(x))
-    return counts
-
-
 def workers_of(opt_state: OptState) -> int:
     """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
-    counts = _worker_counts(opt_state)
+    pairs = zip(inventory(opt_state), jax.tree.leaves(opt_state), strict=True)
+    counts = [x for entry, x in pairs if entry.kept == "count"]
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
         return 0
@@ -356,9 +256,7 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _by_worker(
-    x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array"
-) -> np.ndarray:
+def _by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
     """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:

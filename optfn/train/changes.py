@@ -1,4 +1,4 @@
-"""How the names and arrays of a checkpoint differ from those of the state that they load into."""
+"""The differences between a checkpoint and the state that it loads into, in names and arrays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from optfn.core import tree
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """How the names of a mapping differ from those of the state that it was loaded into.
+    """The differences between the names of a mapping and of the state that it was loaded into.
 
     carried: the names that were loaded.
-    new: names that the mapping lacks; their arrays are those of the template.
+    new: names that the mapping lacks; their arrays come from the template.
     dropped: names that the state lacks.
     """
 

@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives.axes import Axes
+from optfn.collectives.devices import Devices
 from optfn.core.types import Batch, LossFn
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
-from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
 from optfn.train.microbatches import split_objective
@@ -62,14 +62,14 @@ def compose_step(
     if options.has_aux and (layout is not None or options.microbatches > 1):
         objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
-    #    except in a round, where each worker trains apart; new params are again those of a worker.
+    #    except in a round, where each worker trains apart; it returns the worker's new state.
     step = make_worker_step(objective, tx, key_of, averaged, layout)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
         step = local.round(step)
-    # 4. Here the batch is that of all workers, split along its leading axis. Params are equal on
-    #    all workers, and per-worker arrays are joined along their first axis.
+    # 4. From here on the batch has the examples of all workers along its leading axis. Params are
+    #    equal on all workers, and per-worker arrays are joined along their first axis.
     if layout is not None and workers:
         step = parallel.step_of_all_workers(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.
@@ -109,7 +109,7 @@ def make_objective(
     gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.shard_axes)
+        owners = Devices(layout.mesh, layout.shard_axes)
 
     def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:

@@ -5,7 +5,7 @@ can continue with a changed chain, changed frozen parameters or a changed model,
 the two have in common.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,13 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import stored_as, unwrap_tables
-from optfn.state import names as state_names
-from optfn.state.names import names_within
-from optfn.state.placement import (
-    PER_WORKER_KEY,
-    divided_sizes,
-    padded_to_multiple,
-)
+from optfn.state.inventory import Entry, inventory
+from optfn.state.names import named_leaves, named_states, names_within, reports_of
+from optfn.state.placement import PER_WORKER_KEY, padded_to_multiple
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import converted_masters
 from optfn.train.packed_state import is_stored, pack_state, placeholders, unpack_state
-from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, bits_of, is_foreign
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
@@ -90,12 +86,9 @@ def load_named(
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
-    plain = (
-        _unpacked_for(mapping, unwrap_tables(opt_state))
-        if is_converted
-        else unwrap_tables(opt_state)
-    )
-    per_worker = set(per_worker_names(plain))
+    plain = unwrap_tables(opt_state)
+    if is_converted:
+        plain = _unpacked_for(mapping, plain)
     named = list(named_leaves(plain))
     template_names = [name for name, _ in named]
     # 2. The masters in `mapping` have the form of those in `plain`.
@@ -110,14 +103,13 @@ def load_named(
     # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begun_at_params(plain, named, mapping)
-    leaves, sizes = [], jax.tree.leaves(divided_sizes(plain))
-    for (name, leaf), size in zip(named, sizes, strict=True):
-        value, problem = mapping.get(name, made.get(name)), ""
+    leaves = []
+    for entry, leaf in zip(inventory(plain), jax.tree.leaves(plain), strict=True):
+        value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
-            value = _resized(value, leaf, size, is_local=name in per_worker)
-            value, problem = _fitted(value, leaf)
+            value, problem = _fitted(_resized(value, leaf, entry), leaf)
         if problem:
-            wrong.append(f"{shown(name)!r} {problem}")
+            wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
     if refused or wrong:
         raise Misfit(refused, wrong)
@@ -144,26 +136,19 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _resized(value: Leaf, leaf: Leaf, size: int, is_local: bool) -> Leaf:
+def _resized(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     """Return a saved array in the shape that the template has for its number of workers.
 
-    Args:
-      value: the saved array.
-      leaf: the array of the template.
-      size: the length of its last axis without padding, if each worker keeps a slice; else 0.
-      is_local: whether it is per-worker: flat, or of the shape of a divided leaf.
+    A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
+    is padded for the number of workers. All other arrays, and what does not fit, stay as they are.
     """
     shape = np.shape(value)
-    if is_local and np.size(value) == leaf.size:
+    if entry.kept == "per_worker" and np.size(value) == leaf.size:
         return np.reshape(value, leaf.shape)
-    if not size or shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
+    is_sliced = entry.kept == "sliced" and len(shape) == leaf.ndim and shape[-1] >= entry.size
+    if not is_sliced or shape == leaf.shape:
         return value
-    return padded_to_multiple(np.asarray(value), size, leaf.shape[-1])
-
-
-def _nodes(state: OptState, chosen: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the chosen nodes of a state with their names; see `named_entries`."""
-    return state_names.named_entries(state, stop=chosen, with_leaves=False)
+    return padded_to_multiple(np.asarray(value), entry.size, leaf.shape[-1])
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
@@ -194,7 +179,7 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in _nodes(state, counts_steps):
+    for name, node in named_states(counts_steps, state):
         if f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
@@ -245,7 +230,7 @@ def host_array(x: Leaf) -> np.ndarray:
 
 def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
     """Return a state with step counts for the leaves of `_late_leaves`, in the states there."""
-    nodes = _nodes(state, counts_steps)
+    nodes = named_states(counts_steps, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
     def put(node: PyTree) -> PyTree:
@@ -278,8 +263,8 @@ def _begun_at_params(
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, entry in _nodes(state, partial(_begins, has_weights))
-        for field, weight in traits_of(entry).made_of_params.items()
+        for name, part in named_states(partial(_begins, has_weights), state)
+        for field, weight in traits_of(part).made_of_params.items()
         if weight is not None
     ]
     by_name, begun, at_zero = dict(named), {}, []
@@ -312,7 +297,7 @@ def _begins(has_weights: bool, x: object) -> bool:
 
 def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
-    is_report = state_names.reports_of(state)
+    is_report = reports_of(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
     return misfits(missing, extra)

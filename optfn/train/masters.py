@@ -55,10 +55,8 @@ def converted_masters(
     """
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, entry in state_names.named_entries(
-        state, stop=lambda x: type(x) in _FORMS, with_leaves=False
-    ):
-        form = _FORMS[type(entry)]
+    for name, masters_state in state_names.named_states(lambda x: type(x) in _FORMS, state):
+        form = _FORMS[type(masters_state)]
         *labels, last = name.split("/")
         for old in _FORMS.values():
             old_name = tree.join(*labels, old.word + last.removeprefix(form.word))  # … or …_2

@@ -26,7 +26,7 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
-from optfn.state.names import whole_matrices
+from optfn.state.inventory import whole_matrices
 from optfn.state.per_worker import Exchanged, exchanged_axes
 from optfn.state.placement import num_workers
 from optfn.train.local_steps import LocalSteps
@@ -40,10 +40,10 @@ class MemoryPlan(NamedTuple):
     gradients: bytes of the gradient that each worker computes, before it is reduced. The gradient
       of a leaf that the update does not read, such as a frozen one, is neither computed nor sent.
     sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
-      counts means, rows of tables, and the packets of a transform that exchanges gradients itself:
-      those of its last phase if it says how many bytes they have (`optfn.parallel.traffic`), else
-      those of a mean. It does not count bytes sent between the stages of a pipeline, nor in the
-      update of the following leaves:
+      counts means, rows of tables, and the packets that a transform exchanges itself, in its last
+      phase. A transform that does not declare their bytes (`optfn.parallel.traffic`) counts as a
+      mean. It does not count bytes sent between the stages of a pipeline, nor in the update of the
+      following leaves:
     gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
       does. The update sends several times the bytes of each such leaf, and nothing if
       `sharded(..., whole=)` names it.
@@ -113,7 +113,7 @@ def plan_memory(
         gradients, unless you use `sharded(..., gather_once=True)`.
       packed: as for `make_train_step`.
       value_and_grad: whether you pass a `value_and_grad` to the step, which sees whole params.
-      local_steps: as for `make_train_step`; `sent` is then that of a round. With "state" params are
+      local_steps: as for `make_train_step`; `sent` then counts a round. With "state" params are
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
 
@@ -125,12 +125,9 @@ def plan_memory(
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
-    divides = shard is not None or shard_tables
-    layout = layout_of(shard, mesh, data_axis, tables if divides else None)
-    init: Callable[[Params], OptState] = tx.init
-    if local_steps > 1:
-        inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
-        init = LocalSteps(local_steps, inner, outer, layout).init
+    divided_tables = tables if shard is not None or shard_tables else None
+    layout = layout_of(shard, mesh, data_axis, divided_tables)
+    init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
     read, state = _find_read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
     stacked, rows = contents.stacked_axes(params), patterns.match_names(tables, params, "tables")
@@ -161,6 +158,19 @@ def plan_memory(
         round(sent),
         _find_gathered(state, params, grad_specs),
     )
+
+
+def _choose_init(
+    tx: optax.GradientTransformation,
+    local_steps: int,
+    outer: optax.GradientTransformation,
+    layout: Layout,
+) -> Callable[[Params], OptState]:
+    """Return the `init` of the optimizer; with several local steps, the `init` of a round."""
+    if local_steps == 1:
+        return tx.init
+    inner, outer = map(optax.with_extra_args_support, (tx, outer))
+    return LocalSteps(local_steps, inner, outer, layout).init
 
 
 def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:

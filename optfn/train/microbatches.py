@@ -74,18 +74,9 @@ def split_objective(objective: Objective, count: int) -> Objective:
     if count == 1:
         return objective
 
-    def inputs_of(
-        inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array
-    ) -> Inputs:
-        """Return the inputs of one microbatch; its step counts microbatches since step 0."""
-        key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
-        return inputs._replace(
-            model_state=model_state, batch=microbatch, key=key, step=inputs.step * count + number
-        )
-
     def value(inputs: Inputs) -> Values:
         def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            values = objective.value(inputs_of(inputs, state, microbatch, number))
+            values = objective.value(_select_microbatch(inputs, state, microbatch, number, count))
             return values.model_state, (values.loss, values.aux)
 
         state, (loss, aux) = scan_batch(
@@ -96,7 +87,9 @@ def split_objective(objective: Objective, count: int) -> Objective:
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            values, grads = objective.value_and_grad(inputs_of(inputs, state, microbatch, number))
+            values, grads = objective.value_and_grad(
+                _select_microbatch(inputs, state, microbatch, number, count)
+            )
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(_add_gradient, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
@@ -112,6 +105,18 @@ def split_objective(objective: Objective, count: int) -> Objective:
         return Values(jnp.mean(loss), state, combine_microbatches(aux)), grads
 
     return Objective(value, value_and_grad)
+
+
+def _select_microbatch(
+    inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
+) -> Inputs:
+    """Return the inputs of one of `count` microbatches, with a key and a step of its own.
+
+    The step counts microbatches since step 0, so that packets differ between microbatches.
+    """
+    key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+    step = inputs.step * count + number
+    return inputs._replace(model_state=model_state, batch=microbatch, key=key, step=step)
 
 
 def _make_total(g: Leaf) -> Leaf:

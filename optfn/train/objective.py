@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
-from optfn.collectives.devices import Workers
+from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
@@ -34,7 +34,6 @@ from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import mean_gradients
 from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
-from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Inputs, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
@@ -85,7 +84,7 @@ def differentiate(
     gather: Gather | None = None,
     *,
     tables: Pattern | None = None,
-    owners: Owners | None = None,
+    owners: Devices | None = None,
     recompute: Sequence[str] | None = None,
 ) -> Objective:
     """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.
@@ -106,7 +105,7 @@ def differentiate(
         returned = loss_fn(params, *form.list_arguments(inputs))
         return form.check_result("loss_fn", returned, inputs.model_state)
 
-    def scaled_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+    def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         loss, *rest = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
 
@@ -123,12 +122,12 @@ def differentiate(
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = read(scaled_loss, inputs).value_and_grad(True, transform)
+        (loss, rest), grads = read(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
     if gather is not None or tables is not None:
         return Objective(value, value_and_grad)
-    function = scaled_loss if transform is None else transform(scaled_loss)
+    function = scale_loss if transform is None else transform(scale_loss)
     differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad_of_whole(inputs: Inputs) -> tuple[Values, Updates]:

@@ -70,13 +70,13 @@ class StepOptions:
       rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
         each step and on each worker. True means the seed 0.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
-        of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
-        returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
-        it is called inside `shard_map`, with a worker's slice of the batch.
+        of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
+        model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh` it is
+        called inside `shard_map`, with a worker's slice of the batch.
       microbatches: k. The loss is computed for k equal slices of a worker's batch, one after
         another, and the gradients are averaged. This saves memory, since only the activations of
-        one microbatch are kept at a time. Batch statistics are those of microbatches. With
-        `shard="params"` each of them gathers the params again; see `optfn.distributed.sharded`.
+        one microbatch are kept at a time. Batch statistics are taken over a microbatch. With
+        `shard="params"` each microbatch gathers the params again; see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
         local state, on equal slices of its batch. Then `outer` gets the pseudo-gradient
         θ_start − θ_end, in float32, as its gradient, and params become θ_start plus its update, the
@@ -91,8 +91,8 @@ class StepOptions:
         uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
         PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
         device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
-        that N divides stays whole, and so do small ones, see `sharded`. The results are those of
-        one device.
+        that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
+        same as on one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
@@ -132,7 +132,7 @@ class StepArguments(StepOptions):
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
         _check_mesh(self.mesh, self.data_axis)
-        _check_together(self.given())
+        _check_together(self.list_given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
             raise ValueError(
                 "shard=sharded(..., whole=) cannot be combined with packed=True: a part of a "
@@ -158,7 +158,7 @@ class StepArguments(StepOptions):
             arguments.append("key")
         checks.takes("loss_fn", loss_fn, arguments)
 
-    def given(self) -> dict[str, Any]:
+    def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""
         options = [f for f in dataclasses.fields(self) if f.kw_only]
         values = {f.name: (getattr(self, f.name), f.default) for f in options}

@@ -19,7 +19,8 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
 from optfn.leaves import contents
-from optfn.state.names import entries_by_param, is_state, named_entries, state_word
+from optfn.state.inventory import inventory
+from optfn.state.names import is_state, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest
@@ -219,8 +220,7 @@ class _Walk:
 
     def _find_leaves(self, state: OptState) -> set[str]:
         """Return the paths of the leaves for which a state has arrays."""
-        entries = entries_by_param(named_entries(state), self.paths)
-        return {path for path, _ in entries if path is not None}
+        return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: Updates) -> Updates:
         """Return unknown updates, after following the states inside an unknown one on their own.

@@ -3,11 +3,11 @@
 `optfn.train.loading` makes a state from a dict again.
 
 The name of an array consists of the transform that owns it, the field, and the path of the leaf, as
-in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_entries`).
+in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_leaves`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,11 @@ from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
+from optfn.state.inventory import inventory, whole_matrices
+from optfn.state.names import named_leaves
 from optfn.state.padded import cut, map_padded
-from optfn.state.placement import PER_WORKER_KEY, is_per_worker
+from optfn.state.per_worker import has_own_state
+from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
@@ -37,11 +40,6 @@ from optfn.wrappers.averaging import is_average, read_average
 VERSION = 1
 # Names that are not those of arrays, but of what state_dict gives beside them.
 RESERVED = ("version", PER_WORKER_KEY)
-
-
-def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a state with their names, in the order of jax.tree.leaves."""
-    return state_names.named_entries(opt_state)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -83,10 +81,9 @@ def named_arrays(host: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the per-worker arrays in a state."""
-    flags = is_per_worker(opt_state)
-    if not any(jax.tree.leaves(flags)):  # without the names of a state that has none
+    if not has_own_state(opt_state):  # a large state without them is not walked
         return []
-    return sorted(name for name, flag in named_leaves(flags) if flag)
+    return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
 
 
 def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
@@ -166,8 +163,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
-    entries = state_names.named_entries(map_padded(cut, opt_state), stop=is_average)
-    found = {label: entry for label, entry in entries if is_average(entry)}
+    found = dict(state_names.named_states(is_average, map_padded(cut, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
         raise ValueError(
@@ -215,7 +211,7 @@ def summary(
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
-    treatments = state_names.whole_matrices(state, names)
+    treatments = whole_matrices(state, names)
     placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
@@ -234,7 +230,7 @@ def summary(
         rows.append((*row, *(placement[i] if placement else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
-    total = sum(_bytes(leaf) for _, leaf in named_leaves(state))
+    total = sum(map(_bytes, jax.tree.leaves(state)))
     per = f"{total / count:.2f}" if count else "-"
     last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
     rows.append((*last, *(placement[-1] if placement else ())))
@@ -283,9 +279,9 @@ def _bytes(leaf: Leaf) -> int:
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
-    for name, leaf in state_names.entries_by_param(named_leaves(state), names):
-        if name is not None:
-            kept[name] += _bytes(leaf)
+    for entry, leaf in zip(inventory(state, names), jax.tree.leaves(state), strict=True):
+        if entry.param is not None:
+            kept[entry.param] += _bytes(leaf)
     return kept
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from optfn.collectives.devices import Devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.leaves.nodes import is_packed
@@ -35,7 +36,6 @@ from optfn.sparse.sharded_table import (
     natural,
     unwrap_tables,
 )
-from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.composition import compose_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
@@ -69,12 +69,12 @@ class TrainStep:
 
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
-        given = [f"{k}={v!r}" for k, v in self.options.given().items()]
+        given = [f"{k}={v!r}" for k, v in self.options.list_given().items()]
         return f"TrainStep({', '.join([name, repr(self.tx), *given])})"
 
     @property
     def local_steps(self) -> int:
-        """The number of steps in a call: 1, or those of a round."""
+        """The number of steps in a call: H in a round of H local steps, else 1."""
         return self.options.local_steps
 
     @property
@@ -131,7 +131,7 @@ class TrainStep:
             return replicate_counters(copy_repeated(state))
         params = self.layout.put(natural(params))
         if self.layout.tables is not None:
-            owners = Owners(self.layout.mesh, self.layout.shard_axes)
+            owners = Devices(self.layout.mesh, self.layout.shard_axes)
             params = divide_tables(params, self.layout.is_table(params), owners)
         opt_state = self.layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
@@ -143,7 +143,7 @@ class TrainStep:
 
         `.compile()` of the result gives the program of a call. Its `memory_analysis()` has the
         bytes that a device needs, and its `as_text()` the collectives. Devices that you do not have
-        serve as well: those of `jax.experimental.topologies`, of a TPU or a GPU.
+        serve as well: `jax.experimental.topologies` describes TPUs and GPUs.
 
         Args:
           params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays.
@@ -151,7 +151,7 @@ class TrainStep:
           model_state: likewise, for a step with `model_state=True`.
 
         Raises:
-          TypeError, ValueError: the arguments are not those of `init` or of a call.
+          TypeError, ValueError: `init` or a call would refuse the arguments.
 
         >>> import jax, jax.numpy as jnp, optfn
         >>> step = optfn.make_train_step(lambda p, x: jnp.mean(x @ p), optfn.adam(1e-3))
@@ -169,7 +169,7 @@ class TrainStep:
     ) -> tuple[TrainState, Batch]:
         """Return the state and the batch of a call as ShapeDtypeStructs, placed on the mesh.
 
-        The arguments are those of `lower`.
+        It takes the arguments of `lower`.
         """
         check_params(params)
         self._check_model_state(model_state)
@@ -195,7 +195,7 @@ class TrainStep:
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
           ValueError: `state` has been donated to an earlier call, has local steps of another number
-            of workers, or lies on other devices than those of the mesh; or something besides the
+            of workers, or lies on devices outside of the mesh; or something besides the
             update has changed a parameter that has a master; or, at the first call, the batches of
             several processes differ in structure or shapes.
           TypeError: `state` is not a TrainState, or it was made by a step with another `packed`,
@@ -280,7 +280,7 @@ class TrainStep:
             self._check_devices(state.step)
 
     def _check_devices(self, x: jax.Array) -> None:
-        """Raise a ValueError if a state is committed to other devices than those of the mesh.
+        """Raise a ValueError if a state is committed to other devices than the mesh has.
 
         Args:
           x: an array of the state, by which all others are judged.
@@ -317,7 +317,7 @@ def _raise_flags(flags: Iterable[reports.Flag]) -> None:
 
 
 def _read_local(x: Any) -> np.ndarray[Any, Any]:
-    """Return the value of a replicated array: that of a device of this process."""
+    """Return the value of a replicated array, from a device of this process."""
     return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
@@ -351,7 +351,7 @@ def make_train_step(options: StepArguments) -> TrainStep:
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`
         is then (params, model_state, batch) -> (loss, model_state), or (loss, (model_state, aux))
         with `has_aux`, and the next TrainState has the new model_state. On a mesh, floating-point
-        arrays are averaged over the workers, and integers are those of worker 0. If
+        arrays are averaged over the workers, and integers are taken from worker 0. If
         `skip_nonfinite` skips the step, the model_state stays as it was.
       donate: whether the step may overwrite the state that you pass.
 

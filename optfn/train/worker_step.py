@@ -155,7 +155,7 @@ def _keep_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 
 
 def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
-    """Return the counters of skipped steps of all guards, those of `optax.apply_if_finite` too."""
+    """Return the counter of skipped steps of each guard, `optax.apply_if_finite` included."""
 
     def is_guard(x: PyTree) -> bool:
         return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)

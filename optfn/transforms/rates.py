@@ -95,8 +95,7 @@ def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateStat
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
         opt_state = state_names.main_state(opt_state)
-    parts = state_names.named_entries(opt_state, stop=is_rate)
-    rates = {name: part for name, part in parts if is_rate(part)}
+    rates = dict(state_names.named_states(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
     plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
     found = {name: rates[name] for name in plateau or rates}
@@ -122,10 +121,9 @@ def numbers_of_rates(
       opt_state: the state of an optimizer, however wrapped.
       kind: the type of the rates; `GivenLearningRateState` is that of rates given as arrays.
     """
-    parts = state_names.named_entries(opt_state, stop=is_rate)
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
-        for name, x in parts
+        for name, x in state_names.named_states(is_rate, opt_state)
         if type(x) is kind and not checks.is_traced(x)
     }
 

@@ -176,8 +176,8 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     state = state_names.main_state(opt_state) if path is None else opt_state
     found = [
         recorder
-        for name, node in state_names.named_entries(state, stop=_is_recorder)
-        if _is_recorder(node) and (path is None or f"/{path}/" in f"/{name}/")
+        for name, node in state_names.named_states(_is_recorder, state)
+        if path is None or f"/{path}/" in f"/{name}/"
         for recorder in nested(_is_recorder, node)
     ]
     if len(found) != 1:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import normal
@@ -168,7 +168,9 @@ def trained(mesh=(8,), tx=None, **options):
     return {k: v for k, v in found.items() if v.dtype.kind == "f"}, metrics["loss"]
 
 
-@pytest.mark.parametrize("way", thinned(WAYS))
+@pytest.mark.parametrize(
+    "way", suite(WAYS, "state", "packets", "params over two axes", "exchange", "rows divided")
+)
 def test_steps_in_phases_train_alike(request, way):
     expected = trained(**WAYS[way])
     request.getfixturevalue("in_phases")

@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 import reference_compression as reference
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from simulation import follow, one_step, stacked
 
 import optfn
+from optfn.compression.bytes_sent import ramp_step
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.compression.dgc_phases import ramp_step
 from optfn.distributed import deep_gradient_compression
 from optfn.sparse.rows import Rows
 from optfn.state.per_worker import PerWorker
@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTIONS, every=8, first=3))
+@pytest.mark.parametrize("name", suite(OPTIONS, "clip"))
 def test_follows_the_reference(name):
     """Parameters, u, v and the sets that are sent, of each worker at each step."""
     options = dict(OPTIONS[name])
@@ -116,7 +116,9 @@ def test_before_the_ramp_it_is_momentum():
             )
 
 
-@pytest.mark.parametrize("name", thinned(["plain", "unmasked", "ramp", "bfloat16"], every=4))
+@pytest.mark.parametrize(
+    "name", ["plain", nightly("unmasked"), nightly("ramp"), nightly("bfloat16")]
+)
 def test_row_updates_are_the_dense_ones(name):
     """Rows where there is no ramp, arrays where there is one: params go the same way."""
     options = OPTIONS[name] | ({"rampup_begin_step": 0} if name != "ramp" else {})
@@ -137,7 +139,7 @@ def test_row_updates_are_the_dense_ones(name):
     chex.assert_trees_all_close(found, follow(tx, params, gradients), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", thinned(["float32", "bfloat16"], first=1))
+@pytest.mark.parametrize("wire", [nightly("float32"), "bfloat16"])
 def test_nothing_is_lost(wire):
     """What a worker sent and what it keeps are bit for bit what it had accumulated."""
     n, k = 5000, 50
@@ -251,7 +253,7 @@ def test_all_ways_to_run_agree():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("check_vma", thinned([True, False]))
+@pytest.mark.parametrize("check_vma", [True, nightly(False)])
 def test_several_axes(check_vma):
     """Workers along two axes; and a dense mean inside a host before the exchange across hosts."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
@@ -342,7 +344,7 @@ def test_attributes_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("bad", "begin"), thinned([(np.nan, 0), (np.nan, 9), (np.inf, 9), (np.inf, 0)])
+    ("bad", "begin"), [(np.nan, 0), nightly(np.nan, 9), (np.inf, 9), nightly(np.inf, 0)]
 )
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     """One bad element on one worker: parameters and state stay, the skip is counted."""
@@ -361,7 +363,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     chex.assert_trees_all_equal(s3[0]._replace(skipped=0), clean_s[0]._replace(skipped=0))
 
 
-@pytest.mark.parametrize("wire", thinned(["float32", "bfloat16"], first=1))
+@pytest.mark.parametrize("wire", [nightly("float32"), "bfloat16"])
 def test_an_accumulator_that_overflows_is_emptied(wire):
     """Finite gradients whose velocity is not: what was sent does not stay behind as a NaN."""
     tx = deep_gradient_compression(0.9, sparsity=(0.5,), min_size=1, wire=wire)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import nightly
 from recorded import arrays, leaves
 from simulation import simulated, stacked
 
@@ -14,7 +14,7 @@ from optfn.distributed import deep_gradient_compression
 pytestmark = pytest.mark.optimized  # float32 as users compile it
 
 
-@pytest.mark.parametrize("nesterov", thinned([False, True]))
+@pytest.mark.parametrize("nesterov", [False, nightly(True)])
 def test_follows_paddles_momentum(nesterov):
     """Momentum on the mean before the ramp; after it what arrives is applied as it is."""
     name = "fluid18_dgc_momentum_op" + ("_nesterov" if nesterov else "")

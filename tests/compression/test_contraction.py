@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import suite
 from reference_exchange import chunks, rounded
 
 from optfn.compression.values import scaled
@@ -50,7 +50,19 @@ def norm(x):
     return np.linalg.norm(np.asarray(x, np.float64).reshape(-1))
 
 
-@pytest.mark.parametrize("compressor", thinned(COMPRESSORS, every=2), ids=repr)
+SUITE = (
+    quantize(8, chunk=7), quantize(8, chunk=None), quantize(4, chunk=256), quantize(2, chunk=7),
+    quantize(2, chunk=None), quantize(1, chunk=256), top_k(0.1, chunk=100, values="float32"),
+    top_k(0.1, chunk=100, values="bfloat16"), top_k(0.1, chunk=100, values="int8"),
+    top_k(0.1, chunk=100, values="int2"), power_sgd(2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    suite(COMPRESSORS, *SUITE),
+    ids=repr,
+)
 def test_what_is_kept_is_shorter_than_what_came(compressor):
     state = compressor.init(SHAPE)
     sent_of = jax.jit(lambda x: compressor.decode(compressor.encode(x, state)[0], SHAPE))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from reference_exchange import quantize as quantized
@@ -86,7 +86,10 @@ def in_slices(x, workers=N):
     return np.pad(x, (0, -x.size % workers)).reshape(workers, -1)
 
 
-@pytest.mark.parametrize(("name", "beta"), thinned([(k, 1.0) for k in SENDS] + [("top_k", 0.5)], 5))
+@pytest.mark.parametrize(
+    ("name", "beta"),
+    suite([(k, 1.0) for k in SENDS] + [("top_k", 0.5)], ("quantize_4", 1.0), ("top_k", 0.5)),
+)
 def test_follows_the_equations(name, beta):
     """Both residuals and the direction of each step, from those of the step before."""
     compressor, send = SENDS[name]
@@ -115,7 +118,7 @@ def test_follows_the_equations(name, beta):
     assert isinstance(state.published["b"], type(state.residual["b"]))  # both are masked
 
 
-@pytest.mark.parametrize("name", thinned(["quantize_4", "quantize_2", "top_k"], 3, 1))
+@pytest.mark.parametrize("name", [nightly("quantize_4"), "quantize_2", nightly("top_k")])
 def test_residuals_are_those_of_packets_to_all_bit_for_bit(name):
     """Chunks divide the slices of w; directions differ by the part that owners keep."""
     states, sums = {}, {}
@@ -133,7 +136,7 @@ def test_residuals_are_those_of_packets_to_all_bit_for_bit(name):
     assert np.abs(kept).max() > 0.01
 
 
-@pytest.mark.parametrize("name", thinned(["quantize_4", "top_k"]))
+@pytest.mark.parametrize("name", ["quantize_4", nightly("top_k")])
 def test_all_ways_to_run_agree(name):
     """vmap and pmap, where each worker has an array for all slices, and shard_map."""
     tx = BY_PARTS(SENDS[name][0], warmup_steps=1)
@@ -279,7 +282,7 @@ def trained(step, state, count=4, rows=32):
     return state, losses
 
 
-@pytest.mark.parametrize("packed", thinned([False, True], first=1))
+@pytest.mark.parametrize("packed", [nightly(False), True])
 def test_a_training_step(packed):
     """The update of all workers at once, and the bytes of the formula in the metrics."""
     tx = optimizer()
@@ -324,7 +327,7 @@ def test_the_outer_exchange_of_local_steps():
     assert published.addressable_data(0).size == MODEL["in"].size // 4
 
 
-@pytest.mark.parametrize("kind", thinned(["params", "state"]))
+@pytest.mark.parametrize("kind", ["params", nightly("state")])
 def test_two_levels(kind):
     """Each device exchanges slices of its part; residuals are those of packets to all."""
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
@@ -376,7 +379,7 @@ def test_bytes_of_two_levels():
 
 
 @pytest.mark.parametrize(
-    ("as_mapping", "workers"), thinned([(False, 2), (True, 2), (False, 5), (True, 5)], every=3)
+    ("as_mapping", "workers"), [(False, 2), nightly(True, 2), nightly(False, 5), (True, 5)]
 )
 def test_another_number_of_workers(as_mapping, workers):
     """Published parts stay one whole leaf, whose slices have other owners; residuals are meaned."""
@@ -414,7 +417,7 @@ def test_another_number_of_workers(as_mapping, workers):
     np.testing.assert_allclose(total, mean + before.published["w"][:1517], atol=1e-6)
 
 
-@pytest.mark.parametrize("is_sharded", thinned([False, True], first=1))
+@pytest.mark.parametrize("is_sharded", [nightly(False), True])
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, is_sharded):
     if is_sharded:
         pytest.importorskip("orbax.checkpoint")

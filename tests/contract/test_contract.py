@@ -12,20 +12,27 @@ import optax
 import pytest
 import registry
 from compilations import programs
-from grids import by_entry, thinned
+from grids import by_entry, nightly, suite
 
 import optfn
 
 EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 # What the boundary around each rule does, for three rules and everything that wraps another.
 AT_THE_EDGE = {"adagrad", "lamb", "adamw_int8", *registry.WRAPPERS, *registry.EXCHANGES}
-BY_EDGE = [
-    pytest.param(entry, id=name, marks=() if name in AT_THE_EDGE else pytest.mark.nightly)
-    for name, entry in registry.ALL.items()
-]
-EDGE = pytest.mark.parametrize("entry", BY_EDGE)
+EDGE = by_entry(registry.ALL, *AT_THE_EDGE)
 COMPLEX = [k for k, e in registry.ALL.items() if e.complex_leaves]
 NOT_COMPLEX = [k for k in registry.ALL if k not in COMPLEX]
+SUITE_OF_COMPLEX = (
+    "sgd", "lars", "adagrad", "rmsprop", "adam_algorithm_1", "adamw", "adamax", "muon",
+    "clip_by_norm", "scale_by_momentum", "scale_by_adadelta", "scale_by_adamax",
+    "scale_by_learning_rate", "scale_by_lamb", "master_weights",
+    "master_weights_accumulate_attributes", "skip_spikes", "exponential_moving_average",
+)  # fmt: skip
+# Trained for many steps.
+TRAINED = (
+    "sgd", "lars", "adadelta", "adam_algorithm_1", "adamw_decay_schedule", "adamax_int8",
+    "lamb_int8",
+)  # fmt: skip
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> jax.Array:
@@ -59,7 +66,7 @@ def test_is_an_optax_transformation_with_extra_args(entry):
     assert isinstance(entry.make(), optax.GradientTransformationExtraArgs)
 
 
-@by_entry(registry.ALL)
+@EVERYTHING
 def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
     """Same inputs, same outputs, nothing changed in place; the state never changes its spec."""
     tx, params, grads = entry.make(), tree_of(0), tree_of(10)
@@ -74,7 +81,7 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
 
 
 @pytest.mark.optimized
-@by_entry(registry.PROGRAMS, every=15)
+@by_entry(registry.PROGRAMS, "sgd", "adam_algorithm_1", "lamb_int8", "skip_spikes")
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
 
@@ -99,7 +106,7 @@ def test_jit_equals_eager_and_scan(entry):
         close(jax.tree.map(lambda x, k=k: x[k], scanned_updates), all_updates[k])
 
 
-@by_entry(registry.PROGRAMS, every=6)
+@by_entry(registry.PROGRAMS, *registry.SUITE)
 def test_vmap_equals_one_by_one(entry):
     """init and update map over a leading axis."""
     tx = entry.make()
@@ -116,7 +123,7 @@ def test_vmap_equals_one_by_one(entry):
         chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
 
 
-@by_entry(registry.PROGRAMS, every=4, first=1)
+@by_entry(registry.PROGRAMS, *registry.OTHER_SUITE)
 def test_state_and_params_can_be_donated(entry):
     """init gives no buffer twice and none of params', so that both can be donated together."""
     tx, params, grads = entry.make(), tree_of(0), tree_of(10)
@@ -134,7 +141,7 @@ def test_state_and_params_can_be_donated(entry):
     chex.assert_tree_all_finite(params)
 
 
-@by_entry(registry.ALL, every=4)
+@by_entry(registry.ALL, *registry.SUITE, *registry.SUITE_OF_TRANSFORMS)
 def test_without_params_where_the_rule_needs_none(entry):
     """Updates are then in the dtype of the gradient; a rule that needs params says so."""
     tx, grads = entry.make(), tree_of(10, jnp.bfloat16)
@@ -164,7 +171,8 @@ KINDS = Pair, Layer, lambda w, b: (w, [b]), lambda w, b: {"a": {"b": b, "w": w}}
 
 
 @pytest.mark.parametrize(
-    ("entry", "kind"), thinned(registry.in_turn(*KINDS, entries=registry.ALL), 5)
+    ("entry", "kind"),
+    suite(registry.in_turn(*KINDS, entries=registry.ALL), *registry.SUITE),
 )
 def test_every_kind_of_tree(entry, kind):
     """Containers come back as they were, and the numbers do not depend on them."""
@@ -180,7 +188,7 @@ def test_every_kind_of_tree(entry, kind):
 
 
 @EDGE
-@pytest.mark.parametrize("integer_gradient", thinned(["None", "float0", "numpy zero"], every=3))
+@pytest.mark.parametrize("integer_gradient", ["None", nightly("float0"), nightly("numpy zero")])
 def test_integer_leaves_are_held(entry, integer_gradient):
     """No state, and an integer zero as update: the leaf stays what it was."""
     tx = entry.make()
@@ -210,7 +218,10 @@ def test_integer_leaves_are_held(entry, integer_gradient):
             updated(entry, tx, grads | {"ids": wrong}, state, params)
 
 
-@pytest.mark.parametrize("name", thinned(COMPLEX, every=3))
+@pytest.mark.parametrize(
+    "name",
+    suite(COMPLEX, *SUITE_OF_COMPLEX),
+)
 def test_complex_leaves(name):
     """The direction of a rotation-invariant rule turns with the gradient; nu stays real."""
     entry = registry.ALL[name]
@@ -239,7 +250,7 @@ def test_complex_leaves_are_refused_by_name(name):
 
 @pytest.mark.parametrize(
     ("entry", "dtype"),
-    thinned(registry.in_turn(jnp.bfloat16, jnp.float16, entries=registry.ALL), every=5),
+    suite(registry.in_turn(jnp.bfloat16, jnp.float16, entries=registry.ALL), *registry.SUITE),
 )
 def test_low_precision_leaves(entry, dtype):
     """State in float32, updates in the dtype of the parameter, finite for zero gradients."""
@@ -313,7 +324,7 @@ def trained(entry: Any, dtype: Any, steps: int) -> np.ndarray:
     return np.asarray(p, np.float32)
 
 
-@by_entry(registry.OPTIMIZERS, every=5)
+@by_entry(registry.OPTIMIZERS, *TRAINED)
 def test_200_bf16_steps_follow_float32(entry):
     """Within 3 % in norm, at rates whose steps bfloat16 parameters can take."""
     exact = trained(entry, jnp.float32, 200)
@@ -321,7 +332,7 @@ def test_200_bf16_steps_follow_float32(entry):
     assert np.linalg.norm(rounded - exact) < 0.03 * np.linalg.norm(exact)
 
 
-@by_entry(registry.OPTIMIZERS, every=5)
+@by_entry(registry.OPTIMIZERS, *TRAINED)
 def test_optimizers_descend(entry):
     """On a noisy quadratic the distance to the minimum shrinks."""
     target = np.asarray(normal((64,), 0) + 2.0)
@@ -363,6 +374,12 @@ def test_shapes_and_structures_must_match(entry):
 
 
 OF_ANY_PARAMS = {name for name, entry in registry.ALL.items() if entry.of_any_params}
+SUITE_OF_OTHER_PARAMS = (
+    "momentum", "lars", "adagrad", "rmsprop", "adam", "adam_bfloat16", "adamw_decay_schedule",
+    "adamw_int8", "ftrl", "lamb_corrected", "muon_int8", "scale_by_decayed_adagrad",
+    "scale_by_adam", "scale_by_adamax", "scale_by_lamb", "multi_precision",
+    "master_weights_accumulate_attributes", "skip_spikes", "model_average", "exchange_quantized",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(OF_ANY_PARAMS))
@@ -371,7 +388,10 @@ def test_state_of_any_params(name):
     assert all(x.shape == () for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("name", thinned([k for k in registry.ALL if k not in OF_ANY_PARAMS], 3))
+@pytest.mark.parametrize(
+    "name",
+    suite([k for k in registry.ALL if k not in OF_ANY_PARAMS], *SUITE_OF_OTHER_PARAMS),
+)
 def test_state_of_other_params_is_an_error(name):
     entry = registry.ALL[name]
     tx = entry.make()
@@ -384,7 +404,7 @@ def test_state_of_other_params_is_an_error(name):
         updated(entry, tx, v, state, v)
 
 
-@by_entry(registry.ALL, every=4, first=1)
+@by_entry(registry.ALL, *registry.OTHER_SUITE, *registry.SUITE_OF_TRANSFORMS)
 def test_hostile_magnitudes_stay_finite(entry):
     """Gradients of ±1e-30 and ±1e30, one and all elements, for five steps: update and params."""
     tx = entry.make()
@@ -399,7 +419,7 @@ def test_hostile_magnitudes_stay_finite(entry):
             chex.assert_tree_all_finite((updates, p))
 
 
-@by_entry(registry.ALL, every=3)
+@by_entry(registry.ALL, *registry.SUITE, *registry.OTHER_SUITE)
 def test_non_finite_gradients_are_seen(entry):
     """A NaN gradient never turns into a finite update of its own element."""
     tx = entry.make()

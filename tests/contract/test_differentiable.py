@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registry
-from grids import thinned
+from grids import nightly, suite
 
 import optfn
 
@@ -24,7 +24,16 @@ def after(entry, x):
     return jnp.sum(params["w"] ** 2) + params["z"]
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, every=4))
+SUITE = (
+    "sgd", "lars", "decayed_adagrad", "adam", "adamw", "adamax", "lamb_corrected", "param_attrs",
+    "skip_nonfinite", "exponential_moving_average",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    suite(NAMES, *SUITE),
+)
 def test_derivatives_are_those_of_finite_differences(name):
     assert_derivatives(name)
 
@@ -72,9 +81,7 @@ def test_a_rate_that_an_accumulated_optimizer_closes_over(mode):
     np.testing.assert_allclose(mode(loss)(jnp.float32(0.5)), 2 * (3 - 0.5 * 2) * -2, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "wrap", thinned([lambda tx: tx, lambda tx: optfn.accumulate(tx, 1)], first=1)
-)
+@pytest.mark.parametrize("wrap", [nightly(lambda tx: tx), lambda tx: optfn.accumulate(tx, 1)])
 def test_a_hyper_parameter_that_a_loop_closes_over(wrap):
     """The derivative with respect to a power of FTRL's recursion is that of finite differences."""
 
@@ -91,7 +98,7 @@ def test_a_hyper_parameter_that_a_loop_closes_over(wrap):
         np.testing.assert_allclose(mode(loss)(jnp.float32(-0.6)), difference, rtol=0.01)
 
 
-@pytest.mark.parametrize("dtype", thinned(["int8", "bfloat16"]))
+@pytest.mark.parametrize("dtype", ["int8", nightly("bfloat16")])
 def test_quantized_moments_do_not_keep_others_from_being_differentiated(dtype):
     def loss(rate, b1):
         tx = optfn.accumulate(optfn.adam(rate, b1=b1, moment_dtype=dtype), 1)

@@ -32,9 +32,9 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "core", "compilers", "collectives", "leaves", "interop", "workers", "state",
-    "transforms", "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel",
-    "compression", "pipeline", "train", "distributed", "plot", "run",
+    "_version", "core", "compilers", "collectives", "workers", "leaves", "interop",
+    "state", "transforms", "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse",
+    "parallel", "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
 # `core.check_transform` wraps transformations of other libraries, and imports that in the function.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import nightly, suite
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -109,7 +109,7 @@ def params_of(form):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("form", thinned(FORMS, every=4))
+@pytest.mark.parametrize("form", suite(FORMS, "a name", "three"))
 def test_gradients_are_bitwise_the_same(form):
     want = jax.jit(jax.value_and_grad(plain))(layers(), X)
     value, gradient = jax.jit(jax.value_and_grad(FORMS[form]()))(params_of(form), X)
@@ -187,7 +187,7 @@ def test_closed_over_values_have_gradients():
     assert_same(*(jax.jit(jax.grad(functools.partial(loss, c)))(2.0) for c in (True, False)))
 
 
-@pytest.mark.parametrize("form", thinned(FORMS, every=6, first=1))
+@pytest.mark.parametrize("form", suite(FORMS, "all names"))
 def test_under_vmap(form):
     params, xs = params_of(form), jnp.stack([X, 2 * X])
     got = jax.jit(jax.vmap(jax.grad(FORMS[form]()), (None, 0)))(params, xs)[:LAYERS]
@@ -195,8 +195,8 @@ def test_under_vmap(form):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("check", thinned([True, False]))
-@pytest.mark.parametrize("form", thinned(["all names", "sqrt", "budget"], every=3))
+@pytest.mark.parametrize("check", [True, nightly(False)])
+@pytest.mark.parametrize("form", ["all names", nightly("sqrt"), nightly("budget")])
 def test_inside_shard_map(form, check):
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
 
@@ -227,7 +227,7 @@ def test_an_axis_inside_the_functions_of_a_budget():
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stash", thinned(["input", "residual"], first=1))
+@pytest.mark.parametrize("stash", [nightly("input"), "residual"])
 def test_inside_pipeline_stages(stash):
     def stage(p, x):
         return jnp.tanh(checkpoint_name(layer(p, x), "layer")) * 0.5 + x

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -65,7 +65,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(EXCHANGES, every=3))
+@pytest.mark.parametrize("name", suite(EXCHANGES, "dense", "accumulate"))
 def test_an_exchange_over_some_axes_takes_the_mean_over_the_others(name):
     tx = EXCHANGES[name]
     state, losses = run(tx(), mesh=mesh(), data_axis=AXES)
@@ -152,7 +152,7 @@ IDS = RNG.integers(0, 16, (4, 16))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.lamb], first=1))
+@pytest.mark.parametrize("make", [nightly(optfn.adam), optfn.lamb])
 def test_a_spec_over_any_of_the_data_axes(spec, make):
     """In any order, over some of them, or one for each dimension: the run of one device."""
 
@@ -193,7 +193,7 @@ def test_layers_whose_specs_name_some_of_the_axes_are_scanned(spec):
 
 
 @pytest.mark.parametrize("shard", [None, "state", "params"])
-@pytest.mark.parametrize("dtype", thinned([jnp.bfloat16, jnp.float16]))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float16)])
 def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
     """XLA ends the process where bfloat16 is summed over some of the axes of a mesh on CPU."""
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
@@ -218,7 +218,7 @@ def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
     [{}, {"shard": "state"}, {"shard": "params"}, {"shard": {"w": P("a")}}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mask", thinned([optax.MaskedNode, lambda: None]))
+@pytest.mark.parametrize("mask", [optax.MaskedNode, nightly(lambda: None)])
 def test_masked_leaves_of_params(options, mask):
     """A partition of an equinox module has None in the place of what is no array."""
     params = {**PARAMS, "activation": mask(), "layers": [mask(), PARAMS["w"]]}

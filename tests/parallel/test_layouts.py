@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import normal
@@ -135,7 +135,16 @@ def assert_same_values(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), thinned(list(itertools.permutations(LAYOUTS, 2)), every=31)
+    ("before", "after"),
+    suite(
+        itertools.permutations(LAYOUTS, 2),
+        ("one device", "packed"),
+        ("two workers", "params"),
+        ("packed workers", "two levels, specs"),
+        ("tables", "two workers"),
+        ("two levels, state", "tables"),
+        ("two levels, specs", "four groups"),
+    ),
 )
 def test_a_run_goes_on_in_another_layout(before, after, directory):
     where, mapping = saved(before, "dense", directory)
@@ -151,13 +160,15 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
 
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
-    thinned(
+    suite(
         [
             (a, b, kind)
             for kind in ("exchange", "local_steps")
             for a, b in itertools.permutations(OF_WORKERS, 2)
         ],
-        every=61,
+        ("two workers", "four workers", "exchange"),
+        ("two levels, packed", "two levels, params", "exchange"),
+        ("two levels, specs", "packed workers", "local_steps"),
     ),
 )
 def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, directory):
@@ -176,7 +187,10 @@ def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, d
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs the extra orbax")
 @pytest.mark.parametrize(
-    ("before", "after"), thinned(itertools.permutations(OF_WORKERS[-4:-1], 2), every=6)
+    ("before", "after"),
+    suite(
+        itertools.permutations(OF_WORKERS[-4:-1], 2), ("two levels, params", "two levels, specs")
+    ),
 )
 def test_a_directory_goes_on_in_another_layout(before, after, tmp_path):
     step = step_of(before, "exchange")

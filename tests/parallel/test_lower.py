@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import suite
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
@@ -42,9 +42,22 @@ def memory(lowered):
     return [getattr(found, f"{name}_size_in_bytes") for name in names]
 
 
+SUITE = (
+    "exchange + local_steps", "exchange + rng", "dgc + specs", "dgc + loss_scale",
+    "local_steps + packed", "local_steps + average", "state + accumulate",
+    "params + value_and_grad", "params + search", "specs + skip", "pipeline + accumulate",
+    "tables + accumulate", "packed + aux", "value_and_grad + model_state", "microbatches + rng",
+    "model_state + accumulate", "aux + loss_scale", "rng + average", "skip + spikes",
+    "spikes + average",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize("pair", thinned(PAIRS, every=11))
+@pytest.mark.parametrize(
+    "pair",
+    suite(PAIRS, *SUITE),
+)
 def test_the_program_of_shapes_is_that_of_a_call(pair):
     names = tuple(pair.split(" + "))
     step, state = made(names)
@@ -72,7 +85,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTIONS, every=4, first=3))
+@pytest.mark.parametrize("name", suite(OPTIONS, "params", "rounds"))
 def test_memory_and_text_are_those_of_the_step_that_runs(name):
     options = dict(OPTIONS[name])
     if options.pop("mesh", False):

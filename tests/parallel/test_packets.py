@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import normal
@@ -90,7 +90,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", thinned(WAYS))
+@pytest.mark.parametrize("way", suite(WAYS, "params", "state"))
 def test_the_loss_sees_rounded_params_and_exact_ones_are_kept(way):
     """The gradient is that at the rounded params, and is added to the exact ones."""
     kind, options = WAYS[way]
@@ -106,7 +106,7 @@ def test_the_loss_sees_rounded_params_and_exact_ones_are_kept(way):
     assert table.addressable_data(0).size == table.size // N
 
 
-@pytest.mark.parametrize("kind", thinned(["params", "state"]))
+@pytest.mark.parametrize("kind", ["params", nightly("state")])
 def test_gradients_are_means_of_packets(kind):
     """Each device sends every owner a packet of its slice; small leaves are exact."""
     step = made(sharded(kind, reduce=Q8))
@@ -167,7 +167,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(RUNS, every=4))
+@pytest.mark.parametrize("name", suite(RUNS, "params", "packed"))
 def test_training_follows_the_exact_run(name):
     options, losses = RUNS[name](), {}
     for way in ("packets", "exact"):
@@ -204,8 +204,10 @@ def compiled(step, mesh, examples=48):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", thinned(["params", "state"]))
-@pytest.mark.parametrize("codecs", thinned([BOTH, {"gather": Q8, "reduce": Q8}, {"reduce": Q4}], 3))
+@pytest.mark.parametrize("kind", ["params", nightly("state")])
+@pytest.mark.parametrize(
+    "codecs", [BOTH, nightly({"gather": Q8, "reduce": Q8}), nightly({"reduce": Q4})]
+)
 def test_the_plan_counts_packets(kind, codecs):
     shard, mesh = sharded(kind, **codecs), data_mesh(N)
     found = wire.bytes_sent(compiled(made(shard), mesh), N)

@@ -9,7 +9,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from grids import thinned
+from grids import suite
 from pairs import ALTERNATIVES, FEATURES, impossible, trained
 
 PAIRS = [
@@ -33,12 +33,25 @@ TRIPLES = [
     "exchange + accumulate + skip",
     "params + pipeline + microbatches",
 ]
-FEW = 23
+# Of each feature one pair or more with another kind of feature, and a triple.
+SUITE = (
+    "exchange + local_steps",
+    "dgc + specs",
+    "local_steps + value_and_grad",
+    "state + loss_scale",
+    "specs + tables",
+    "pipeline + loss_scale",
+    "packed + aux",
+    "microbatches + aux",
+    "aux + loss_scale",
+    "skip + masters",
+    "exchange + local_steps + params",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize("together", thinned(PAIRS, FEW) + thinned(TRIPLES, FEW))
+@pytest.mark.parametrize("together", suite(PAIRS + TRIPLES, *SUITE))
 def test_features_train_together_or_say_why_not(together):
     names = tuple(together.split(" + "))
     if reason := impossible(names):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly
 from hlo import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -134,7 +134,7 @@ def test_it_is_compiled_once():
     assert compilations(step) == 1
 
 
-@pytest.mark.parametrize("bad", thinned([True, False]))
+@pytest.mark.parametrize("bad", [True, nightly(False)])
 def test_wrappers_judge_for_all_workers(bad):
     """One worker's NaN is skipped by all; the norms are over all workers."""
     spoiled = {"x": X.copy(), "y": Y}
@@ -251,7 +251,7 @@ def test_minimize_on_a_mesh_goes_on_from_its_checkpoint(tmp_path):
     assert np.any(resumed.opt_state[0].residual.value["w"])
 
 
-@pytest.mark.parametrize("workers", thinned([2, 1, 8], every=3))
+@pytest.mark.parametrize("workers", [2, nightly(1), nightly(8)])
 def test_a_run_goes_on_with_other_workers(workers):
     """The mean of what is owed stays; u is the mean; the run goes on from the state dict."""
     params, tx = start(), optfn.skip_nonfinite(dgc())

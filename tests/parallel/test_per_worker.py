@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import nightly
 from jax.sharding import PartitionSpec as P
 
 import optfn
@@ -179,7 +179,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert int(mapping["sparse_loco/num_workers"]) == N
 
 
-@pytest.mark.parametrize("as_mapping", thinned([False, True]))
+@pytest.mark.parametrize("as_mapping", [False, nightly(True)])
 def test_half_of_the_workers_go_on(as_mapping):
     tx = optimizer()
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import suite
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
@@ -38,9 +38,18 @@ PLANNED = [
 ]
 
 
+SUITE = (
+    "exchange + local_steps", "exchange + average", "dgc + masters", "local_steps + spikes",
+    "state + average", "specs + tables", "pipeline + aux", "tables + explicit",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize("pair", thinned(PLANNED, every=17))
+@pytest.mark.parametrize(
+    "pair",
+    suite(PLANNED, *SUITE),
+)
 def test_the_plan_is_that_of_the_compiled_step(pair):
     names = pair.split(" + ")
     step, state = made(tuple(names))

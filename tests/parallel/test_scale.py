@@ -6,14 +6,25 @@
 import math
 
 import pytest
-from grids import thinned
+from grids import suite
 
 from benchmarks.scale import TOY, divisions, measured
 
 DIVISIONS = divisions(TOY)
 
 
-@pytest.mark.parametrize("name", thinned(DIVISIONS))
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        DIVISIONS,
+        "data",
+        "FSDP",
+        "two levels, quantize(4)",
+        "tables",
+        "exchange, gathered",
+        "local steps",
+    ),
+)
 def test_more_devices_add_no_collective(name):
     division = DIVISIONS[name]
     least = 2 * math.prod(division.inner.values())  # two workers

@@ -12,7 +12,7 @@ import optax
 import pytest
 import registry
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -88,7 +88,10 @@ def run_alone(name):
     return run(optfn.make_train_step(loss_fn, ALL[name]()))
 
 
-@pytest.mark.parametrize(("name", "shard"), thinned(CASES, every=13))
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    suite(CASES, ("sgd", "state"), ("adam", "specs"), ("lamb", "params"), ("lars", "specs")),
+)
 @pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_the_trajectory_is_that_of_one_device(name, shard):
     make, shard = ALL[name], SHARDS[shard]
@@ -266,7 +269,7 @@ def stacked_loss(params, x):
 STACKED_X = RNG.normal(size=(3, 16, WIDTH)).astype(np.float32)
 
 
-@pytest.mark.parametrize("mark", thinned([optfn.Stacked, lambda x: x]))
+@pytest.mark.parametrize("mark", [optfn.Stacked, nightly(lambda x: x)])
 @pytest.mark.parametrize("shard", [None, "state", "params"])
 def test_scan_layers_is_the_loop_over_layers(shard, mark):
     def by_hand(params, x):
@@ -343,9 +346,9 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
 
 
 def _named(state):
-    from optfn.state.names import named_entries
+    from optfn.state.names import named_leaves
 
-    return list(named_entries(state.opt_state))
+    return list(named_leaves(state.opt_state))
 
 
 @pytest.mark.parametrize("shard", ["state", "params"])
@@ -468,7 +471,7 @@ def test_what_does_not_fit_is_said_at_init(tx, shard, words):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("shard", [None, "state", "params"])
-@pytest.mark.parametrize("stacked", thinned([True, False]))
+@pytest.mark.parametrize("stacked", [True, nightly(False)])
 def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
     if stacked:
         params, loss, x = stacked_params(optfn.Stacked), stacked_loss, STACKED_X[0]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,7 +49,16 @@ AXES = registry.in_turn("auto", "auto", "explicit", "explicit", entries=PROGRAMS
 CHECKED = registry.in_turn(True, True, False, False, entries=PROGRAMS)
 
 
-@pytest.mark.parametrize(("entry", "kind"), thinned(AXES, every=9))
+SUITE = (
+    "sgd", "decayed_adagrad", "adam_clip_l2", "ftrl_dense_rows", "scale_by_trust_ratio",
+    "skip_spikes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    suite(AXES, *SUITE),
+)
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -69,7 +78,15 @@ def test_sharded_parameters(entry, kind):
     chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("entry", "check_vma"), thinned(CHECKED, every=9, first=1))
+SUITE_IN_SHARD_MAP = (
+    "sgd_clip_l1", "adadelta", "adamw", "lamb", "reduce_on_plateau", "dynamic_loss_scale",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "check_vma"),
+    suite(CHECKED, *SUITE_IN_SHARD_MAP),
+)
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
@@ -89,7 +106,9 @@ def test_replicated_in_shard_map(entry, check_vma):
     chex.assert_trees_all_close(jax.device_get(state), want[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", thinned(["adam", "stack", "ftrl", "lamb", "param_attrs"], every=4))
+@pytest.mark.parametrize(
+    "name", ["adam", nightly("stack"), nightly("ftrl"), nightly("lamb"), "param_attrs"]
+)
 def test_pmap(name):
     entry = registry.EVERYTHING[name]
     tx = entry.make()

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -129,7 +129,8 @@ BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
 
 @pytest.mark.parametrize("layers", [8, 6])
 @pytest.mark.parametrize(
-    ("rule", "kind"), thinned(itertools.product(RULES, ["state", "params"]), 5, 1)
+    ("rule", "kind"),
+    suite(itertools.product(RULES, ["state", "params"]), ("muon", "params"), ("lamb", "state")),
 )
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()
@@ -220,7 +221,7 @@ def test_a_padded_state_loads_on_other_devices_and_back(options):
         assert a.sharding == b.sharding
 
 
-@pytest.mark.parametrize("kind", thinned(["state", "params"], first=1))
+@pytest.mark.parametrize("kind", [nightly("state"), "params"])
 def test_a_run_with_padding_resumes_bit_for_bit(kind, tmp_path):
     options = {"mesh": data_mesh(4), "shard": sharded(kind, whole=MATRICES)}
     whole = padded_run(muon(), **options)
@@ -251,8 +252,8 @@ def zero_1(params, devices):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", thinned(["state", "params"]))
-@pytest.mark.parametrize("devices", thinned([4, 2, 8], 3))
+@pytest.mark.parametrize("kind", ["state", nightly("params")])
+@pytest.mark.parametrize("devices", [4, nightly(2), nightly(8)])
 def test_a_device_computes_and_sends_its_part(devices, kind):
     params, tx = model(width=64), muon()
     alone = compiled(tx, params).cost_analysis()["flops"]
@@ -263,7 +264,7 @@ def test_a_device_computes_and_sends_its_part(devices, kind):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("layers", "devices"), thinned([(6, 4), (7, 2)]))
+@pytest.mark.parametrize(("layers", "devices"), [(6, 4), nightly(7, 2)])
 def test_padding_costs_no_more_than_its_share(layers, devices):
     params, tx = model(layers, width=64), muon()
     share = -(-layers // devices) * devices / layers
@@ -276,7 +277,9 @@ def test_padding_costs_no_more_than_its_share(layers, devices):
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("layers", "microbatches", "kind"),
-    thinned(itertools.product([8, 6], [1, 2], ["state", "params"]), 5, 1),
+    suite(
+        itertools.product([8, 6], [1, 2], ["state", "params"]), (8, 1, "params"), (6, 2, "state")
+    ),
 )
 def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, layers):
     params, tx, mesh = model(layers, width=64), muon(), data_mesh(4)
@@ -298,7 +301,7 @@ def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, 
 
 @pytest.mark.nightly
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", thinned(["state", "params"]))
+@pytest.mark.parametrize("kind", ["state", nightly("params")])
 def test_a_plan_says_for_which_leaves_it_is_a_lower_bound(kind):
     params, mesh = model(width=64), data_mesh(4)
     plan = plan_memory(muon(), params, mesh, shard=kind)

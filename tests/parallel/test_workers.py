@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import suite
 from jax.sharding import PartitionSpec as P
 from problems import batch, block, blocks, mean_square, mesh_of
 
@@ -93,7 +93,7 @@ BESIDE_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(BESIDE_OTHERS, every=6))
+@pytest.mark.parametrize("name", suite(BESIDE_OTHERS, "partition"))
 def test_params_stay_the_same_on_all_workers(name):
     """The mesh gives what simulated workers give, whose other leaves have the mean gradient."""
     batches = [data(k) for k in range(4)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,7 +114,16 @@ GRID += [
 ]
 
 
-@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID, every=4, first=3))
+@pytest.mark.parametrize(
+    ("p", "v", "m", "schedule", "stash"),
+    suite(
+        GRID,
+        (2, 2, 4, "1f1b", "residual"),
+        (2, 2, 4, "gpipe", "residual"),
+        (2, 2, 4, "zb", "residual"),
+        (1, 1, 2, "1f1b", "input"),
+    ),
+)
 def test_exact_over_the_grid(p, v, m, schedule, stash):
     # Half of the grid on each kind of mesh.
     explicit = (schedule == "gpipe") == (stash == "input")
@@ -134,7 +143,7 @@ def test_exact_over_the_grid(p, v, m, schedule, stash):
         assert_close((loss, unstack_stages(grads)), reference(p * v), tolerance=1e-13)
 
 
-@pytest.mark.parametrize("explicit", thinned([False, True]))
+@pytest.mark.parametrize("explicit", [False, nightly(True)])
 def test_params_placed_by_stage_stay_where_they_are(explicit):
     """Folded and placed, gradients and optimizer state are sharded as the params are."""
     mesh = mesh_of(2, explicit=explicit)
@@ -201,7 +210,7 @@ def temporaries(schedule, stash, m):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("stash", thinned(["input", "residual"]))
+@pytest.mark.parametrize("stash", ["input", nightly("residual")])
 def test_memory_of_1f1b_is_flat(stash):
     assert temporaries("1f1b", stash, 64) <= 1.02 * temporaries("1f1b", stash, 16)
     assert temporaries("1f1b", stash, 64) <= 0.2 * temporaries("gpipe", "residual", 64)
@@ -435,13 +444,11 @@ def cross_entropy(logits, labels):
 
 @pytest.mark.parametrize(
     ("p", "v", "schedule", "stash", "explicit"),
-    thinned(
-        [
-            (4, 1, "1f1b", "input", True),
-            (2, 2, "1f1b", "residual", False),
-            (4, 1, "zb", "residual", False),
-        ]
-    ),
+    [
+        (4, 1, "1f1b", "input", True),
+        nightly(2, 2, "1f1b", "residual", False),
+        (4, 1, "zb", "residual", False),
+    ],
 )
 def test_a_list_of_heterogeneous_stages(p, v, schedule, stash, explicit):
     fns, params, x, target = chain_of_heterogeneous_stages()
@@ -495,7 +502,7 @@ def test_tied_weights_in_heterogeneous_stages():
     assert_close(got, jax.jit(jax.value_and_grad(loss_of))(params))
 
 
-@pytest.mark.parametrize("schedule", thinned(["1f1b", "zb"], first=1))
+@pytest.mark.parametrize("schedule", [nightly("1f1b"), "zb"])
 def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
     def stage(w, x, shared):
         return block(w, x) * shared["scale"]
@@ -538,7 +545,7 @@ def dropout_reference(params, x, target, rng, microbatches):
 
 @pytest.mark.parametrize(
     ("schedule", "stash", "data", "remat", "typed"),
-    thinned([("1f1b", "input", 2, False, True), ("zb", "residual", 1, True, False)]),
+    [("1f1b", "input", 2, False, True), nightly("zb", "residual", 1, True, False)],
 )
 def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat, typed):
     rng = jax.random.key(3) if typed else jax.random.PRNGKey(3)
@@ -556,7 +563,7 @@ def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat
     assert_close((loss, unstack_stages(grads)), want)
 
 
-@pytest.mark.parametrize(("schedule", "stash"), thinned([("1f1b", "input"), ("zb", "residual")]))
+@pytest.mark.parametrize(("schedule", "stash"), [("1f1b", "input"), nightly("zb", "residual")])
 def test_trees_between_stages(schedule, stash):
     """Floats, integers and leaves that no stage changes are passed on; None is no leaf."""
 
@@ -589,7 +596,7 @@ def test_low_precision_params_get_gradients_in_their_dtype_summed_in_float32():
     assert_close((loss, unstack_stages(grads)), want, 0.02)
 
 
-@pytest.mark.parametrize("explicit", thinned([False, True], first=1))
+@pytest.mark.parametrize("explicit", [nightly(False), True])
 def test_a_data_axis_with_the_mean(explicit):
     fn = pipeline_value_and_grad(
         block,
@@ -720,7 +727,7 @@ print("exact", flush=True)
 """
 
 
-@pytest.mark.nightly  # test_processes.py and faults.py have real processes without a pipeline
+@pytest.mark.nightly  # test_processes.py and faults/ have real processes without a pipeline
 def test_two_processes():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
@@ -69,7 +69,9 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "local_steps", "explicit"),
-    thinned(itertools.product(KINDS, [1, 2], [False, True]), every=7),
+    suite(
+        itertools.product(KINDS, [1, 2], [False, True]), ("stacked", 1, False), ("virtual", 2, True)
+    ),
 )
 def test_it_trains_as_the_whole_model_on_each_worker(kind, local_steps, explicit):
     virtual, stages, options = KINDS[kind]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import nightly
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import mean_square
@@ -92,7 +92,7 @@ def plain_loss(params, batch):
     return mean_square(x, target)
 
 
-@pytest.mark.parametrize("make", thinned([of_linen, of_nnx, of_equinox], every=3, first=1))
+@pytest.mark.parametrize("make", [nightly(of_linen), of_nnx, nightly(of_equinox)])
 def test_it_trains_as_one_device_with_an_eighth_of_the_bytes(make):
     stages = make()
     structure = jax.tree.structure(stages.params)

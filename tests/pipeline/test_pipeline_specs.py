@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import by_name, nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import mean_square
@@ -68,7 +68,10 @@ CASES = [("1f1b", 1, False), ("gpipe", 1, False), ("zb", 1, False)]
 CASES += [("1f1b", 2, False), ("1f1b", 1, True)]
 
 
-@pytest.mark.parametrize(("schedule", "virtual", "explicit"), thinned(CASES))
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "explicit"),
+    suite(CASES, ("1f1b", 1, False), ("zb", 1, False), ("1f1b", 1, True)),
+)
 def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit):
     mesh, params = mesh_of(explicit), stacked(STAGES * virtual)
     f = make(mesh, schedule=schedule, virtual_stages=virtual)
@@ -90,7 +93,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make_tx", thinned(OPTIMIZERS.values()), ids=OPTIMIZERS)
+@pytest.mark.parametrize("make_tx", by_name(OPTIMIZERS, "adam and clip", "lars"))
 def test_training_is_that_of_one_device_with_an_eighth_of_the_bytes(make_tx):
     mesh, params = mesh_of(), optfn.Stacked(stacked(STAGES))
     alone = optfn.make_train_step(lambda p, b: on_one_device(p.layers, b), make_tx())
@@ -200,9 +203,7 @@ def make_unlike(mesh, specs=UNLIKE_SPECS, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("schedule", "explicit"), thinned([("1f1b", False), ("zb", True)], first=1)
-)
+@pytest.mark.parametrize(("schedule", "explicit"), [nightly("1f1b", False), ("zb", True)])
 def test_heterogeneous_stages_keep_their_axes(schedule, explicit):
     mesh = mesh_of(explicit)
     loss, grads = make_unlike(mesh, schedule=schedule)(placed_list(mesh), X, Y)

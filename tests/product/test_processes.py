@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_worker
-from grids import thinned
+from grids import nightly
 
 import optfn
 
@@ -66,7 +66,7 @@ def test_replicas_are_the_same_bits(tmp_path):
     assert [workers for _, workers in found[0]] == ["3", "3"]
 
 
-@pytest.mark.nightly  # tests/faults.py has the same with two workers after it
+@pytest.mark.nightly  # tests/faults/ has the same with two workers after it
 def test_a_worker_that_dies(tmp_path):
     """The others stop with an error in bounded time; one of them goes on from its checkpoint."""
     results = launch(tmp_path, 2, 8, "dgc", "dies")
@@ -102,7 +102,7 @@ def test_sharded_processes_train_as_one_device(tmp_path):
             np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))
 
 
-@pytest.mark.parametrize("devices", thinned([2, 4]))
+@pytest.mark.parametrize("devices", [2, nightly(4)])
 def test_two_levels_are_those_of_one_process(devices, tmp_path):
     """Two processes of several devices each train as one process with all of them.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import suite
 from recorded import CASES, arrays
 
 import optfn
@@ -41,7 +41,7 @@ def close(found, expected, what, rtol=1e-5, atol=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", thinned(EMA, every=6))
+@pytest.mark.parametrize("name", suite(EMA, "fluid18_ema", "p26_ema_multi_apply"))
 def test_exponential_moving_average_follows_paddle(name):
     """The sums at every step; the readings where Paddle's correction is 1 − ∏d."""
     a, decay = arrays(name), CASES[name]["hyper"]["decay"]
@@ -65,7 +65,7 @@ def test_exponential_moving_average_follows_paddle(name):
         )
 
 
-@pytest.mark.parametrize("name", thinned(WINDOWS, every=8))
+@pytest.mark.parametrize("name", suite(WINDOWS, "fluid18_ma_window", "p33_ma_rate"))
 def test_model_average_follows_paddle(name):
     """Three sums, three counters and the reading, at every step that was recorded."""
     a, hyper = arrays(name), dict(CASES[name]["hyper"])

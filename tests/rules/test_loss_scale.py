@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import by_name
 
 import optfn
 from optfn.distributed import data_mesh, exchange, sharded
@@ -145,7 +145,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", thinned(FORMS.values()), ids=FORMS)
+@pytest.mark.parametrize(
+    "form", by_name(FORMS, "one device", "packed", "sharded params", "gathered once")
+)
 def test_a_scale_that_is_a_power_of_two_changes_no_step(form):
     """Loss, params and moments are those without a scale, in each kind of training step."""
     want, losses = run(optfn.adam(0.05), **form())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import nightly
 
 import optfn
 from optfn.transforms.codes import join_float32, remainder_beside, split_float32
@@ -142,7 +142,7 @@ def run(tx, steps, compiled=False):
     return found
 
 
-@pytest.mark.parametrize("compiled", thinned([False, True], first=1))
+@pytest.mark.parametrize("compiled", [nightly(False), True])
 def test_masters_of_32_bits_are_those_of_copies(compiled):
     """At each of 12 steps bit for bit; the parameters too, save at exact ties.
 
@@ -280,7 +280,7 @@ def test_what_has_no_remainder_is_refused_by_name(make, error, words):
         make()
 
 
-@pytest.mark.parametrize("where", thinned(["packed", "state", "params"], 2))
+@pytest.mark.parametrize("where", ["packed", nightly("state"), "params"])
 def test_remainders_lie_where_the_parameters_lie(where):
     """In buffers and in parts of leaves the masters are those of copies."""
     options = {"packed": True}

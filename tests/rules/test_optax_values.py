@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import thinned
+from grids import nightly
 
 import optfn
 
@@ -102,17 +102,14 @@ def decay_at(step):
 
 @pytest.mark.parametrize(
     "make",
-    thinned(
-        [
-            lambda wd: optfn.add_decayed_weights(wd),
-            lambda wd: optfn.adamw(0.1, weight_decay=wd, exclude="b"),
-            lambda wd: optfn.adamw(0.1, weight_decay=wd, moment_dtype="bfloat16"),
-            lambda wd: optfn.asgd(0.1, batch_num=2, weight_decay=wd),
-            lambda wd: optfn.lamb(0.1, weight_decay=wd, exclude="b"),
-            lambda wd: optfn.lars(0.1, 0.9, lars_coeff=0.1, lars_weight_decay=wd, exclude="b"),
-        ],
-        every=3,
-    ),
+    [
+        lambda wd: optfn.add_decayed_weights(wd),
+        nightly(lambda wd: optfn.adamw(0.1, weight_decay=wd, exclude="b")),
+        nightly(lambda wd: optfn.adamw(0.1, weight_decay=wd, moment_dtype="bfloat16")),
+        lambda wd: optfn.asgd(0.1, batch_num=2, weight_decay=wd),
+        nightly(lambda wd: optfn.lamb(0.1, weight_decay=wd, exclude="b")),
+        nightly(lambda wd: optfn.lars(0.1, 0.9, lars_coeff=0.1, lars_weight_decay=wd, exclude="b")),
+    ],
     ids=["add_decayed_weights", "adamw", "adamw bfloat16", "asgd", "lamb", "lars"],
 )
 def test_a_schedule_of_weight_decay_is_its_number_at_each_step(make):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import suite
 
 import optfn
 from optfn.transforms import codes as quantization
@@ -247,7 +247,7 @@ KEPT = {("rmsprop", "bfloat16"): 5.2, ("rmsprop", "int8"): 4.1, ("adamax", "int8
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", thinned(IN_PLACE, 4))
+@pytest.mark.parametrize("name", suite(IN_PLACE, "adam", "nesterov"))
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 2.005), ("int8", 1.05)])
 def test_bytes_of_state_and_of_temporaries(name, moment_dtype, most):
     """Beside gradients that are given, most rules need less than half a byte a parameter."""

@@ -19,7 +19,7 @@ import optax
 import pytest
 import reference_schedules
 import references
-from grids import thinned
+from grids import suite
 from registry import clip_of, penalty_of, plateau_rates
 
 import optfn
@@ -223,7 +223,7 @@ def test_optimizer_follows_its_reference(name, kind, start):
     assert_follows(found, expected, params, **bounds(name))
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, every=3))
+@pytest.mark.parametrize("kind", suite(KINDS, "mixed", "falling"))
 @pytest.mark.parametrize("name", [k for k, c in CONFIGS.items() if c.optimizer in IN_PASSES])
 def test_plain_expressions_follow_the_reference(name, kind, plain_expressions):
     """What TPUs and GPUs compile in place of the loops of a CPU is the same rule."""
@@ -293,7 +293,7 @@ def clipped_program(name: str) -> Any:
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", thinned(PLAIN, every=3))
+@pytest.mark.parametrize("name", suite(PLAIN, "sgd", "asgd", "adadelta", "adamw", "lamb"))
 def test_clip_and_regularization_come_before_the_rule(name, clip):
     """Gradients are clipped, if large, then regularized, then used at the rate of the step."""
     grad_clip, regularization, start = CLIPS[clip]
@@ -409,7 +409,7 @@ FLOAT64_RTOL = 1e-12
 
 
 @pytest.mark.parametrize("rate", ["number", "schedule"])
-@pytest.mark.parametrize("name", thinned(CONFIGS, every=8))
+@pytest.mark.parametrize("name", suite(CONFIGS, "sgd", "asgd-4", "adam", "ftrl-power"))
 def test_float64_leaves_follow_their_reference(name, rate):
     """The rate and the corrections of the bias are as wide as the leaf."""
     config, rng = CONFIGS[name], _rng("float64")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import nightly
 
 import optfn
 from optfn.run import background, saving, storage
@@ -123,7 +123,7 @@ def test_minimize_raises_the_error_of_its_last_save(tmp_path, monkeypatch):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("sharded", thinned([False, True], first=1))
+@pytest.mark.parametrize("sharded", [nightly(False), True])
 def test_a_program_that_ends_finishes_its_checkpoint(sharded, tmp_path):
     pytest.importorskip("orbax.checkpoint")
     program = f"""

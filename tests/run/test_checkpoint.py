@@ -243,7 +243,7 @@ state, _ = t.optfn.minimize(
 """
 
 
-@pytest.mark.nightly  # tests/faults.py has a killed worker of several
+@pytest.mark.nightly  # tests/faults/ has a killed worker of several
 def test_a_killed_run_ends_bit_identical(tmp_path):
     """A real process, killed by SIGKILL at random moments while it saves at every step."""
     code = RUN.format(tests=str(Path(__file__).parent), directory=str(tmp_path))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import nightly
 
 import optfn
 from optfn.run.progress import Progress, num_examples, words
@@ -368,7 +368,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("name", thinned(["SIGTERM", "SIGINT"]))
+@pytest.mark.parametrize("name", ["SIGTERM", nightly("SIGINT")])
 def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), tmp_path, tmp_path / "run.html"],

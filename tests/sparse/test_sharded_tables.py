@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -111,7 +111,10 @@ def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_t
 
 
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
-@pytest.mark.parametrize(("rule", "kind"), thinned(CASES, every=6))
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    suite(CASES, ("lazy", "uniform"), ("accumulate", "uniform"), ("lazy", "all to one owner")),
+)
 def test_it_is_the_unsharded_step(rule, kind):
     want, losses = alone(rule, kind)
     step = sharded(RULES[rule]())
@@ -171,7 +174,7 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(LOOKUPS, every=3))
+@pytest.mark.parametrize("name", suite(LOOKUPS, "an array of ids"))
 def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
     ids[::4, 0] = [-2 * ROWS, -ROWS - 1, -ROWS, -1, 0, ROWS - 1, ROWS, 2 * ROWS]
@@ -188,7 +191,7 @@ def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     assert np.any(want.params["t"] != params["t"])
 
 
-@pytest.mark.parametrize("shard", thinned(["state", "params", {"w": P("data")}], 3, first=1))
+@pytest.mark.parametrize("shard", [nightly("state"), "params", nightly({"w": P("data")})])
 def test_the_rest_of_the_model_may_be_sharded_too(shard):
     params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
 

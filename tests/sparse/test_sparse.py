@@ -10,7 +10,7 @@ import optax
 import pytest
 import registry
 from catalogue import OPTIMIZERS
-from grids import thinned
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import steps
@@ -54,7 +54,7 @@ def densified(grads):
 # The gradient
 
 
-@pytest.mark.parametrize("jitted", thinned([False, True], first=1))
+@pytest.mark.parametrize("jitted", [nightly(False), True])
 def test_equal_to_the_dense_gradient(jitted):
     fn = sparse.value_and_grad(loss_fn, "table")
     value, grads = (jax.jit(fn) if jitted else fn)(make_params(), IDS, TARGET)
@@ -84,7 +84,7 @@ def test_aux_keywords_and_a_table_that_is_not_looked_up():
     np.testing.assert_array_equal(grads["b"].dense(), np.zeros((6, 2)))
 
 
-@pytest.mark.parametrize("out", thinned([-41, 40, 1000], every=3))
+@pytest.mark.parametrize("out", [-41, nightly(40), nightly(1000)])
 def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
     ids = jnp.array([[3, out]])
     value, grads = jax.jit(sparse.value_and_grad(loss_fn, "table"))(
@@ -390,8 +390,17 @@ def gradients(seed):
     return grads, densified(grads)
 
 
+SUITE = (
+    "sgd", "lars", "adadelta", "adam_algorithm_1", "adamw_exclude", "lamb", "clip_by_value",
+    "master_weights", "accumulate", "exponential_moving_average",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize("name", thinned(EXACT, every=5))
+@pytest.mark.parametrize(
+    "name",
+    suite(EXACT, *SUITE),
+)
 def test_rows_give_the_dense_result(name):
     """Three steps with rows end where those with the dense gradient end, state included."""
     entry = EXACT[name]
@@ -473,7 +482,7 @@ def sparse_ftrl(p, g, touched, n, z, *, lr, l1=0.0, l2=0.0, lr_power=-0.5):
     return p, n, z
 
 
-@pytest.mark.parametrize("jitted", thinned([False, True], first=1))
+@pytest.mark.parametrize("jitted", [nightly(False), True])
 @pytest.mark.parametrize("indices", [[1, 4, 30], [7, 2, 7, ROWS, 7]], ids=["some", "repeated"])
 @pytest.mark.parametrize(
     "options", [{}, {"l1": 0.3, "l2": 0.1}, {"lr_power": -0.7}], ids=["plain", "l1 l2", "power"]
@@ -569,8 +578,18 @@ SPARSE = [
 ]
 
 
+RECORDED = (
+    "fluid18_sparse_sgd", "fluid18_sparse_adagrad", "fluid18_sparse_adam_lazy_nodup",
+    "fluid18_sparse_lamb", "p26_sparse_momentum_k1", "p26_sparse_adagrad", "p33_sparse_adam_lazy",
+    "p33_sparse_sgd",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize("name", thinned(SPARSE, every=3))
+@pytest.mark.parametrize(
+    "name",
+    suite(SPARSE, *RECORDED),
+)
 def test_rows_follow_paddle(name):
     """Rows in, Paddle's trajectory out; of Adam, whose β powers Paddle runs ahead, the moments."""
     a, case = arrays(name), CASES[name]
@@ -609,7 +628,7 @@ def big_loss(params, batch):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "make", thinned([optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw, optfn.ftrl])
+    "make", [optfn.sgd, nightly(optfn.adagrad), optfn.adam, nightly(optfn.adamw), optfn.ftrl]
 )
 def test_a_step_makes_nothing_as_large_as_the_table(make):
     """The compiled step scatters into what is donated; its temporaries are of the batch's size."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from grids import suite
 from problems import trained
 
 import optfn
@@ -76,7 +76,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "pair"), thinned(itertools.product(LAYOUTS, PAIRS), 11))
+@pytest.mark.parametrize(
+    ("layout", "pair"),
+    suite(
+        itertools.product(LAYOUTS, PAIRS),
+        ("one device", (True, 32)),
+        ("packed", (24, 32)),
+        ("params", (24, True)),
+    ),
+)
 def test_a_run_goes_on_with_masters_of_another_form(pair, layout):
     before, after = pair
     first, second = step_of(before), step_of(after, **LAYOUTS[layout])

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import thinned
+from grids import nightly, suite
 
 import optfn
 
@@ -24,9 +24,16 @@ def loss_fn(params, batch):
 BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
 
 
+SUITE = (
+    "sgd", "momentum_int8", "adagrad", "rmsprop_centered", "adam_bfloat16", "adamw_exclude",
+    "ftrl", "lamb_int8",
+)  # fmt: skip
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name", thinned([k for k, v in registry.OPTIMIZERS.items() if not v.copies], 4)
+    "name",
+    suite([k for k, v in registry.OPTIMIZERS.items() if not v.copies], *SUITE),
 )
 @pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_train_steps_are_in_place(name):
@@ -36,7 +43,15 @@ def test_train_steps_are_in_place(name):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name", thinned(["ftrl", "lamb", "lamb_corrected", "adam", "lars", "accumulate"], 3)
+    "name",
+    [
+        "ftrl",
+        nightly("lamb"),
+        nightly("lamb_corrected"),
+        "adam",
+        nightly("lars"),
+        nightly("accumulate"),
+    ],
 )
 def test_updates_keep_no_temporaries(name):
     """Beyond params, state and gradients, less than a tenth of a byte per parameter."""
@@ -68,7 +83,18 @@ def test_another_order_of_donated_arguments_is_found():
         optfn.assert_in_place(step, *args)
 
 
-@pytest.mark.parametrize("name", thinned(registry.PROGRAMS, every=9, first=1))
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        registry.PROGRAMS,
+        "sgd_clip_l1",
+        "adadelta",
+        "adamw",
+        "lamb",
+        "reduce_on_plateau",
+        "dynamic_loss_scale",
+    ),
+)
 def test_equal_leaves_are_treated_as_any(name):
     """Under jit they share one traced rule; the results are those of unlike leaves, one by one."""
     entry = registry.ALL[name]

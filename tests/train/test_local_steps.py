@@ -8,7 +8,7 @@ import optax
 import pytest
 import registry
 from compilations import compilations
-from grids import thinned
+from grids import nightly, suite
 from problems import trained
 
 import optfn
@@ -135,7 +135,9 @@ def test_an_optimizer_with_a_scan_is_followed_through_it():
 ALONE = ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
 
 
-@pytest.mark.parametrize("name", [*thinned(ALONE), "muon"])
+@pytest.mark.parametrize(
+    "name", [*suite(ALONE, "lars", "lamb", "adam_clip_l2", "rmsprop_centered"), "muon"]
+)
 def test_one_worker_alone_makes_ordinary_steps(name):
     mesh = data_mesh(1)
     tx = optax.contrib.muon(0.01) if name == "muon" else registry.OPTIMIZERS[name].make()
@@ -369,8 +371,8 @@ def moved(how, state, workers, template, directory):
     return optfn.restore_checkpoint(directory, template)[0]
 
 
-@pytest.mark.parametrize("how", thinned(["state", "orbax", "npz", "mapping"]))
-@pytest.mark.parametrize("workers", thinned([2, 8], first=0))
+@pytest.mark.parametrize("how", ["state", nightly("orbax"), "npz", nightly("mapping")])
+@pytest.mark.parametrize("workers", [2, nightly(8)])
 def test_the_mean_of_8_bit_moments_is_that_of_their_numbers(how, workers, tmp_path):
     step, state = wide(N, "int8")
     for x in ROUNDS[:2]:
@@ -392,7 +394,7 @@ def test_the_mean_of_8_bit_moments_is_that_of_their_numbers(how, workers, tmp_pa
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("how", thinned(["state", "orbax", "npz", "mapping"], first=0, every=4))
+@pytest.mark.parametrize("how", ["state", nightly("orbax"), nightly("npz"), nightly("mapping")])
 def test_the_mean_of_bfloat16_moments_is_that_of_their_numbers(how, tmp_path):
     """In a mapping their bits are 16-bit integers."""
     step, state = wide(N, "bfloat16")

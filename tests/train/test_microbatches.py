@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import suite
 from jax.sharding import Mesh
 from problems import normal
 
@@ -69,7 +69,9 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", thinned(WAYS, 3))
+@pytest.mark.parametrize(
+    "way", suite(WAYS, "one device", "tables", "state", "two levels", "rounds")
+)
 def test_the_step_is_that_of_the_whole_batch(way):
     options = WAYS[way]()
     loss = None if way == "own gradient" else loss_fn

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import thinned
+from grids import nightly, suite
 
 import optfn
 from optfn.distributed import data_mesh
@@ -162,7 +162,7 @@ def test_a_model_state_that_the_step_does_not_expect():
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), model_state=True).init(jnp.zeros(3))
 
 
-@pytest.mark.parametrize("library", thinned(["linen", "nnx", "equinox", "haiku"], every=4, first=1))
+@pytest.mark.parametrize("library", [nightly("linen"), "nnx", nightly("equinox"), nightly("haiku")])
 def test_a_resnet_with_batch_norm_learns_digits(library):
     """The net of each library in examples/digits, trained by the example."""
     for needed in ("sklearn", "flax", "equinox", "haiku"):
@@ -272,7 +272,7 @@ CONTRIB = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CONTRIB, every=3))
+@pytest.mark.parametrize("name", suite(CONTRIB, "lbfgs", "muon", "dog"))
 def test_optimizers_of_optax_train_on_a_mesh_as_on_one_device(name):
     outputs = {"w": RNG.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
     batch = X, X @ RNG.normal(size=(3, 2)).astype(np.float32)

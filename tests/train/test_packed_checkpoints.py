@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import suite
 from problems import trained
 
 import optfn
@@ -75,7 +75,8 @@ def run(step, state, batches):
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 12, first=2)
+    ("name", "workers"),
+    suite(itertools.product(OF_THE_TREE, [4, 1]), ("local steps, an exchange outside", 4)),
 )
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
@@ -91,7 +92,9 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
         np.testing.assert_allclose(packed[key], x, rtol=2e-2, atol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 48, first=5))
+@pytest.mark.parametrize(
+    ("name", "here", "there", "sharded"), suite(WAYS, ("local steps", True, False, True))
+)
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
     if sharded:
@@ -116,7 +119,7 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
 
 @pytest.mark.parametrize(
     ("name", "sharded", "workers"),
-    thinned(itertools.product(RUNS, [False, True], [2, 1]), 28, first=3),
+    suite(itertools.product(RUNS, [False, True], [2, 1]), ("local steps", True, 1)),
 )
 def test_a_packed_run_goes_on_with_fewer_workers(name, sharded, workers, tmp_path):
     if sharded:

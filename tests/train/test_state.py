@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import by_entry, thinned
+from grids import by_entry, nightly
 from problems import steps
 
 import optfn
@@ -28,8 +28,8 @@ def trained(entry, dtype=jnp.float32):
     return tx, params, steps(tx, params, gradients, **dict(entry.extra))[-1].state
 
 
-@pytest.mark.parametrize("dtype", thinned([jnp.bfloat16, jnp.float32]))
-@by_entry(registry.ALL, every=3)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float32)])
+@by_entry(registry.ALL, *registry.SUITE, *registry.OTHER_SUITE)
 def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
     tx, params, state = trained(entry, dtype)
     np.savez(tmp_path / "state.npz", **optfn.state_dict(state))
@@ -41,7 +41,7 @@ def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@by_entry(registry.ALL)
+@pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 def test_names_are_words_without_positions(entry):
     """Each name is the transform's word, a field, a path; an inserted transform moves none."""
     params = tree(0)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import thinned
+from grids import nightly
 from jax.sharding import AxisType
 
 import optfn
@@ -37,7 +37,7 @@ def trained(step):
     return losses, state
 
 
-@pytest.mark.parametrize("workers", thinned([None, 4], first=1))
+@pytest.mark.parametrize("workers", [nightly(None), 4])
 @pytest.mark.parametrize("name", GUARDS)
 def test_inside_jit_and_scan(name, workers):
     mesh = None if workers is None else data_mesh(workers)
@@ -50,7 +50,7 @@ def test_inside_jit_and_scan(name, workers):
     np.testing.assert_allclose(metrics["loss"], want[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], first=1))
+@pytest.mark.parametrize("kind", [nightly(AxisType.Auto), AxisType.Explicit])
 @pytest.mark.parametrize(
     "make",
     [

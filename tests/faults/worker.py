@@ -1,6 +1,6 @@
 """One process of the run that `faults` disturbs.
 
-    python fault_worker.py '{"directory": …, "process": 0, "processes": 2, "port": …, …}'
+    python worker.py '{"directory": …, "process": 0, "processes": 2, "port": …, …}'
 
 It trains a small model by `minimize`, one device a process, prints each step, and at the end a hash
 of its params. The other options make it the worker that something is wrong with.

@@ -1,0 +1,61 @@
+"""Momentum correction: the velocity and the residual of a compressed leaf on one worker.
+
+A plain residual of gradients would apply momentum only when an entry is sent, which may be hundreds
+of steps late. So each worker keeps a velocity of its own, and its residual adds up velocities.
+"""
+
+import dataclasses
+
+import jax
+
+from optfn.compression.compressors import LeafInExchange
+from optfn.core import numerics
+from optfn.core.checks import Number
+from optfn.transforms.moment import momentum_rule
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumCorrection:
+    """The arguments of `deep_gradient_compression` that say how momentum enters the residual.
+
+    In each leaf `state` is the velocity u and `residual` is v, both flat float32.
+
+    momentum: μ.
+    nesterov: whether to use Nesterov momentum.
+    masking: whether u becomes 0 where entries of v are sent.
+    """
+
+    momentum: Number
+    nesterov: bool
+    masking: bool
+
+    def accumulate(self, leaf: LeafInExchange) -> LeafInExchange:
+        """Set u = μu + g, v = v + u; with nesterov u = μ(u + g), v = v + u + g."""
+        g, u = leaf.direction, leaf.state
+        mu = numerics.scalar(self.momentum, g)
+        if self.nesterov:
+            u = mu * (u + g)
+            return leaf._replace(state=u, residual=leaf.residual + u + g)
+        u = mu * u + g
+        return leaf._replace(state=u, residual=leaf.residual + u)
+
+    def average(self, mean: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the direction and the velocity of momentum on the mean gradient."""
+        return momentum_rule(mean, velocity, momentum=self.momentum, nesterov=self.nesterov)
+
+    def clear_sent(
+        self, leaf: LeafInExchange, places: jax.Array, remainder: jax.Array
+    ) -> LeafInExchange:
+        """Set v to what rounding left of the entries sent, and u to 0 there if it is masked.
+
+        Args:
+          leaf: the accumulated leaf.
+          places: the indices of the entries, increasing.
+          remainder: the part of each entry that its packet lacks.
+        """
+
+        def set_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
+            return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
+
+        velocity = set_entries(leaf.state, 0.0) if self.masking else leaf.state
+        return leaf._replace(state=velocity, residual=set_entries(leaf.residual, remainder))
