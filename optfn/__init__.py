@@ -20,7 +20,7 @@ The package, from the ground up:
 
 * `optfn.core` is the core: the protocol of a transformation, and the application of a rule
   to the leaves of a tree. `optfn.leaves` has arrays of several tensors (packed, stacked).
-  `optfn.mesh` has the axes of a mesh and means over them.
+  `optfn.collectives` has the axes of a mesh, and means and gathers over them.
 * `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the

@@ -22,7 +22,7 @@ import optax
 from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.printing import call_text
-from optfn.core.protocol import Call, P, called
+from optfn.core.protocol import Call, P, call_factory
 from optfn.transforms.learning_rate import check_rate
 from optfn.transforms.plateau import reduce_on_plateau
 
@@ -55,7 +55,7 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        return _Schedule(called(factory, args, kwargs), (factory.__name__, args, kwargs))
+        return _Schedule(call_factory(factory, args, kwargs), (factory.__name__, args, kwargs))
 
     return make
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import weights
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -35,10 +36,6 @@ WAYS = (
 STEPS, EXAMPLES, WIDTH, LAYERS, STAGES = 3, 16, 8, 8, 2
 SHAPES = {"vector": (16,), "matrix": (16, 8), "cube": (8, 8, 8)}
 STACKED = {"w": (LAYERS, WIDTH, WIDTH), "bias": (LAYERS, WIDTH)}
-
-
-def normal(seed, *shape):
-    return np.asarray(0.3 * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +101,9 @@ def random_spec(rng: np.random.Generator, ndim: int, names: list[str]) -> P:
     return P(*(tuple(e) if len(e) > 1 else e[0] if e else None for e in entries))
 
 
-PARAMS: dict[str, Any] = {name: normal(1, *shape) for name, shape in SHAPES.items()} | {
-    "layers": optfn.Stacked({name: normal(2, *shape) for name, shape in STACKED.items()}),
-    "table": normal(3, 16, WIDTH),
+PARAMS: dict[str, Any] = {name: weights(1, *shape) for name, shape in SHAPES.items()} | {
+    "layers": optfn.Stacked({name: weights(2, *shape) for name, shape in STACKED.items()}),
+    "table": weights(3, 16, WIDTH),
 }
 
 
@@ -173,7 +170,7 @@ def trained(step, params, some):
 
 # Stages of a pipeline: each device sums its shards of a leaf, times numbers of each place.
 
-BLOCKS = [{name: normal(i, *shape) for name, shape in SHAPES.items()} for i in (5, 6)]
+BLOCKS = [{name: weights(i, *shape) for name, shape in SHAPES.items()} for i in (5, 6)]
 
 
 def pipeline_of(layout: Layout) -> tuple[Any, Any]:
@@ -233,7 +230,7 @@ def alone(in_pipeline: bool, scans: bool) -> tuple[Any, Any, list[float]]:
 def data(in_pipeline: bool) -> list[Any]:
     if not in_pipeline:
         return batches()
-    return [(normal(7, EXAMPLES, WIDTH), normal(8, EXAMPLES, WIDTH))] * STEPS
+    return [(weights(7, EXAMPLES, WIDTH), weights(8, EXAMPLES, WIDTH))] * STEPS
 
 
 def difference(layout: Layout) -> str:

@@ -3,9 +3,11 @@
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import normal
 from jax.sharding import Mesh
 
 import optfn
@@ -13,20 +15,12 @@ import optfn
 WIDTH, BATCH, STAGES = 6, 24, 4
 
 
-def random(*seed, shape, scale=1.0):
-    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
-
-
-def normal(seed, *shape, scale=0.3):
-    return random(seed, shape=shape, scale=scale)
-
-
 def blocks():
     return [
         {
-            "in": random(i, 0, shape=(WIDTH, 9), scale=0.4),
-            "bias": random(i, 1, shape=(9,), scale=0.1),
-            "out": random(i, 2, shape=(9, WIDTH), scale=0.4),
+            "in": normal([i, 0], WIDTH, 9, scale=0.4),
+            "bias": normal([i, 1], 9, scale=0.1),
+            "out": normal([i, 2], 9, WIDTH, scale=0.4),
         }
         for i in range(STAGES)
     ]
@@ -52,7 +46,7 @@ def whole(stages, batch):
 
 
 def batch(k):
-    return random(9, k, 0, shape=(BATCH, WIDTH)), random(9, k, 1, shape=(BATCH, WIDTH))
+    return normal([9, k, 0], BATCH, WIDTH), normal([9, k, 1], BATCH, WIDTH)
 
 
 def mesh_of(explicit):
@@ -85,6 +79,18 @@ def steps(tx, params, gradients, state=None, apply=optfn.apply_updates, **extra)
     return found
 
 
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    draw = {"a": {"w": rng.normal(size=(3, 4)), "b": rng.normal(size=4)}, "c": rng.normal(size=5)}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), draw)
+
+
+def run(tx, params, gradients, apply=optfn.apply_updates):
+    """Return params and state after each of the gradients."""
+    found = steps(tx, params, gradients, apply=apply)
+    return [step.params for step in found], found[-1].state
+
+
 def trained(step, state, batches):
     """Return the state of a training step after the batches, and the losses."""
     losses = []
@@ -92,3 +98,17 @@ def trained(step, state, batches):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def state_after(step, state, batches):
+    return trained(step, state, batches)[0]
+
+
+def equal(a, b):
+    chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
+
+
+def scripted(values):
+    """Return an evaluation that gives these numbers one after the other."""
+    remaining = iter(values)
+    return lambda w: next(remaining)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 import optfn
-from optfn.compression.compressors import check_choice, chosen
+from optfn.compression.compressors import check_choice, choose_compressors
 from optfn.distributed import exchange, power_sgd, quantize, top_k
 
 WORKERS, MIN_SIZE = 4, 1000
@@ -68,7 +68,9 @@ class Row(NamedTuple):
         """Return the bytes of a worker's packets of an exchange: gathered, and all-reduced."""
         gathered = reduced = 0.0
         choice = {} if self.compressor is None else check_choice(self.compressor)
-        for p, compressor in zip(jax.tree.leaves(params), chosen(choice, params), strict=True):
+        for p, compressor in zip(
+            jax.tree.leaves(params), choose_compressors(choice, params), strict=True
+        ):
             if p.size < MIN_SIZE or (compressor is None and self.dgc is None):
                 reduced += 4 * p.size
             elif self.dgc is not None:

@@ -1,4 +1,4 @@
-"""Names of mesh axes, and what is known inside a `shard_map` over them."""
+"""Names of mesh axes: sets of them, PartitionSpecs, and sizes and types inside a `shard_map`."""
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -12,7 +12,7 @@ from optfn.compilers.groups import varying_axes
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
-# Some of these are hashable; JAX takes a number for an axis of an array.
+# Some of these are hashable, but cannot name a mesh axis: JAX takes a number for an array's axis.
 _NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
 
@@ -20,27 +20,30 @@ class Axes(tuple[Any, ...]):
     """The names of mesh axes, in order."""
 
 
-def axes(axis_name: AxisName) -> Axes:
-    """Return the names of the axes in `axis_name`: one, several or, for None, no axis."""
+def to_axes(axis_name: AxisName) -> Axes:
+    """Return the names in `axis_name` as a tuple: one, several or, for None, no name."""
     if axis_name is None:
         return Axes()
     return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
 
 
-def without(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
-    """Return the axes in `axis_name` that are not `excluded`."""
-    return Axes(axis for axis in axes(axis_name) if axis not in excluded)
+def exclude_axes(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
+    """Return the axes in `axis_name` that are not `excluded`, in their order."""
+    return Axes(axis for axis in to_axes(axis_name) if axis not in excluded)
 
 
-def joined(*axis_names: AxisName) -> Axes:
-    """Return the axes of all arguments, each once."""
-    return Axes(dict.fromkeys(axis for names in axis_names for axis in axes(names)))
+def join_axes(*axis_names: AxisName) -> Axes:
+    """Return the axes of all arguments, in their order and each once."""
+    return Axes(dict.fromkeys(axis for names in axis_names for axis in to_axes(names)))
 
 
-def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Return a PartitionSpec with only those of its axes that are among these."""
-    kept = [tuple(a for a in axes(entry) if a in names) for entry in spec]
-    return PartitionSpec(*(entry or None for entry in kept))
+def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
+    """Return a PartitionSpec that keeps only the axes in `names`; other dimensions get None."""
+    entries: list[Any] = []
+    for entry in spec:
+        kept = tuple(axis for axis in to_axes(entry) if axis in names)
+        entries.append(kept or None)
+    return PartitionSpec(*entries)
 
 
 def is_spec(x: object) -> TypeGuard[PartitionSpec]:
@@ -55,14 +58,22 @@ class Division(NamedTuple):
     axes: Axes
 
 
-def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
-    """Return the axes in `axis_name`, the name of one or several; None only if `optional`.
+def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
+    """Return the dimensions that a spec divides over some of the axes `names`, with these axes."""
+    entries = enumerate(restrict_spec(spec, names))
+    return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
+
+
+def check_axis_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
+    """Return the axes in `axis_name` after checking that it names one axis or several.
+
+    None, which names no axis, passes only if `optional`.
 
     Raises:
-      TypeError: it is not.
-      ValueError: an axis is named twice.
+      TypeError: `axis_name` is no name, and no tuple of names.
+      ValueError: `axis_name` names an axis twice.
     """
-    names = axes(axis_name)
+    names = to_axes(axis_name)
     are_names = all(isinstance(x, Hashable) and not isinstance(x, _NO_NAMES) for x in names)
     if not are_names or not (names or optional):
         raise TypeError(
@@ -74,29 +85,35 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
     return names
 
 
-def bound_axes() -> set[Any]:
-    """Return the axes over which a `shard_map` encloses this place in a program."""
+def manual_axes() -> set[Any]:
+    """Return the axes that an enclosing `shard_map` has bound; none outside of a `shard_map`."""
     return set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def axis_size(names: Axes) -> int:
-    """Return the number of workers along the axes."""
+    """Return the number of devices along bound axes: the product of their sizes, or 1."""
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
-def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
-    """Return `x` marked as varying over these axes too, so that the types of branches agree."""
+def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
+    """Mark x as varying over these axes too; axes over which it already varies change nothing.
+
+    The branches of a cond and the carry of a loop must vary over the same axes.
+    """
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked_axes(names: Axes) -> Axes:
-    """Return the axes over which JAX tracks variation: all axes, or none."""
+def vma_axes(names: Axes) -> Axes:
+    """Return `names` if JAX tracks variation over these axes (`check_vma=True`), else no axes."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 
-def check_axis(name: str, names: Axes) -> None:
-    """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
+def check_axes_bound(name: str, names: Axes) -> None:
+    """Raise a ValueError unless `shard_map`, pmap or vmap has bound all these axes here.
+
+    `name` is the function that needs them, in the error.
+    """
     for axis in names:
         try:
             lax.axis_size(axis)

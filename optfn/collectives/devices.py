@@ -1,4 +1,4 @@
-"""The devices that divide an array, and the workers of a step: reductions over them."""
+"""The workers of a step, and the devices that divide the arrays of a worker."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, AxisName, check_axis, joined
+from optfn.collectives.axes import Axes, AxisName, check_axes_bound, join_axes
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, PyTree
 
@@ -62,7 +62,7 @@ class Devices:
 
     def axes_of(self, place: object) -> Axes:
         """Return the axes over which the leaf at a path is divided; none if it is whole."""
-        return joined(*self._spec_of_path.get(str(place), P()))
+        return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
         """Reshape each divided leaf to (devices, n), with a row for each device that has a shard.
@@ -78,7 +78,7 @@ class Devices:
 
         return tree.map_named(flatten, values)
 
-    def flattened_specs(self, values: PyTree) -> PyTree:
+    def specs_of_flat_shards(self, values: PyTree) -> PyTree:
         """Return the PartitionSpecs of the arrays that `flatten_shards` returns."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
@@ -93,17 +93,17 @@ class Devices:
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
         """Return a function of whole arrays that runs `fn` on each device's shards of them."""
-        return meshes.mapped(fn, self.mesh, self.axes, in_specs, out_specs)
+        return meshes.shard_map(fn, self.mesh, self.axes, in_specs, out_specs)
 
 
 class Workers(NamedTuple):
     """Workers with a private gradient each. A step passes them to `update` as `workers=`.
 
-    Where the gradient is already that of all workers, there is one worker, without axes, and each
-    method returns its argument.
+    Where the gradient is already the mean over all workers, there is one worker without axes, and
+    each method returns its argument.
 
-    axes: the mesh axes along which workers differ; bound where a method is called.
-    group: the devices of each worker; None if a worker is one device.
+    axes: the mesh axes along which workers differ. A method must be called where they are bound.
+    group: the shard group, the devices of each worker; None if a worker is one device.
     """
 
     axes: Axes = Axes()
@@ -129,18 +129,19 @@ class Workers(NamedTuple):
 ONE_WORKER = Workers()
 
 
-def joined_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
-    """Return the workers that a wrapper agrees with: those of the step, and those it is told of.
+def join_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
+    """Return the workers that a wrapper must agree with: along its own axes and the step's.
 
     Args:
       name: the name of the wrapper in errors.
-      axis_name: the argument of the wrapper, axes that it is told.
-      extra: the extra arguments of its update, with the step's workers as `workers`.
+      axis_name: the axes that the caller gave the wrapper; None for none.
+      extra: the extra arguments of its update. `workers` are the workers of the step; without it,
+        there is one worker.
 
     Raises:
       ValueError: an axis is not bound.
     """
     given: Workers = extra.get("workers", ONE_WORKER)
-    workers = given._replace(axes=joined(axis_name, given.axes))
-    check_axis(name, workers.axes)
+    workers = given._replace(axes=join_axes(axis_name, given.axes))
+    check_axes_bound(name, workers.axes)
     return workers

@@ -1,4 +1,4 @@
-"""Means over workers, where each worker may be a group of devices that divide its arrays."""
+"""Means over workers: all-reduces of arrays and trees, and reduce-scatters to shards."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import torus
-from optfn.collectives.axes import Axes, Division, axis_size, joined, vary, without
+from optfn.collectives.axes import Axes, Division, axis_size, exclude_axes, join_axes, mark_varying
 from optfn.collectives.devices import Workers
-from optfn.collectives.packets import Compressor, coded_mean_shard
+from optfn.collectives.packets import Compressor, mean_scatter_packets
 from optfn.compilers import xla
 from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import tree
@@ -20,15 +20,19 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return the mean over workers, in the dtype of x."""
+    """Return the mean over workers, in the dtype of x.
+
+    `xla.reducible` says in which dtype the all-reduce adds.
+    """
     mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
     return mean
 
 
-def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
-    """Return the means over workers, with one all-reduce for all arrays of one dtype.
+def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
+    """Return the mean over workers of each array, by one all-reduce for all arrays of a dtype.
 
-    If JAX tracks variation, arrays that vary over further axes have a separate all-reduce.
+    Where JAX tracks variation, arrays that vary over different axes cannot be concatenated, and
+    have separate all-reduces.
     """
 
     def means(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -39,20 +43,22 @@ def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
 
-def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
-    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
+def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
+    """Return zeros of the mean's type, for the branch of a cond that skips the collective."""
+    return mark_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
-    """Return the means over workers of a tree like the params and of metrics.
+def mean_over_shard_groups(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
+    """Return the means over workers of gradients and of metrics; each device sends its shards.
 
-    Of an array that the devices of a worker divide, each device sends its shard.
+    A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
+    between the devices that keep the same shard. Leaves without a gradient (float0, integers) stay
+    as they are. If a worker is one device, this is `mean_over_workers` of both.
 
     Args:
-      x: gradients of the params.
+      x: the gradients, a tree with the paths of the params.
       metrics: arrays that are whole on each device, such as the loss.
-      workers: the workers; their axes may be some of those of a step.
+      workers: the workers; their axes may be a part of the axes of a step.
     """
     axes, group = workers
     if group is None or not axes:
@@ -66,22 +72,27 @@ def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates,
     return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), metrics
 
 
-# Up to this size the time of an all-reduce is latency. Joining larger arrays is not worth the copy.
+# Up to this size the time of an all-reduce is latency, so small arrays share one. The copy into a
+# common bucket would cost more than it saves for larger arrays.
 SMALL_BYTES = 65536
 
 
 def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    Integers of fewer than 32 bits are summed in 32 bits. The mean of a row-sparse leaf has the rows
-    of all workers. Of a PRNG key, worker 0's is returned. Small leaves share one all-reduce.
-    Without axes there is only one worker, and `x` is returned as it is.
+    The sum of integers has at least 32 bits. The mean of a row-sparse leaf has the rows of all
+    workers. A PRNG key becomes worker 0's key. Masked leaves and float0 pass through. Small leaves
+    share one all-reduce. Without axes there is only one worker, and `x` passes through.
     """
     if not axis_name:
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
-    dense = ((i, x) for i, x in enumerate(leaves) if tree.is_inexact(x) and not tree.is_leaf(x))
-    small = {i: a for i, x in dense if (a := jnp.asarray(x)).nbytes <= SMALL_BYTES}
+    small: dict[int, jax.Array] = {}
+    for i, leaf in enumerate(leaves):
+        if tree.is_inexact(leaf) and not tree.is_leaf(leaf):
+            array = jnp.asarray(leaf)
+            if array.nbytes <= SMALL_BYTES:
+                small[i] = array
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):
@@ -95,18 +106,21 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
             return pmean(leaf, axis_name)
         return lax.psum(leaf.astype(sum_dtype(leaf)), axis_name)
 
-    means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
+    means = dict(zip(small, pmean_leaves(list(small.values()), axis_name), strict=True))
     found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, found)
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which integers are summed; it has at least 32 bits."""
+    """Return the dtype in which integers are summed: their own, or int32 if it has fewer bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and worker 0's of every other."""
+    """Return the mean over workers of each floating-point leaf, and worker 0's value of any other.
+
+    Without axes `x` passes through.
+    """
     if not axis_name:
         return x
     is_first = lax.axis_index(axis_name) == 0
@@ -123,52 +137,54 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
     return jax.tree.map(reduce, x)
 
 
-def mean_shard(
+def mean_scatter(
     x: jax.Array,
     divisions: Sequence[Division],
     names: Axes,
     mesh: Mesh,
-    codec: Compressor | None = None,
+    compressor: Compressor | None = None,
     step: jax.Array | None = None,
 ) -> jax.Array:
-    """Return a device's shard of the mean of an array over the axes `names`, by reduce-scatters.
+    """Return this device's shard of the mean of an array over the axes `names`.
 
-    A dimension that cannot be divided evenly is padded.
+    There is a reduce-scatter for each divided dimension, and an all-reduce over the axes that
+    divide nothing. A dimension that its number of shards does not divide is padded with zeros.
 
     Args:
       x: the array of each device.
       divisions: how the mean is divided, over some of `names`.
       names: the axes over which the mean is taken.
       mesh: the mesh of these axes.
-      codec: the compressor that makes packets; None if arrays are sent as they are.
-      step: the number of the training step, for packets.
+      compressor: what encodes the slices that are sent; None sends them as they are.
+      step: the number of the training step, for the compressor.
     """
     for dimension, along in divisions:
-        if codec is None:
-            x = _mean_along(x, dimension, along, mesh)
+        if compressor is None:
+            x = _mean_scatter_along(x, dimension, along, mesh)
         else:
-            x = coded_mean_shard(x, dimension, along, codec, step)
-    remaining = without(names, joined(*(along for _, along in divisions)))
+            x = mean_scatter_packets(x, dimension, along, compressor, step)
+    remaining = exclude_axes(names, join_axes(*(along for _, along in divisions)))
     return pmean(x, remaining) if remaining else x
 
 
-def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
-    """Return a device's shard along one dimension of the mean over the axes `names`."""
+def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
+    """Return this device's shard along one dimension of the mean over the axes `names`."""
     count = axis_size(names)
     if x.shape[dimension] % count:
         missing = -x.shape[dimension] % count
         x = jnp.pad(x, [(0, missing if d == dimension else 0) for d in range(x.ndim)])
     if not _is_gloo(mesh, names):
-        total = torus.sum_scatter(xla.reducible(x), names, dimension)
+        total = torus.reduce_scatter_along(xla.reducible(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
-    # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
+    # Between CPU processes, JAX's reduce-scatter returns wrong values (jax issue 40830): exchange
+    # the slices and take the mean here.
     shards = jnp.stack(jnp.split(x, count, dimension))
     return jnp.mean(lax.all_to_all(shards, names, 0, 0), 0)
 
 
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
-    """Tell whether CPU devices of several processes lie along these axes."""
+    """Tell whether the collective runs over gloo: CPU devices of several processes."""
     along = tuple(mesh.axis_names.index(name) for name in names)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())

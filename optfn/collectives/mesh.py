@@ -1,4 +1,4 @@
-"""Functions on a mesh: `shard_map`, constraints and shardings of arrays, a mesh for data."""
+"""What JAX does on a mesh, with our defaults: `shard_map`, sharding constraints, shardings."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,23 +10,23 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn.collectives import torus
-from optfn.collectives.axes import bound_axes, check_names
+from optfn.collectives.axes import check_axis_names, manual_axes
 from optfn.core import checks
 
 
-def mapped(
+def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
+    """Return `jax.shard_map` of `fn` over the axes `names` of a mesh.
 
-    The remaining axes are left to the compiler. Inside a `shard_map` over some of these, the mesh
-    is that of the context.
+    The compiler handles the remaining axes. Axes that an enclosing `shard_map` has already
+    bound are left out, and the mesh then comes from the context.
     """
-    bound = bound_axes()
+    bound = manual_axes()
 
     @functools.wraps(fn)
     def run(*arguments: Any) -> Any:
-        with torus.tracing_for(mesh):
+        with torus.follow_torus_of(mesh):
             return fn(*arguments)
 
     return jax.shard_map(
@@ -41,28 +41,30 @@ def mapped(
 
 
 def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
-    """Tell whether the axes of an outer `shard_map` stand before those of an inner one.
+    """Tell whether, in the mesh, all axes of an outer `shard_map` stand before the inner ones.
 
-    From jaxlib 0.11.2 on, XLA ends the process if they do not, and the two leave an axis of the
-    mesh to the compiler.
+    From jaxlib 0.11.2 on, XLA ends the process if they do not and a further axis of the mesh is
+    left to the compiler.
     """
     places = {name: place for place, name in enumerate(mesh.axis_names)}
     last = max((places[name] for name in outer), default=-1)
     return all(last < places[name] for name in inner)
 
 
-def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return an array with a sharding constraint, by a PartitionSpec."""
-    # Inside a shard_map the mesh is that of the context.
-    placement = spec if bound_axes() else NamedSharding(mesh, spec)
+def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Constrain an array to a PartitionSpec on a mesh; inside a `shard_map`, on its mesh."""
+    # A NamedSharding of the whole mesh would name axes that the shard_map has already bound.
+    placement = spec if manual_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
     return laid_out
 
 
 def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return fn(x), an array like x, with matrices (…, m, n) that no explicit mesh axis divides.
+    """Gather x over explicit mesh axes, apply fn to whole matrices, and restore x's sharding.
 
-    JAX does not decide how the product of two divided matrices lies along explicit axes.
+    fn returns an array (…, m, n) like x. Matrices that no explicit axis divides go to fn as they
+    are. JAX refuses the product of two matrices that explicit axes divide: it does not choose a
+    sharding for the result.
     """
     placement = jax.typeof(x).sharding
     spec = placement.spec
@@ -73,11 +75,11 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     return result
 
 
-def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
-    """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
+def make_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+    """Return the NamedSharding that a jitted function would give an array of `ndim` dimensions.
 
     Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
-    an array with an equivalent sharding.
+    an equivalent sharding. So the spec gets an entry for each dimension.
     """
     if mesh.explicit_axes:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
@@ -104,7 +106,7 @@ def data_mesh(
     >>> data_mesh(1).shape["data"]
     1
     """
-    check_names("axis_name", axis_name)
+    check_axis_names("axis_name", axis_name)
     found = list(jax.devices() if devices is None else devices)
     if not found or not all(isinstance(device, jax.Device) for device in found):
         raise TypeError(f"devices must be a sequence of jax.Device; got {devices!r}")

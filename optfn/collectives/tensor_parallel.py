@@ -1,14 +1,14 @@
-"""The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
+"""The two collectives of a tensor-parallel layer: f and g of Megatron-LM.
 
-If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
-its shard, and ends with `sum_over`:
+A mesh axis divides the weights of such a layer. The layer begins with `copy_to`, each device
+computes with its shard, and the layer ends with `sum_over`:
 
     h = copy_to(x, "model")            # x is the same on all devices
     y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
     return sum_over(y, "model")        # the same on all devices again
 
-A plain `jax.lax.psum` would have the wrong derivative where JAX does not track which arrays vary
-(`shard_map(check_vma=False)`, pmap): it sums cotangents that are the same on all devices.
+Where JAX does not track which arrays vary (`shard_map(check_vma=False)`, pmap), a plain
+`jax.lax.psum` would have the wrong derivative: it sums cotangents that are the same on all devices.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,14 @@ from typing import TypeAlias
 import jax
 from jax import lax
 
-from optfn.collectives.axes import Axes, AxisName, check_axis, check_names, checked_axes, vary
+from optfn.collectives.axes import (
+    Axes,
+    AxisName,
+    check_axes_bound,
+    check_axis_names,
+    mark_varying,
+    vma_axes,
+)
 from optfn.core.types import PyTree
 
 # (x, axes) -> x
@@ -38,10 +45,11 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
     """
-    names = check_names("axis_name", axis_name)
-    check_axis("copy_to", names)
-    if checked_axes(names):
-        return jax.tree.map(lambda leaf: vary(leaf, names), x)
+    names = check_axis_names("axis_name", axis_name)
+    check_axes_bound("copy_to", names)
+    # Where JAX tracks variation, its own transpose of the mark is the sum.
+    if vma_axes(names):
+        return jax.tree.map(lambda leaf: mark_varying(leaf, names), x)
     return _copy_to(names, x)
 
 
@@ -63,9 +71,9 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
     """
-    names = check_names("axis_name", axis_name)
-    check_axis("sum_over", names)
-    if checked_axes(names):
+    names = check_axis_names("axis_name", axis_name)
+    check_axes_bound("sum_over", names)
+    if vma_axes(names):
         return lax.psum(x, names)
     return _sum_over(names, x)
 

@@ -1,13 +1,14 @@
-"""Gathers and scatters over mesh axes, one axis after the other, along the torus of a TPU.
+"""Hierarchical all-gathers and reduce-scatters: one mesh axis, one torus dimension at a time.
 
-A scatter goes over the last axis first, and a gather over the first one: the outer axes of a mesh
-have the slower links, and they then send the smaller arrays.
+The outer axes of a mesh have the slower links and should send the smaller arrays. So a
+reduce-scatter starts with the last axis, and an all-gather with the first.
 
-XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
-all-reduce of the whole array, and an all-gather over three, or over two if it gives at most 16 MiB.
-Over fewer each of them is native. One after the other they send the same bytes: a scatter divides
-along the outermost dimension first, and a gather joins along the innermost ones first, so that the
-array of a device is always contiguous.
+On a TPU, XLA turns a reduce-scatter over two or more dimensions of the torus of chips into an
+all-reduce of the whole array. An all-gather suffers the same over three dimensions, or over two if
+its result is at most 16 MiB. So each collective here spans fewer dimensions, and several phases
+follow each other. Together they send the same bytes. A scatter divides along the outermost
+dimension first, and a gather joins along the innermost ones first, so that the array of a device
+stays contiguous.
 """
 
 import contextlib
@@ -25,26 +26,27 @@ from jax.sharding import Mesh
 
 
 class PhaseOfCollective(NamedTuple):
-    """One of the collectives, one after the other, that make a collective over several axes.
+    """One phase of a hierarchical collective.
 
     axis: the mesh axis.
-    groups: the numbers along this axis of the devices of each group; None for one group of all.
+    groups: for each group of devices that talk to each other, their numbers along the axis; None if
+      all devices along the axis are one group.
     """
 
     axis: Hashable
     groups: list[list[int]] | None
 
 
-# The dimensions of a torus over which a collective is native, and sends no array as a whole; a
-# gather of at most so many bytes has those of a scatter.
+# Torus dimensions that one collective may span: a scatter 1; a gather 2, or 1 up to 16 MiB.
 _SCATTERED, _GATHERED, _SMALL_GATHER = 1, 2, 1 << 24
-# The mesh for which a program is traced; None outside of a step.
+# The mesh of the enclosing `shard_map`. Only axis names reach a collective, but its phases depend
+# on the coordinates of the chips. None outside of a `shard_map`: collectives then have one phase.
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
 @contextlib.contextmanager
-def tracing_for(mesh: Mesh) -> Iterator[None]:
-    """Let collectives in this context follow the torus of the devices of a mesh."""
+def follow_torus_of(mesh: Mesh) -> Iterator[None]:
+    """Let the collectives that are traced in this context follow the torus of this mesh."""
     token = _mesh.set(mesh)
     try:
         yield
@@ -52,15 +54,15 @@ def tracing_for(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def gather_along(
+def all_gather_along(
     x: jax.Array, names: Sequence[Hashable], dimension: int, to: str = "varying"
 ) -> jax.Array:
-    """Return the arrays of all devices along some axes, side by side along a dimension.
+    """Concatenate the arrays of all devices along some axes, in the order of the devices.
 
     Args:
       x: the array of each device.
       names: the mesh axes.
-      dimension: the dimension of x.
+      dimension: the dimension of x along which the arrays are concatenated.
       to: whether JAX, where it tracks this, is told that the result is the same on all devices:
         "invarying" or "varying".
     """
@@ -76,8 +78,8 @@ def gather_along(
     return x
 
 
-def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
-    """Return a device's slice, along a dimension, of the sum over the devices along some axes.
+def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
+    """Sum over the devices along some axes, and return this device's slice along a dimension.
 
     Args:
       x: the array of each device.
@@ -87,14 +89,15 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
     for i, name in reversed(list(enumerate(names))):
         pieces, along = _split_dimension(x, names[:i], dimension)
         for number, phase in enumerate(phases(name, _SCATTERED)):
+            # From the second phase on, slices along the minor dimension need another form.
             is_minor = along == pieces.ndim - 1
-            scattered = _scattered_minor if number and is_minor else _scattered
-            pieces = scattered(pieces, phase, along)
+            scatter = _reduce_scatter_minor if number and is_minor else _reduce_scatter
+            pieces = scatter(pieces, phase, along)
         x = lax.collapse(pieces, dimension, along + 1)
     return x
 
 
-def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
     axis, groups = phase
     slice_: jax.Array = lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
@@ -102,11 +105,11 @@ def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Ar
     return slice_
 
 
-def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Return `_scattered` along the last dimension, with the slices one behind the other.
+def _reduce_scatter_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    """Do what `_reduce_scatter` does along the last dimension, with slices on a leading axis.
 
-    Of slices side by side XLA for TPUs makes an all-reduce, if the columns of x stay its minor
-    dimension, and it may not move them: so of the rows of an embedding.
+    If slices lie along the minor dimension, as the slices of embedding rows do, XLA for TPUs emits
+    an all-reduce. Stacking them on a leading axis avoids it.
     """
     axis, groups = phase
     count = lax.axis_size(axis) if groups is None else len(groups[0])
@@ -118,9 +121,10 @@ def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> 
 def _split_dimension(
     x: jax.Array, outer: Sequence[Hashable], dimension: int
 ) -> tuple[jax.Array, int]:
-    """Return an array with a dimension split in a slice for each device along the outer axes.
+    """Split a dimension into a slice for each device along the outer axes, (…, slices, size, …).
 
-    The second result is the dimension inside of a slice.
+    Returns:
+      The array, and the dimension within a slice. Without outer axes both are as they were.
     """
     if not outer:
         return x, dimension
@@ -130,11 +134,13 @@ def _split_dimension(
 
 
 def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
-    """Return the phases of a scatter over an axis; those of a gather are in reversed order.
+    """Return the phases of a scatter over an axis; a gather takes them in reversed order.
+
+    There is one phase if the mesh is not known, or has no torus of more than `most` dimensions.
 
     Args:
       axis: the mesh axis.
-      most: the number of dimensions of a torus that one phase may have.
+      most: the number of torus dimensions that one phase may span.
     """
     return _phases_along(axis, _mesh.get(), most)
 
@@ -153,10 +159,11 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
 
 
 def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Return the sizes of the box of chips along an axis of a mesh of TPUs, outermost first.
+    """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first.
 
-    The devices may be in any order: their groups in each phase are then smaller boxes, which
-    the compiler knows as well. It is () for other devices, and for those that fill no box.
+    The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
+    be in any order: the groups of each phase are then smaller boxes, for which the compiler has
+    native collectives as well.
 
     Args:
       devices: the devices of a mesh.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, check_axis, checked_axes, vary
+from optfn.collectives.axes import Axes, check_axes_bound, mark_varying, vma_axes
 from optfn.compilers.groups import varying_axes
 from optfn.compilers.xla import any_nonfinite
 from optfn.core import leafwise, numerics, tree
@@ -20,8 +20,8 @@ def is_compressible(p: jax.Array, min_size: int) -> bool:
 
 def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
     """Raise unless axes are bound and, if JAX can tell, each gradient is that of one worker."""
-    check_axis(name, axis_name)
-    checked = set(checked_axes(axis_name))
+    check_axes_bound(name, axis_name)
+    checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
         if tree.is_masked(g) or checked <= varying_axes(leafwise.numbers_of(g)):
             continue
@@ -52,5 +52,5 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
     """
     nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
-    nonfinite, step = lax.pmax(vary(flags, checked_axes(axis_name)), axis_name)
+    nonfinite, step = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
     return nonfinite > 0, step

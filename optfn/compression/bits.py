@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import vary
+from optfn.collectives.axes import mark_varying
 from optfn.compilers import xla
 from optfn.compilers.groups import varying_axes
 
@@ -120,7 +120,7 @@ def positions(
         end = ends[jnp.minimum(word + (ahead - 1), last).astype(jnp.uint32)]
         return jnp.where(end <= number, word + ahead, word)
 
-    start = vary(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
+    start = mark_varying(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
     at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
     word = words[at]
     rank = number - (ends[at] - num_ones(word))

@@ -125,7 +125,7 @@ class ShownAsCall(BaseCompressor):
         return self.call
 
 
-def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
+def show_call(factory: Callable[P, C]) -> Callable[P, C]:
     """Decorate a factory, so that the `repr` of its compressors is the call that made them."""
 
     @functools.wraps(factory)
@@ -170,7 +170,7 @@ def _compressor(argument: str, compressor: Any) -> BaseCompressor:
     return BaseCompressor.completing(compressor)
 
 
-def chosen(
+def choose_compressors(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
     """Return the compressor of each leaf of a tree: the first whose pattern matches its path.

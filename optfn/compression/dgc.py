@@ -16,9 +16,9 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, axis_size, check_names
+from optfn.collectives.axes import AxisName, axis_size, check_axis_names
 from optfn.collectives.devices import ONE_WORKER, Workers
-from optfn.collectives.means import mean_in_one
+from optfn.collectives.means import pmean_leaves
 from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
@@ -74,7 +74,7 @@ def deep_gradient_compression(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
-) -> core.Rule:
+) -> core.Unchecked:
     """Exchange only the largest entries of the accumulated gradients, and keep the rest for later.
 
     With N workers, each with the mean gradient g of its examples, and steps counted from 0:
@@ -148,8 +148,8 @@ def deep_gradient_compression(
         _check_sparsity(sparsity),
         None if norm is None else checks.positive("local_grad_clip_norm", norm),
         optax.with_extra_args_support(penalty),
-        check_names("axis_name", axis_name),
-        check_names("reduce_axis_name", reduce_axis_name, optional=True),
+        check_axis_names("axis_name", axis_name),
+        check_axis_names("reduce_axis_name", reduce_axis_name, optional=True),
         checks.count("min_size", min_size),
         checks.choice("wire", wire, tuple(VALUES)),
     )
@@ -158,7 +158,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.Rule(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
+    return core.Unchecked(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -248,7 +248,7 @@ def _accumulate_and_send_shards(
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
-    means = mean_in_one([directions[i] for i in small], options.axis_name)
+    means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
     if large:

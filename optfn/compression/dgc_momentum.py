@@ -107,7 +107,7 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    tx = core.with_boundary("dgc_momentum", core.rule_of(chain))
+    tx = core.with_boundary("dgc_momentum", core.strip_boundary(chain))
     return apply_to_trained("dgc_momentum", tx, attrs)
 
 

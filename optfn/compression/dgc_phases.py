@@ -16,10 +16,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn.collectives.axes import Axes, axis_size, checked_axes, joined, vary
+from optfn.collectives.axes import Axes, axis_size, join_axes, mark_varying, vma_axes
 from optfn.collectives.devices import Devices
-from optfn.collectives.gathers import Gathered, all_gather
-from optfn.collectives.means import zeros_of_mean
+from optfn.collectives.gathers import GatheredPackets, all_gather
+from optfn.collectives.means import zeros_like_mean
 from optfn.compression.agreement import is_compressible
 from optfn.compression.bytes_sent import ramp_step
 from optfn.compression.compressors import LeafInExchange
@@ -59,12 +59,12 @@ class Options:
     @property
     def all_axes(self) -> Axes:
         """The axes over which gradients are exchanged or averaged."""
-        return joined(self.axis_name, self.reduce_axis_name)
+        return join_axes(self.axis_name, self.reduce_axis_name)
 
     @property
     def agreeing_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return joined(self.all_axes, self.group and self.group.axes)
+        return join_axes(self.all_axes, self.group and self.group.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
@@ -143,10 +143,12 @@ def update_compressed(
     """
     sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
-    checked = checked_axes(options.axis_name)
+    checked = vma_axes(options.axis_name)
     flat = [
         LeafInExchange(
-            leaf.direction.reshape((-1,)), vary(leaf.residual, checked), vary(leaf.state, checked)
+            leaf.direction.reshape((-1,)),
+            mark_varying(leaf.residual, checked),
+            mark_varying(leaf.state, checked),
         )
         for leaf in leaves
     ]
@@ -169,7 +171,7 @@ def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     if ramp.gives_rows:
         return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
-    return _redirected(leaves, [zeros_of_mean(leaf.direction, axes) for leaf in leaves])
+    return _redirected(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
 
 
 def _redirected(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
@@ -184,7 +186,7 @@ def dense_momentum_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     def step(leaf: LeafInExchange) -> LeafInExchange:
         mean = lax.pmean(leaf.direction, axes)
         direction, u = options.correction.average(mean, leaf.state)
-        if checked_axes(axes):
+        if vma_axes(axes):
             # In this phase u is the same on all workers, but JAX cannot know that.
             direction = lax.pmax(direction, axes)
         return leaf._replace(direction=direction, state=u)
@@ -234,7 +236,7 @@ def _exchanged_entries(
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
         return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
-    return _redirected(kept, Gathered.of(packet, axes).mean(zeros, packet_format.add_to))
+    return _redirected(kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to))
 
 
 def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, axis_size, check_names, joined
+from optfn.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
 from optfn.collectives.devices import ONE_WORKER, Devices, Workers
-from optfn.collectives.means import mean_of_all, zeros_of_mean
-from optfn.collectives.packets import check_codec
+from optfn.collectives.means import mean_over_shard_groups, zeros_like_mean
+from optfn.collectives.packets import check_compressor
 from optfn.compression.agreement import (
     agree,
     check_state_of_leaf,
@@ -30,11 +30,11 @@ from optfn.compression.compressors import (
     Choice,
     LeafInExchange,
     check_choice,
-    chosen,
+    choose_compressors,
 )
 from optfn.compression.gathering import empty_rows
 from optfn.compression.on_shards import update_on_shards
-from optfn.compression.sending import Sending, exchanged_densely
+from optfn.compression.sending import Sending, exchange_densely
 from optfn.core import checks, errors, leafwise, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
@@ -84,7 +84,7 @@ class _Options(Sending):
     @property
     def all_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return joined(self.axis_name, self.group and self.group.axes)
+        return join_axes(self.axis_name, self.group and self.group.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
@@ -94,14 +94,16 @@ class _Options(Sending):
                 return None
             return compressor if compressor.accepts(p.shape) else None
 
-        return list(map(accepted, chosen(self.compressors, params), tree.leaves(params)))
+        return list(
+            map(accepted, choose_compressors(self.compressors, params), tree.leaves(params))
+        )
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
         """Return zeros for the mean of a leaf; as Rows where these are wanted, and cost less."""
         rows = None
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
-        return zeros_of_mean(g, self.axis_name) if rows is None else rows
+        return zeros_like_mean(g, self.axis_name) if rows is None else rows
 
 
 @core.named
@@ -183,7 +185,7 @@ def exchange(
     options = _Options(
         compressors={} if compressor is None else check_choice(compressor),
         error_feedback=checks.number("error_feedback", error_feedback, checks.UNIT),
-        axis_name=check_names("axis_name", axis_name),
+        axis_name=check_axis_names("axis_name", axis_name),
         min_size=checks.count("min_size", min_size),
         warmup_steps=checks.count("warmup_steps", warmup_steps, low=0),
         route=checks.choice("route", route, ("gather", "parts")),
@@ -191,13 +193,13 @@ def exchange(
     if options.route == "parts":
         for codec in options.compressors.values():
             if codec is not None:
-                check_codec('exchange: with route="parts" compressor', codec)
+                check_compressor('exchange: with route="parts" compressor', codec)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
         init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
-        tx = core.with_boundary("exchange", core.Rule(init, update, real_only="exchange"))
+        tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
 
@@ -239,7 +241,7 @@ def _plain_mean(
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
-    return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
+    return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
 def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
@@ -314,10 +316,10 @@ def _compressed_mean_of_shards(
     residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _compressed(whole, state.residual.value)
-    directions = exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
+    directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
     published = _published(whole, state, options.axis_name)
     if numbers:
-        known = chosen(options.compressors, whole)
+        known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)

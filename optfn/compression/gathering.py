@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn.collectives.axes import Axes, axis_size
-from optfn.collectives.gathers import Gathered
+from optfn.collectives.gathers import GatheredPackets
 from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
@@ -29,7 +29,7 @@ def mean_by_all_gather(
     encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])
     packets = [packet for packet, _ in encoded]
     residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
-    gathered = Gathered.of(packets, axis_name)
+    gathered = GatheredPackets.of(packets, axis_name)
     zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:

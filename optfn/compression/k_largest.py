@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import vary
+from optfn.collectives.axes import mark_varying
 from optfn.compilers import xla
 from optfn.compilers.groups import varying_axes
 from optfn.compression import bits
@@ -79,7 +79,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
         reached = jnp.sum(m >= segments.spread_over_rows(trial), axis=1, dtype=jnp.int32)
         return jnp.where(segments.totals(reached) >= k, trial, found)
 
-    start = vary(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
+    start = mark_varying(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
     return lax.fori_loop(0, 31, set_bit, start)
 
 

@@ -66,7 +66,7 @@ def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
         if isinstance(x, PerWorker):
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
-            return x._replace(value=group.flattened_specs(x.value))
+            return x._replace(value=group.specs_of_flat_shards(x.value))
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(field_specs, state))

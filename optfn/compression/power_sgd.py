@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import Axes, vary
-from optfn.collectives.means import mean_in_one
+from optfn.collectives.axes import Axes, mark_varying
+from optfn.collectives.means import pmean_leaves
 from optfn.compilers.groups import varying_axes
-from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
+from optfn.compression.compressors import LeafInExchange, ShownAsCall, show_call
 from optfn.core import checks
 from optfn.core.types import PyTree
 
@@ -56,7 +56,7 @@ def orthonormal(p: jax.Array) -> jax.Array:
             found = without(found, basis)
         return lax.dynamic_update_slice_in_dim(basis, found / norm(found), i, -2)
 
-    return lax.fori_loop(0, r, add_row, vary(jnp.zeros_like(p), varying_axes(p)))
+    return lax.fori_loop(0, r, add_row, mark_varying(jnp.zeros_like(p), varying_axes(p)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,13 +72,13 @@ class PowerSgd(ShownAsCall):
         """Return leaves with the mean over workers of P̂Q_w; two all-reduces serve all leaves."""
         matrices = [leaf.residual for leaf in leaves]
         products = list(map(_products, matrices, [leaf.state for leaf in leaves]))
-        bases = list(map(orthonormal, mean_in_one(products, axis_name)))
+        bases = list(map(orthonormal, pmean_leaves(products, axis_name)))
         local = list(map(_factor, bases, matrices))
 
         def sent(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
             return LeafInExchange(_product(p, q), m - _product(p, local), q)
 
-        return list(map(sent, matrices, bases, local, mean_in_one(local, axis_name)))
+        return list(map(sent, matrices, bases, local, pmean_leaves(local, axis_name)))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more, none of them empty."""
@@ -117,7 +117,7 @@ class PowerSgd(ShownAsCall):
         return 4 * math.prod(shape[:-2]) * rank * (m + n)
 
 
-@showing_call
+@show_call
 def power_sgd(rank: int) -> PowerSgd:
     """Return a compressor for `exchange` that sends a matrix as the product of two thin ones.
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.compression import planes
-from optfn.compression.compressors import ShownAsCall, showing_call
+from optfn.compression.compressors import ShownAsCall, show_call
 from optfn.compression.segments import RowChunks
 from optfn.compression.values import ValueFormat, scaled
 from optfn.core import checks
@@ -71,7 +71,7 @@ def _words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-@showing_call
+@show_call
 def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
     """Return a compressor for `exchange` that sends every entry in a few bits.
 

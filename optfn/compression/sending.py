@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, checked_axes, vary
-from optfn.collectives.means import mean_in_one
+from optfn.collectives.axes import Axes, mark_varying, vma_axes
+from optfn.collectives.means import pmean_leaves
 from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
@@ -45,11 +45,11 @@ class Sending:
         """
         axes = self.axis_name
         sends = ~nonfinite & (step >= self.warmup_steps)
-        checked = checked_axes(axes)
+        checked = vma_axes(axes)
 
         def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-            total = add_feedback(g, vary(leaf.residual, checked), self.error_feedback)
-            published = None if leaf.published is None else vary(leaf.published, checked)
+            total = add_feedback(g, mark_varying(leaf.residual, checked), self.error_feedback)
+            published = None if leaf.published is None else mark_varying(leaf.published, checked)
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 
@@ -86,7 +86,7 @@ class Sending:
         return (map_groups(together, range(len(leaves)), kind),)
 
 
-def exchanged_densely(
+def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
     """Average the uncompressed leaves."""
@@ -96,6 +96,6 @@ def exchanged_densely(
 
     new = list(leaves)
     dense = [i for i, x in enumerate(leaves) if i not in compressed and not tree.is_leaf(x)]
-    for i, mean in zip(dense, mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
+    for i, mean in zip(dense, pmean_leaves([leaves[i] for i in dense], axis_name), strict=True):
         new[i] = finite(mean)
     return [x.mean_over(axis_name).map(finite) if isinstance(x, LeafKind) else x for x in new]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size
-from optfn.collectives.packets import all_from_owners, mean_at_owners
+from optfn.collectives.packets import all_gather_slices, mean_scatter_slices
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import encode_all
@@ -55,7 +55,7 @@ def slicewise_mean(
     slices = [_slices(leaf.residual, workers) for leaf in leaves]
     # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices; the
     #    sender has its own N packets.
-    means, packets, _ = mean_at_owners(slices, encode_slices, decode, axis_name)
+    means, packets, _ = mean_scatter_slices(slices, encode_slices, decode, axis_name)
     # 3. The sender keeps the difference between its slices and their packets, (N, …).
     residuals = jax.vmap(unsent)(slices, packets)
     # 4. The owner adds to the mean what it did not publish of earlier means.
@@ -63,7 +63,7 @@ def slicewise_mean(
     totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
     # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, …), the same
     #    bits everywhere; the owner decodes its slice too.
-    directions, packets, next_states = all_from_owners(totals, encode, decode, axis_name)
+    directions, packets, next_states = all_gather_slices(totals, encode, decode, axis_name)
     # 6. The owner keeps the difference between the total and its packet.
     published = unsent(totals, packets)
 

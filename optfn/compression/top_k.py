@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from optfn.compression.compressors import ShownAsCall, showing_call
+from optfn.compression.compressors import ShownAsCall, show_call
 from optfn.compression.k_largest import num_selected, search_of
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
@@ -101,7 +101,7 @@ class TopK(ShownAsCall):
         return self.format(size).num_bytes if size else 0
 
 
-@showing_call
+@show_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
     """Return a compressor for `exchange` that sends the largest entries of each chunk.
 

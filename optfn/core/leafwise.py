@@ -70,7 +70,7 @@ def apply(
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
     leaves, columns, structure = _aligned(updates, state, params)
     is_traced = checks.any_traced(map(numbers_of, leaves))
-    program = shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
+    program = jit_if_traced(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
     def apply_at(i: int, g: Leaf, *row: Leaf) -> Any:
         if tree.is_masked(g):
@@ -115,7 +115,7 @@ def _apply_to_leaf(
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
 
 
-def shared(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
+def jit_if_traced(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
     """Return the program of one leaf, jitted while tracing.
 
     Leaves of one shape are then traced and lowered once. A model of many small leaves would
@@ -220,7 +220,7 @@ def global_norm(updates: Updates) -> jax.Array:
     """
 
     arrays = [jnp.asarray(numbers_of(g)) for g in tree.arrays(updates)]
-    square = shared(_square, checks.any_traced(arrays))
+    square = jit_if_traced(_square, checks.any_traced(arrays))
     squares = [square(x) for x in arrays]
     if not squares:
         return jnp.zeros((), jnp.float32)

@@ -1,17 +1,17 @@
-"""The protocol: a transformation of gradients is a rule inside a boundary.
+"""The protocol: a gradient transformation is an unchecked pair of functions inside a boundary.
 
-A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
-such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
-wider; everything else is masked. The boundary around the rule checks and casts gradients, and
-gives updates the dtypes of the params. The rules of an optimizer have no boundary between them, so
-a gradient passes one boundary per optimizer; in a `chain` of your own, each link keeps its own:
+A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). An
+`Unchecked` is such a pair that checks nothing, because the boundary around it does: gradients match
+params leaf by leaf, in float32 or wider, and leaves that are not trained are masked. The boundary
+casts updates to the dtypes of the params. The links of an optimizer are `Unchecked`, so a gradient
+crosses one boundary per optimizer; in a `chain` of your own, each link keeps its boundary:
 
     @transform(complex_leaves=True)
     def scale(factor):
         def update(updates, state, params, **extra):
             return leafwise.apply(lambda g: factor * g, updates), state
 
-        return Rule(lambda params: optax.EmptyState(), update)
+        return Unchecked(lambda params: optax.EmptyState(), update)
 """
 
 import functools
@@ -31,18 +31,18 @@ P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-class Rule(NamedTuple):
-    """Init and update on checked trees: gradients match params, in float32 or wider.
+class Unchecked(NamedTuple):
+    """Init and update without checks: their inputs are trees that have passed a boundary.
 
     init: params -> state.
     update: (updates, state, params, **extra) -> (updates, state).
-    needs_params: whether update reads params; without them it is an error.
-    real_only: the name of the rule that is not defined for complex leaves, "" if there is none.
+    needs_params: whether update reads params; a call without them is then an error.
+    real_only: the name of the transformation that is not defined for complex leaves, "" if all are.
     reads_state: whether update reads its state, see `transform`.
-    links: the rules of a chain, () if it is none.
-    decays: whether there is a weight decay, which the extra argument `decay_factors` scales by
+    links: the parts of a chain, () if the pair is no chain.
+    decays: whether a weight decay is in it, which the extra argument `decay_factors` scales by
       path.
-    name: the name of the factory that made it.
+    name: the name of its factory, "" for a pair without one; the tables of docs/ show it.
     """
 
     init: Callable[[Params], OptState]
@@ -50,28 +50,28 @@ class Rule(NamedTuple):
     needs_params: bool = False
     real_only: str = ""
     reads_state: bool = True
-    links: "tuple[Rule, ...]" = ()
+    links: "tuple[Unchecked, ...]" = ()
     decays: bool = False
     name: str = ""
 
 
-rule = Rule  # the name by which docs/own-transform.md makes one
+rule = Unchecked  # The public name; docs/own-transform.md promises it.
 
 
 class Transform(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that knows the call that made it, and the rule inside its boundary.
+    """A gradient transformation that knows the call that made it, and the pair in its boundary.
 
     JAX and equinox flatten a transformation that is passed as an argument, and rebuild it. If it is
     rebuilt from the same two functions, it is the same object.
 
-    rule: the rule inside the boundary; None for a wrapper of other transformations.
+    unchecked: the pair inside the boundary; None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
     module: the module of the factory.
     origin: the transformation that JAX has flattened, if its functions are replaced.
     """
 
-    rule: Rule | None = None
+    unchecked: Unchecked | None = None
     param_attrs: Any = None
     call: Call = ("Transform", (), {})
     module: str = ""
@@ -93,19 +93,19 @@ class Transform(optax.GradientTransformationExtraArgs):
         return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
 
 
-def _rebuilt(origin: Transform, functions: Iterable[Any]) -> Transform:
-    """Return `origin` if these are its functions, or else a transformation without its rule."""
+def _rebuild(origin: Transform, functions: Iterable[Any]) -> Transform:
+    """Return `origin` if these are its functions, else a transformation of them alone."""
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
     return Transform(init, update, origin=origin)
 
 
-jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin or tx), _rebuilt)
+jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin or tx), _rebuild)
 
 
-def called(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """Return factory(*args, **kwargs); an error of the call lists the arguments."""
+def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
+    """Return factory(*args, **kwargs); if the arguments do not fit, the error lists them."""
     try:
         return factory(*args, **kwargs)
     except TypeError as error:
@@ -113,8 +113,8 @@ def called(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
         raise
 
 
-def described(tx: optax.GradientTransformation, **fields: Any) -> Transform:
-    """Return `tx` with other fields."""
+def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
+    """Return `tx` as a `Transform` with these fields; its other fields stay."""
     known = vars(tx) if isinstance(tx, Transform) else {}
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
@@ -126,16 +126,16 @@ def named(
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        made = called(factory, args, kwargs)
-        return described(made, call=(factory.__name__, args, kwargs), module=factory.__module__)
+        made = call_factory(factory, args, kwargs)
+        return describe(made, call=(factory.__name__, args, kwargs), module=factory.__module__)
 
     return make
 
 
 class Factory(Protocol[P]):
-    """A factory of gradient transformations; `rule` has the same arguments, and makes the rule."""
+    """A factory of gradient transformations; `unchecked` makes the pair without the boundary."""
 
-    rule: Callable[P, Rule]
+    unchecked: Callable[P, Unchecked]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         """Return the transformation."""
@@ -143,32 +143,33 @@ class Factory(Protocol[P]):
 
 def transform(
     *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
-) -> Callable[[Callable[P, Rule]], Factory[P]]:
-    """Decorate a factory of rules so that it returns transformations, each with a boundary.
+) -> Callable[[Callable[P, Unchecked]], Factory[P]]:
+    """Decorate a factory of `Unchecked` so that it returns transformations, with a boundary.
 
     Args:
-      needs_params: whether the rule reads params, so that an update without them is an error.
-      complex_leaves: whether the rule is defined for complex leaves; otherwise they are an error.
-        If only some argument excludes them, the rule says so in its `real_only`.
+      needs_params: whether update reads params, so that a call without them is an error.
+      complex_leaves: whether it is defined for complex leaves; otherwise they are an error. If only
+        some argument excludes them, the factory sets `real_only`.
       reads_state: whether update reads its state. If not, or if the state is empty, update also
         takes None, () and `optax.EmptyState()` as the state.
     """
 
-    def decorate(factory: Callable[P, Rule]) -> Factory[P]:
+    def decorate(factory: Callable[P, Unchecked]) -> Factory[P]:
         name = factory.__name__
 
-        def rule(*args: P.args, **kwargs: P.kwargs) -> Rule:
-            made = called(factory, args, kwargs)
+        def make_unchecked(*args: P.args, **kwargs: P.kwargs) -> Unchecked:
+            made = call_factory(factory, args, kwargs)
             real_only = made.real_only if complex_leaves else name
-            return Rule(*made[:2], needs_params, real_only, reads_state, (), made.decays, name)
+            made = made._replace(real_only=real_only, links=(), name=name)
+            return made._replace(needs_params=needs_params, reads_state=reads_state)
 
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-            call = (name, args, kwargs)
-            return with_boundary(name, rule(*args, **kwargs), call=call, module=factory.__module__)
+            made, call = make_unchecked(*args, **kwargs), (name, args, kwargs)
+            return with_boundary(name, made, call=call, module=factory.__module__)
 
         factory_of_both = cast("Factory[P]", make)
-        factory_of_both.rule = rule
+        factory_of_both.unchecked = make_unchecked
         return factory_of_both
 
     return decorate
@@ -178,7 +179,7 @@ def transform(
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
-    Each link has its boundary; the rules of an optimizer have one boundary together.
+    Each link keeps its boundary; the links of an optimizer have one boundary together.
 
     Args:
       *links: transformations of optfn or optax, at least one.
@@ -190,12 +191,13 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
     if not links:
         raise ValueError("chain needs at least one gradient transformation")
     links = tuple(check_transform(f"chain: part {i}", link) for i, link in enumerate(links))
-    with_boundaries = chained([Rule(*link) for link in links])
-    return Transform(*with_boundaries[:2], rule=chained(list(map(rule_of, links))))
+    checked = chain_unchecked([Unchecked(*link) for link in links])
+    unchecked = chain_unchecked(list(map(strip_boundary, links)))
+    return Transform(checked.init, checked.update, unchecked=unchecked)
 
 
-def chained(links: Sequence[Rule]) -> Rule:
-    """Return the rule that applies `links` one after the other."""
+def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
+    """Apply `links` one after the other, without a boundary; the state is a tuple of theirs."""
 
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
@@ -212,7 +214,7 @@ def chained(links: Sequence[Rule]) -> Rule:
     needs_params = any(link.needs_params for link in links)
     real_only = next((link.real_only for link in links if link.real_only), "")
     decays = any(link.decays for link in links)
-    return Rule(init, update, needs_params, real_only, True, tuple(links), decays)
+    return Unchecked(init, update, needs_params, real_only, links=tuple(links), decays=decays)
 
 
 def check_params_given(name: str, params: Params | None) -> None:
@@ -221,84 +223,87 @@ def check_params_given(name: str, params: Params | None) -> None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
 
 
-def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
-    """Return the rule of `tx` without its boundary, or the pair itself if it has none."""
-    if isinstance(tx, Rule):
+def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
+    """Return the pair inside the boundary of `tx`; without a boundary, the functions of `tx`."""
+    if isinstance(tx, Unchecked):
         return tx
-    known = tx.rule if isinstance(tx, Transform) else None
-    return known or Rule(*optax.with_extra_args_support(tx))
+    inside = tx.unchecked if isinstance(tx, Transform) else None
+    return inside or Unchecked(*optax.with_extra_args_support(tx))
 
 
-def links_of(made: list[Rule] | optax.GradientTransformation) -> Sequence[Rule]:
-    """Return the rules of a chain, given as such or as a transformation."""
-    return made if isinstance(made, list) else rule_of(made).links or [rule_of(made)]
+def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
+    """Return the links of a list or of a chain; of another transformation, itself as one link."""
+    return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 
-def with_boundary(name: str, rule: Rule, **fields: Any) -> Transform:
-    """Return the gradient transformation of a rule.
+def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
+    """Put a boundary around a pair of functions: a gradient transformation.
 
-    Leaves that are not floating point are masked from the rule: they have no state, and their
-    update is zero. Updates have the dtype of the parameter, or without params that of the gradient.
+    Leaves that are not floating point are masked: they have no state, and their update is zero. An
+    update has the dtype of its parameter, or without params the dtype of its gradient.
 
     Args:
       name: the name of the transformation in errors.
-      rule: init and update on checked trees.
-      **fields: those of the transformation.
+      unchecked: init and update.
+      **fields: the fields of the transformation.
 
     Raises, at init and update, with the name of the leaf:
       ValueError: structures or shapes differ, or params are missing.
-      TypeError: leaves are not numbers, gradients are of the wrong kind, or the state is that of
-        another rule.
+      TypeError: leaves are not numbers, gradients are of the wrong kind, or another transformation
+        made the state.
     """
 
     def init(params: Params) -> OptState:
-        return rule.init(boundary.mask_untrained(name, rule.real_only, params))
+        return unchecked.init(boundary.mask_untrained(name, unchecked.real_only, params))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
-        if rule.needs_params:
+        if unchecked.needs_params:
             check_params_given(name, params)
+        # The state of another optimizer often has fitting shapes, and would train silently.
         if _kinds(state) != expected_kinds():
-            _check_kinds(name, rule, state)
-        grads, wide, leave = boundary.enter(name, rule.real_only, updates, params)
-        new, state = rule.update(grads, state, wide, **extra)
+            _check_kinds(name, unchecked, state)
+        grads, wide, leave = boundary.enter(name, unchecked.real_only, updates, params)
+        new, state = unchecked.update(grads, state, wide, **extra)
         return leave(new), state
 
-    expected_kinds = functools.cache(lambda: _kinds(_state_of_no_params(rule)))
-    return Transform(init, update, rule=rule, **fields)
+    expected_kinds = functools.cache(lambda: _kinds(_state_of_no_params(unchecked)))
+    return Transform(init, update, unchecked=unchecked, **fields)
 
 
 def _kinds(state: OptState) -> Any:
-    """Return the types of the states of the links of a chain, or that of the state."""
+    """Return the type of a state; for a chain, whose state is a plain tuple, a list of types."""
     return [_kinds(x) for x in state] if type(state) is tuple else type(state)
 
 
-def _state_of_no_params(rule: Rule) -> OptState:
-    """Return a state whose types every state of this rule has; None if the rule needs leaves.
-
-    It is the state of an empty tree.
-    """
+def _state_of_no_params(unchecked: Unchecked) -> OptState:
+    """Return the state of an empty tree, whose types all its states have; None if init fails."""
     try:
-        return jax.eval_shape(rule.init, ())
-    except Exception:  # the rule needs leaves; then its state is not checked
+        return jax.eval_shape(unchecked.init, ())
+    except Exception:
+        # An init that a user writes may read its leaves, and without any it may raise any error.
+        # States of it are not checked then. Those of optfn succeed (test_a_tree_without_leaves).
         return None
 
 
-def _check_kinds(name: str, rule: Rule, state: OptState) -> None:
-    """Raise a TypeError if the state is that of another rule."""
-    if rule.reads_state or not errors.is_empty(state):
-        errors.check_state_types(name, state, _state_of_no_params(rule))
+def _check_kinds(name: str, unchecked: Unchecked, state: OptState) -> None:
+    """Raise a TypeError if another transformation made the state; pass if init fails on no leaves.
+
+    An update that reads no state also takes None and ().
+    """
+    if unchecked.reads_state or not errors.is_empty(state):
+        errors.check_state_types(name, state, _state_of_no_params(unchecked))
 
 
 _EMPTY = optax.EmptyState()
 
 
-def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Rule:
-    """Return a rule from (updates, params) -> updates; its state, without arrays, is `state`."""
+def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Unchecked:
+    """Return a pair from (updates, params) -> updates; its state is `state`, without arrays."""
 
-    def update_rule(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+    def update_alone(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
 
-    return Rule(lambda params: state, update_rule)
+    return Unchecked(lambda params: state, update_alone)
 
 
 def accumulating(
@@ -308,8 +313,8 @@ def accumulating(
     fill: Any = 0.0,
     rows: str = "dense",
     real: Sequence[str] = (),
-) -> Rule:
-    """Return a rule that keeps one accumulator per field of `state_type`.
+) -> Unchecked:
+    """Apply a rule on arrays to each leaf, with one accumulator per field of `state_type`.
 
     Args:
       leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
@@ -328,7 +333,7 @@ def accumulating(
         updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 
-    return Rule(init, update)
+    return Unchecked(init, update)
 
 
 def first_step() -> jax.Array:
@@ -353,10 +358,10 @@ def check_transform(
       tx: its value.
       factory: the factory that the error suggests for a number.
     """
-    return tx if isinstance(tx, Transform) else _accepted(argument, tx, factory)
+    return tx if isinstance(tx, Transform) else _accept(argument, tx, factory)
 
 
-def _accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
+def _accept(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
     from optfn.interop import third_party
 
     tx = third_party.accepted(argument, tx, factory)

@@ -54,11 +54,11 @@ def _pass_through(updates: Updates, params: Params) -> Updates:
 
 
 def restrict(
-    rule: core.Rule,
+    rule: core.Unchecked,
     choose: Callable[[PyTree], Collection[str]],
     state_type: Callable[[OptState], OptState] | None = None,
     others: Callable[[Updates, Params], Updates] = _pass_through,
-) -> core.Rule:
+) -> core.Unchecked:
     """Apply `rule` to the leaves that `choose` selects; the other leaves pass unchanged.
 
     The rule meets trees in which the others are masked, and so keeps no state for them.
@@ -95,6 +95,6 @@ def restrict(
     return rule._replace(init=init, update=update, reads_state=True, links=(rule,), name="")
 
 
-def _check_real(rule: core.Rule, values: PyTree, kind: str) -> None:
+def _check_real(rule: core.Unchecked, values: PyTree, kind: str) -> None:
     if rule.real_only:
         errors.check_params(rule.real_only, values, rule.real_only, kind)

@@ -12,7 +12,7 @@ import numpy as np
 
 from optfn.compilers import xla
 from optfn.core import checks, leafwise, numerics, tree
-from optfn.core.leafwise import PerLeaf, numbers_of, scalar_at, shared
+from optfn.core.leafwise import PerLeaf, jit_if_traced, numbers_of, scalar_at
 from optfn.core.types import Leaf, LeafKind, PyTree, Updates
 from optfn.leaves import contents
 from optfn.leaves.layout import BufferLayout
@@ -92,7 +92,9 @@ def tensor_norms(
     """
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     of = partial(of, **numbers)
-    norm = shared(lambda arrays, kw: numerics.norm(of(*arrays, **kw)), checks.is_traced(updates))
+    norm = jit_if_traced(
+        lambda arrays, kw: numerics.norm(of(*arrays, **kw)), checks.is_traced(updates)
+    )
     layouts = contents.leaf_layouts(updates)
 
     def leaf_norms(place: tree.Place, *arrays: Leaf) -> Any:
@@ -129,7 +131,7 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
       **scalars: the same for all leaves, or a PerLeaf.
     """
     fixed = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
-    fn = shared(partial(fn, **fixed), checks.is_traced(numbers))
+    fn = jit_if_traced(partial(fn, **fixed), checks.is_traced(numbers))
     scalars = {k: v for k, v in scalars.items() if k not in fixed}
 
     def leaf_value(i: int) -> Any:
@@ -178,7 +180,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
       updates: a tree of dense leaves, masked ones among them.
     """
-    layouts, program = contents.leaf_layouts(updates), shared(fn, checks.is_traced(updates))
+    layouts, program = contents.leaf_layouts(updates), jit_if_traced(fn, checks.is_traced(updates))
 
     def map_leaf(place: tree.Place, g: Leaf) -> Leaf:
         if tree.is_masked(g) or not g.size:

@@ -26,7 +26,7 @@ def adagrad(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Adagrad: divide by the root of the sum of squared gradients.
 
         m = m + |g|²
@@ -42,8 +42,8 @@ def adagrad(
     Source: Duchi et al. 2011; fluid's AdagradOptimizer.
     """
     return [
-        scale_by_adagrad.rule(eps=eps, initial_accumulator_value=initial_accumulator_value),
-        scale_by_learning_rate.rule(learning_rate),
+        scale_by_adagrad.unchecked(eps=eps, initial_accumulator_value=initial_accumulator_value),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -57,7 +57,7 @@ def decayed_adagrad(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Decayed Adagrad: divide by the root of the moving average of squared gradients.
 
         m = d·m + (1 − d)·|g|²
@@ -73,8 +73,8 @@ def decayed_adagrad(
     Source: fluid's DecayedAdagradOptimizer.
     """
     return [
-        scale_by_decayed_adagrad.rule(decay=decay, eps=eps),
-        scale_by_learning_rate.rule(learning_rate),
+        scale_by_decayed_adagrad.unchecked(decay=decay, eps=eps),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -88,7 +88,7 @@ def adadelta(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Adadelta: scale the gradient by the ratio of past updates to past gradients.
 
         a = ρa + (1 − ρ)|g|²
@@ -106,9 +106,9 @@ def adadelta(
     Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
     """
     return [
-        dense_rows.rule("adadelta"),
-        scale_by_adadelta.rule(rho=rho, eps=eps),
-        scale_by_learning_rate.rule(learning_rate),
+        dense_rows.unchecked("adadelta"),
+        scale_by_adadelta.unchecked(rho=rho, eps=eps),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -125,7 +125,7 @@ def rmsprop(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """RMSProp: divide by the root of the moving average of squared gradients, with momentum.
 
         r = ρr + (1 − ρ)|g|²;  centered: q = ρq + (1 − ρ)g
@@ -150,7 +150,7 @@ def rmsprop(
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """
     return [
-        scale_by_rms.rule(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
-        scale_by_learning_rate.rule(learning_rate),
-        scale_by_momentum.rule(momentum, moment_dtype=moment_dtype),
+        scale_by_rms.unchecked(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
+        scale_by_learning_rate.unchecked(learning_rate),
+        scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]

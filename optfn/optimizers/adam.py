@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def scale_by_adam_in(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule of `scale_by_adam`, or of its variant for this storage and laziness."""
     if moment_dtype is None and isinstance(lazy, bool):
-        return scale_by_adam.rule(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
+        return scale_by_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
     from optfn.optimizers.adam_moments import other_moments
 
     return other_moments(b1, b2, eps, eps_hat, moment_dtype, lazy)
@@ -39,7 +39,7 @@ def adam(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: "ParamAttrs | None" = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Adam: divide the mean of gradients by the root of the mean of their squares.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
@@ -68,5 +68,5 @@ def adam(
     """
     return [
         scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
-        scale_by_learning_rate.rule(learning_rate),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]

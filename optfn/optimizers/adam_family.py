@@ -33,7 +33,7 @@ def adamw(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """AdamW: Adam with decoupled weight decay.
 
         p *= 1 − lr·wd, then the step of `adam`
@@ -57,8 +57,8 @@ def adamw(
     """
     return [
         scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
-        add_decayed_weights.rule(weight_decay, exclude=exclude),
-        scale_by_learning_rate.rule(learning_rate),
+        add_decayed_weights.unchecked(weight_decay, exclude=exclude),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -74,7 +74,7 @@ def adamax(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Adamax: Adam with the infinity norm.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps)
@@ -93,9 +93,9 @@ def adamax(
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
     return [
-        dense_rows.rule("adamax"),
-        scale_by_adamax.rule(b1, b2, eps, moment_dtype=moment_dtype),
-        scale_by_learning_rate.rule(learning_rate),
+        dense_rows.unchecked("adamax"),
+        scale_by_adamax.unchecked(b1, b2, eps, moment_dtype=moment_dtype),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -114,7 +114,7 @@ def lamb(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """LAMB: Adam's direction, scaled by the norm of each tensor, for large batches.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
@@ -143,18 +143,18 @@ def lamb(
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
         return [
-            dense_rows.rule("lamb"),
-            scale_by_quantized_adam.rule(
+            dense_rows.unchecked("lamb"),
+            scale_by_quantized_adam.unchecked(
                 b1, b2, eps, eps_hat=False, bias_correction=bias_correction, dtype=dtype
             ),
-            add_decayed_weights.rule(weight_decay, exclude=exclude),
-            scale_by_trust_ratio.rule(),
-            scale_by_learning_rate.rule(learning_rate),
+            add_decayed_weights.unchecked(weight_decay, exclude=exclude),
+            scale_by_trust_ratio.unchecked(),
+            scale_by_learning_rate.unchecked(learning_rate),
         ]
     return [
-        dense_rows.rule("lamb"),
-        scale_by_lamb.rule(
+        dense_rows.unchecked("lamb"),
+        scale_by_lamb.unchecked(
             b1, b2, eps, weight_decay=weight_decay, bias_correction=bias_correction, exclude=exclude
         ),
-        scale_by_learning_rate.rule(learning_rate),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]

@@ -9,13 +9,13 @@ from optfn.transforms.stored import check_moment_dtype
 
 def other_moments(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: object
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule of moments that `scale_by_adam` does not keep."""
     if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
         raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
-        return scale_by_catch_up_adam.rule(b1, b2, eps, eps_hat=eps_hat)
+        return scale_by_catch_up_adam.unchecked(b1, b2, eps, eps_hat=eps_hat)
     if lazy:
         raise ValueError(f"lazy={lazy!r} needs float32 moments; got {moment_dtype=}")
-    return scale_by_quantized_adam.rule(b1, b2, eps, eps_hat=eps_hat, dtype=dtype)
+    return scale_by_quantized_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, dtype=dtype)

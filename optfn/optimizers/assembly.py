@@ -29,7 +29,7 @@ COMMON_DOC = """
 
 
 def optimizer(
-    factory: Callable[P, list[core.Rule] | optax.GradientTransformation],
+    factory: Callable[P, list[core.Unchecked] | optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """Decorate a factory of the rules of a chain: apply the arguments that all optimizers share.
 
@@ -43,7 +43,7 @@ def optimizer(
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        links = core.links_of(core.called(factory, args, kwargs))
+        links = core.links_of(core.call_factory(factory, args, kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         fields = {"call": (name, args, kwargs), "module": factory.__module__}
@@ -51,12 +51,12 @@ def optimizer(
         clip = _optional("grad_clip", clip, "optfn.clip_by_global_norm")
         penalty = _optional("regularization", penalty, "optfn.l2_decay")
         if attrs is None and masters is False:
-            rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
-            return core.with_boundary(name, core.chained([*rules, *links]), **fields)
+            rules = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
+            return core.with_boundary(name, core.chain_unchecked([*rules, *links]), **fields)
         from optfn.optimizers.options import apply_options
 
         made = apply_options(name, links, clip, penalty, attrs, masters)
-        return core.described(made, **fields)
+        return core.describe(made, **fields)
 
     # Python 3.13 removes the indentation of docstrings, earlier versions don't.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
@@ -75,7 +75,7 @@ class DenseRowsState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def dense_rows(name: str) -> core.Rule:
+def dense_rows(name: str) -> core.Unchecked:
     """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 

@@ -21,7 +21,7 @@ def ftrl(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """FTRL-proximal, for linear models: l1 makes parameters exactly zero.
 
         n' = n + g²;  σ = (n'^(−k) − n^(−k))/lr;  z += g − σ·p;  n = n'
@@ -42,4 +42,4 @@ def ftrl(
 
     Source: McMahan et al. 2013; fluid's FtrlOptimizer.
     """
-    return [ftrl_proximal.rule(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy)]
+    return [ftrl_proximal.unchecked(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy)]

@@ -41,7 +41,7 @@ def muon(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Muon: update matrices by their orthogonalized momentum, and the rest by adamw.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
@@ -86,7 +86,7 @@ def muon(
     2502.16982.
     """
     pattern = patterns.check_pattern("matrices", matrices)
-    direction = scale_by_muon.rule(
+    direction = scale_by_muon.unchecked(
         momentum,
         nesterov=nesterov,
         coefficients=coefficients,
@@ -96,15 +96,15 @@ def muon(
         moment_dtype=moment_dtype,
     )
     ends = [
-        add_decayed_weights.rule(weight_decay, exclude=exclude),
-        scale_by_learning_rate.rule(learning_rate),
+        add_decayed_weights.unchecked(weight_decay, exclude=exclude),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
-    links = [dense_rows.rule("muon"), direction]
+    links = [dense_rows.unchecked("muon"), direction]
     if others is None:
         adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    return [_matrices_and_others(pattern, [*links, *ends], core.rule_of(others))]
+    return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
 
 
 @traits(labels="*")
@@ -116,17 +116,17 @@ class MatricesAndOthers(NamedTuple):
 
 
 def _matrices_and_others(
-    matrices: Pattern | None, links: Sequence[core.Rule], others: core.Rule
-) -> core.Rule:
+    matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
+) -> core.Unchecked:
     """Chain `links`, for the leaves that `matrices` selects, with `others`, for the rest."""
 
     def other_paths(values: PyTree) -> frozenset[str]:
         names = itertools.chain(*contents.leaf_names(values))
         return frozenset(names) - matrix_paths(matrices, values)
 
-    chain = core.chained(
+    chain = core.chain_unchecked(
         [
-            restrict(core.chained(links), partial(matrix_paths, matrices)),
+            restrict(core.chain_unchecked(links), partial(matrix_paths, matrices)),
             restrict(others, other_paths),
         ]
     )

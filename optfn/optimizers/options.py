@@ -11,7 +11,7 @@ from optfn.wrappers.master_weights import masters_of
 
 def apply_options(
     name: str,
-    links: Sequence[core.Rule],
+    links: Sequence[core.Unchecked],
     clip: optax.GradientTransformationExtraArgs | None,
     penalty: optax.GradientTransformationExtraArgs | None,
     param_attrs: object,
@@ -23,7 +23,11 @@ def apply_options(
     def built(
         before: Sequence[optax.GradientTransformation],
     ) -> optax.GradientTransformationExtraArgs:
-        return masters(core.with_boundary(name, core.chained([*map(core.rule_of, before), *links])))
+        return masters(
+            core.with_boundary(
+                name, core.chain_unchecked([*map(core.strip_boundary, before), *links])
+            )
+        )
 
     if param_attrs is None:
         return built([tx for tx in (clip, penalty) if tx is not None])

@@ -26,7 +26,7 @@ def sgd(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Stochastic gradient descent.
 
         p −= lr·g
@@ -45,7 +45,7 @@ def sgd(
     >>> optfn.apply_updates(params, updates)["w"].tolist()
     [0.0, 2.0]
     """
-    return [scale_by_learning_rate.rule(learning_rate)]
+    return [scale_by_learning_rate.unchecked(learning_rate)]
 
 
 @optimizer
@@ -59,7 +59,7 @@ def momentum(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Gradient descent with momentum.
 
         v = μv + g
@@ -79,8 +79,8 @@ def momentum(
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
     """
     return [
-        scale_by_momentum.rule(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
-        scale_by_learning_rate.rule(learning_rate),
+        scale_by_momentum.unchecked(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]
 
 
@@ -98,7 +98,7 @@ def lars(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """LARS: layer-wise adaptive rate scaling, with momentum, for large batches.
 
         L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)    where ‖p‖ > 0 and ‖g‖ > 0, else lr
@@ -122,10 +122,10 @@ def lars(
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
     """
     return [
-        dense_rows.rule("lars"),
-        scale_by_lars.rule(lars_coeff, lars_weight_decay, eps, exclude=exclude),
-        scale_by_learning_rate.rule(learning_rate),
-        scale_by_momentum.rule(momentum, moment_dtype=moment_dtype),
+        dense_rows.unchecked("lars"),
+        scale_by_lars.unchecked(lars_coeff, lars_weight_decay, eps, exclude=exclude),
+        scale_by_learning_rate.unchecked(learning_rate),
+        scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]
 
 
@@ -139,7 +139,7 @@ def asgd(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Stochastic average gradient: the mean of the last gradients of all batches.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j
@@ -157,8 +157,8 @@ def asgd(
     Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
     """
     return [
-        dense_rows.rule("asgd"),
-        scale_by_asgd.rule(batch_num),
-        add_decayed_weights.rule(weight_decay),
-        scale_by_learning_rate.rule(learning_rate),
+        dense_rows.unchecked("asgd"),
+        scale_by_asgd.unchecked(batch_num),
+        add_decayed_weights.unchecked(weight_decay),
+        scale_by_learning_rate.unchecked(learning_rate),
     ]

@@ -1,8 +1,8 @@
-"""A training step on several workers: the batch is split, the loss is the mean over workers.
+"""Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
-The whole step runs in one `shard_map`. An optimizer gets the mean gradient, which is the same on
-all workers, unless its state says that it exchanges gradients itself (`per_worker.exchanges`): then
-it gets the gradient of each worker.
+The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
+workers. If its state says that it exchanges gradients itself (`per_worker.exchanges`), it gets each
+worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, joined, without
+from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_of_all
-from optfn.collectives.mesh import sharding
+from optfn.collectives.means import mean_over_shard_groups
+from optfn.collectives.mesh import make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
 from optfn.state.placement import num_workers, specs_of
 
 
-def step_of_all_workers(
+def shard_map_step(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
-    """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
+    """Return the step of all workers, (state, batch) -> (state, metrics), from one worker's step.
 
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
@@ -41,9 +41,9 @@ def step_of_all_workers(
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
-        # An exchange may be over axes along which the batch is not split.
-        names = joined(data_axis, axes_of_exchanges(state.opt_state))
-        run = meshes.mapped(step, mesh, names, in_specs, out_specs)
+        # An exchange may run over axes along which the batch is not split. They must be bound too.
+        names = join_axes(data_axis, axes_of_exchanges(state.opt_state))
+        run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
 
@@ -51,27 +51,28 @@ def step_of_all_workers(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the PartitionSpec of an array of a batch, which splits its leading axis, if any."""
+    """Return the spec that splits the leading axis of an array of a batch; P() for a scalar."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Return copies of arrays on every device of the mesh; all processes must pass the same."""
+    """Copy arrays to every device of the mesh. All processes must pass the same arrays."""
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return tree.map_key_data(place, leaf)
-        return placed_copy(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
+        return copy_to_devices(leaf, make_sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
 
 def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
-    """Return a batch on the mesh, split along its leading axis.
+    """Place a batch on the mesh, split along its leading axis; a scalar goes to all devices.
 
     Args:
-      batch: arrays of all examples, the same in every process; or global arrays, which are not
-        copied (`jax.make_array_from_process_local_data` makes one from the shard of each process).
+      batch: arrays of all examples, the same in every process. Global arrays are not copied
+        (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
+        traced arrays pass through.
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
       local_steps: for how many steps each worker splits its shard evenly.
@@ -81,7 +82,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     """
     workers = num_workers(mesh, data_axis)
 
-    def placed(place: tree.Place, x: Leaf) -> Leaf:
+    def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
             return x
         if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
@@ -96,13 +97,16 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
-        return placed_copy(x, placement)
+        return copy_to_devices(x, placement)
 
-    return tree.map_named(placed, batch)
+    return tree.map_named(put, batch)
 
 
-def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Return a copy of an array on all devices of `placement`, in this process or another."""
+def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
+    """Copy an array to all devices of `placement`, in this process or another.
+
+    A traced array passes through.
+    """
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -110,23 +114,28 @@ def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
         copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
         return copied
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
-    # Each device gets a copy of its shard, because the step overwrites it.
+    # JAX may share memory with a NumPy array, and the step overwrites its params in place. So each
+    # device gets a copy of its shard.
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
 
 
-def optimizer_inputs(
+def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
+    """Average gradients over the worker axes, except those over which a transform exchanges a leaf.
 
-    If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
-    remaining ones. Everything else is averaged over all worker axes. If there is an
-    exchange, the extra argument is `workers`, with whom wrappers such as `skip_nonfinite` agree.
+    Metrics are averaged over all worker axes.
+
+    Returns:
+      The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
+      with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
     axes = workers.axes
     if not axes or not exchanges(opt_state):
-        return *mean_of_all(grads, metrics, workers), {}
-    remaining = [without(axes, done) for done in exchanged_axes(opt_state, grads)]
+        return *mean_over_shard_groups(grads, metrics, workers), {}
+    remaining = [exclude_axes(axes, done) for done in exchanged_axes(opt_state, grads)]
+    # Leaves that are averaged over the same axes go together, so that small ones share an
+    # all-reduce.
     for names in dict.fromkeys([axes, *remaining]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
@@ -134,7 +143,7 @@ def optimizer_inputs(
 
         some = tree.map_named(select, grads)
         of_all = metrics if names == axes else None
-        means, of_all = mean_of_all(some, of_all, workers._replace(axes=names))
+        means, of_all = mean_over_shard_groups(some, of_all, workers._replace(axes=names))
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"workers": workers}

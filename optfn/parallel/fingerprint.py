@@ -2,8 +2,8 @@
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
 order of the sum does not matter, so each device can sum over its shard. A single changed word
-always changes the sum. Other changes go unnoticed with probability 2⁻⁶⁴, since there are two such
-sums.
+always changes the sum. There are two such sums, so other changes go unnoticed with probability
+2⁻⁶⁴.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Axes, joined, without
+from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.compilers import xla
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
@@ -62,10 +62,10 @@ _fingerprints = jax.jit(lambda leaves: jnp.stack([fingerprint(x) for x in leaves
 _have_nonfinite = jax.jit(lambda leaves: jnp.stack([jnp.any(~jnp.isfinite(x)) for x in leaves]))
 
 
-# A program is compiled for 8 arrays of one kind, and one for a single array, since the time to
-# compile one for all arrays grows with their number. Models have few kinds and many arrays.
+# The time to compile a program for all arrays grows with their number. Models have many arrays and
+# few kinds, so we compile two programs for each kind: for 8 arrays, and for a single array.
 _AT_A_TIME = 8
-_IN_FLIGHT = 16  # programs
+_IN_FLIGHT = 16  # Hundreds of programs that wait to communicate can block the devices of a CPU.
 
 
 def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
@@ -83,10 +83,9 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
 
 
 def begin_are_finite(leaves: Sequence[Leaf]) -> Callable[[], bool]:
-    """Begin to look for numbers that are not finite in floating-point arrays.
+    """Begin to check floating-point arrays; return a function that tells whether all are finite.
 
-    The function that is returned waits, and tells whether there is none. In a run of several
-    processes, all must call both, and all get the same answer.
+    In a run of several processes, all must call both functions, and all get the same answer.
     """
     wait = _begin(_have_nonfinite, leaves)
     return lambda: not any(wait())
@@ -97,15 +96,16 @@ def _begin(
 ) -> Callable[[], list[np.ndarray]]:
     """Begin to compute a row of a program for each array, and return a function that waits."""
     arrays = [jnp.asarray(x) for x in leaves]
+    # 1. Arrays of one shape, dtype and sharding share a program.
     kinds: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(i)
+    # 2. Start the programs; the results stay on the devices.
     found: list[tuple[list[int], jax.Array]] = []
     for kind in kinds.values():
         while kind:
             some = kind[: _AT_A_TIME if len(kind) >= _AT_A_TIME else 1]
             del kind[: len(some)]
-            # Hundreds of programs that wait to communicate can block the devices of a CPU.
             jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
             found.append((some, program([arrays[i] for i in some])))
 
@@ -142,7 +142,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
         if isinstance(x, jax.Array)
         and isinstance(x.sharding, NamedSharding)
         and x.sharding.device_set == set(mesh.devices.flat)
-        and _copied_over(x.sharding.spec, mesh)
+        and _replica_axes(x.sharding.spec, mesh)
     ]
     if not copied:
         return
@@ -155,8 +155,9 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
         )
 
 
-def _copied_over(spec: P, mesh: Mesh) -> Axes:
-    return without(mesh.axis_names, joined(*spec))
+def _replica_axes(spec: P, mesh: Mesh) -> Axes:
+    """Return the axes along which devices hold copies of a shard: the spec leaves them out."""
+    return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -166,7 +167,7 @@ def _differ(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> 
     def compare(*shards: jax.Array) -> jax.Array:
         groups: dict[Axes, list[int]] = {}
         for i, spec in enumerate(specs):
-            groups.setdefault(_copied_over(spec, mesh), []).append(i)
+            groups.setdefault(_replica_axes(spec, mesh), []).append(i)
         differ = jnp.zeros(len(specs), jnp.int32)
         for axes, members in groups.items():
             sums = jnp.stack([fingerprint(shards[i]) for i in members])

@@ -20,14 +20,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.axes import (
+    Axes,
+    Division,
+    divisions_of,
+    exclude_axes,
+    is_spec,
+    join_axes,
+    restrict_spec,
+    to_axes,
+)
 from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.data_parallel import placed_copy, replicate
+from optfn.parallel.data_parallel import copy_to_devices, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, cut, map_padded, padded
 from optfn.state.per_worker import axes_of_exchanges, check_wrappers, map_divided
@@ -64,12 +73,12 @@ class Layout:
     @property
     def data_axes(self) -> Axes:
         """The axes over which the batch is split, worker axes first."""
-        return joined(self.worker_axes, self.shard_axes)
+        return join_axes(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
         """The axes of the devices of one worker."""
-        return without(self.mesh.axis_names, self.worker_axes)
+        return exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
     def divides(self) -> bool:
@@ -143,7 +152,7 @@ class Layout:
             #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
             # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
             if len(over) == 2:
-                return P(joined(*spec), over[1])
+                return P(join_axes(*spec), over[1])
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
@@ -162,7 +171,7 @@ class Layout:
                 return _over_both(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
             #    x, along any dimension that fits; else it is whole on each device of a worker.
-            return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
+            return _over_both(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
 
         return map_entries(state_spec, state, owners)
 
@@ -171,11 +180,11 @@ class Layout:
         specs = self.gradient_specs(params)
         return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
-    def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides an array along the first dimension that N divides.
+    def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
+        """Return the spec that divides the first dimension that N, the number of shards, divides.
 
-        N is the number of shards. Axes that count stacked layers come last, so that each device has
-        a shard of each layer. An array without such a dimension is whole on every device.
+        The leading `stacked` axes, which count layers, come last, so that each device has a shard
+        of each layer. An array without such a dimension gets P(): it is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
@@ -183,8 +192,7 @@ class Layout:
 
     def divisions(self, spec: P) -> list[Division]:
         """Return the dimensions of an array that are divided over shard axes."""
-        entries = enumerate(restricted(spec, self.shard_axes))
-        return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
+        return divisions_of(spec, self.shard_axes)
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of an array, padded so that all shards have one size."""
@@ -220,7 +228,7 @@ class Layout:
 
         def without_padding(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
-            return meshes.constrained(cut(x), self.mesh, spec)
+            return meshes.constrain_sharding(cut(x), self.mesh, spec)
 
         return map_padded(without_padding, state)
 
@@ -230,7 +238,7 @@ class Layout:
             return None
         specs = tree.items(params, self.gradient_specs(params))
         by_path = [
-            (str(place), restricted(spec, self.inner_axes))
+            (str(place), restrict_spec(spec, self.inner_axes))
             for place, x, spec in specs
             if not tree.is_masked(x)
         ]
@@ -239,12 +247,12 @@ class Layout:
     def bound_specs(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
         names = self.shard_axes
-        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
         """Return the sharding of each of some arrays, as a step returns it."""
         return jax.tree.map(
-            lambda spec, x: meshes.sharding(self.mesh, spec, jnp.ndim(x)),
+            lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 
@@ -262,7 +270,7 @@ class Layout:
     def put(self, params: Params) -> Params:
         """Return copies of params, placed by their specs."""
         placements = self.shardings(self.param_specs(params), params)
-        return jax.tree.map(lambda placement, x: placed_copy(x, placement), placements, params)
+        return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
         """Return copies of arrays on every device."""
@@ -322,7 +330,7 @@ class Layout:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            rows, owners = group.flatten_shards, self._specs_by_path(params)
+            flatten, owners = group.flatten_shards, self._specs_by_path(params)
 
             def shape(entry: Entry, x: Leaf) -> Leaf:
                 if entry.param is None or entry.kept != "per_worker":
@@ -331,7 +339,7 @@ class Layout:
                 is_flat = jnp.shape(x) == (jnp.size(p),)
                 return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
-            state = map_divided(lambda node: node._replace(value=rows(node.value)), state)
+            state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
             return map_entries(shape, state, owners)
 
         return reshaped if self.worker_axes and self.divides else init
@@ -349,7 +357,7 @@ def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of the array of one worker; `over` is its spec over the workers."""
-    return (shape[0] // num_workers(mesh, axes(over[0])), *shape[1:]) if any(over) else shape
+    return (shape[0] // num_workers(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _over_both(over: P, spec: P) -> P:
@@ -357,7 +365,7 @@ def _over_both(over: P, spec: P) -> P:
     if not any(over):
         return spec
     first, *remaining = spec or (None,)
-    return P(joined(over[0], first), *remaining)
+    return P(join_axes(over[0], first), *remaining)
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
@@ -366,7 +374,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = num_workers(mesh, axes(entry))
+        count = num_workers(mesh, to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

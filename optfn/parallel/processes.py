@@ -1,4 +1,4 @@
-"""Communication between the processes of a run, on the host: checks and small all-gathers."""
+"""Communication between the processes of a run, on the host: all-gathers, broadcasts, checks."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,51 +13,60 @@ from optfn import _version
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, Params, PyTree
 
-# The number of bytes that `send` passes at once.
+# The number of bytes that `broadcast_bytes` sends at once. A broadcast needs a buffer of this size
+# on each device.
 _PIECE = 1 << 26
 
 
-def share(mesh: Mesh | None) -> bool:
-    """Tell whether there are several processes, and a mesh has devices of each."""
+def is_on_all_processes(mesh: Mesh | None) -> bool:
+    """Tell whether there are several processes, and each has devices of the mesh; no for None."""
     if mesh is None or jax.process_count() == 1:
         return False
-    return _are_of_all(mesh.devices.flat)
+    return _include_all_processes(mesh.devices.flat)
 
 
-def share_state(state: PyTree) -> bool:
-    """Tell whether there are several processes, and the arrays of a state lie on all of them."""
+def has_state_on_all_processes(state: PyTree) -> bool:
+    """Tell whether there are several processes, and each has devices with arrays of the state."""
     if jax.process_count() == 1:
         return False
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return _are_of_all(device for x in arrays for device in x.sharding.device_set)
+    return _include_all_processes(device for x in arrays for device in x.sharding.device_set)
 
 
-def _are_of_all(devices: Iterable[Any]) -> bool:
+def _include_all_processes(devices: Iterable[Any]) -> bool:
     return {device.process_index for device in devices} == set(range(jax.process_count()))
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Return the values of each process, int32 (processes, len(values)). All must call it."""
+    """Gather the values of each process, int32 (processes, len(values)). All must call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes; each passes one."""
+    """Gather a text from each process. All must call it."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
+    # All processes must pass arrays of one shape.
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
     found = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [row[:size].tobytes().decode() for row, size in zip(found, sizes, strict=True)]
 
 
-def send(source: int, content: bytes) -> bytes:
-    """Return in every process the content that process `source` passes. All must call it."""
-    high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])
+def broadcast_bytes(source: int, content: bytes) -> bytes:
+    """Return in every process the content that process `source` passes. All must call it.
+
+    The content of the other processes is ignored.
+    """
+    # The length goes as a quotient and a remainder, because a large file exceeds an int32.
+    num_whole, rest = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
+    sizes = [_PIECE] * num_whole
+    if rest:
+        sizes.append(rest)
     pieces = []
-    for i, size in enumerate([_PIECE] * high + [low] * (low > 0)):
+    for i, size in enumerate(sizes):
         piece = np.zeros(size, np.uint8)
         if is_source:
             piece[:] = np.frombuffer(content, np.uint8, size, i * _PIECE)
@@ -66,14 +75,14 @@ def send(source: int, content: bytes) -> bytes:
 
 
 def compare_params(params: Params) -> None:
-    """Raise unless all processes have bit-identical params.
+    """Raise a ValueError unless all processes have bit-identical params.
 
-    Leaves that are already divided over processes are compared only by shape; traced ones are not
-    compared.
+    Leaves that are already divided over processes are compared by shape. Traced params, and a tree
+    without leaves, pass.
 
     Raises:
-      ValueError: the params differ, or the versions of optfn or JAX do. It is raised in every
-        process, and names the difference and the processes that have it.
+      ValueError: the params differ, or the versions of optfn or JAX. Every process raises it, and
+        it names the difference and the processes that have it.
     """
     arrays = jax.tree.leaves(params)
     if not arrays or checks.is_traced(arrays):
@@ -85,7 +94,7 @@ def compare_params(params: Params) -> None:
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
             f"processes must start from the same params, but {names[i]!r} in process "
-            f"{_differing(digests[:, [i]])} differs from that in process 0"
+            f"{_list_different(digests[:, [i]])} differs from that in process 0"
         )
 
 
@@ -104,24 +113,28 @@ def spec_of(values: PyTree) -> str:
 
 
 def _check_same(noun: str, text: str) -> None:
+    """Raise a ValueError in every process unless all pass the same text."""
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
-            f"processes must have the same {noun}, but those of process {_differing(digests)} "
+            f"processes must have the same {noun}, but those of process {_list_different(digests)} "
             f"differ from those of process 0. This process, {jax.process_index()}, has {text}"
         )
 
 
-def _differing(digests: np.ndarray) -> str:
+def _list_different(digests: np.ndarray) -> str:
+    """Return the numbers of the processes whose row differs from process 0's."""
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 
 
 def _content(x: Leaf) -> bytes:
+    """Return the bytes of a leaf; none if other processes hold shards of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     return np.asarray(jax.random.key_data(x) if tree.is_key(x) else x).tobytes()
 
 
 def _digest(content: bytes) -> int:
+    """Return the first 32 bits of the SHA-256 of some bytes: `gather_values` takes an int32."""
     return int.from_bytes(hashlib.sha256(content).digest()[:4], "little", signed=True)

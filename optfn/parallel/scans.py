@@ -12,14 +12,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Division, is_spec, joined
+from optfn.collectives.axes import Division, is_spec, join_axes
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.sharded import LAYER, ShardedParam
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_shard, slices_of
+from optfn.parallel.shards import compiler_slices, gather_shard
 from optfn.state.placement import num_workers
 
 
@@ -35,7 +35,7 @@ class LeafShard:
     array: the shard.
     step: the number of the training step, for packets; None if the array is sent as it is.
     divisions: the dimensions that shard axes divide.
-    slices: how axes that are left to the compiler divide the leaf; see `slices_of`.
+    slices: how axes that are left to the compiler divide the leaf; see `compiler_slices`.
     layout: how params are divided.
     """
 
@@ -51,10 +51,10 @@ class LeafShard:
         divisions = tuple(layout.divisions(spec))
         if not divisions:
             return None
-        size = array.size * num_workers(layout.mesh, joined(*(names for _, names in divisions)))
+        size = array.size * num_workers(layout.mesh, join_axes(*(names for _, names in divisions)))
         if (layout.gather is None and layout.reduce is None) or size < MIN_SIZE:
-            return cls(array, None, divisions, slices_of(spec, layout), layout)
-        return cls(array, step, divisions, slices_of(spec, layout), layout)
+            return cls(array, None, divisions, compiler_slices(spec, layout), layout)
+        return cls(array, step, divisions, compiler_slices(spec, layout), layout)
 
     @functools.cached_property
     def _gathered(self) -> dict[Any, jax.Array]:

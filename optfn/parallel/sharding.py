@@ -1,11 +1,14 @@
-"""The ways of sharding: which shards of params and state each device of a mesh keeps."""
+"""The ways of sharding: which shards of params and state each device of a mesh keeps.
+
+A way of sharding is a class below with a `name`, listed in `KINDS`. Nothing else knows the names.
+"""
 
 import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +17,23 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, axes, check_names, joined, without
+from optfn.collectives.axes import (
+    Axes,
+    AxisName,
+    check_axis_names,
+    exclude_axes,
+    join_axes,
+    to_axes,
+)
 from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import are_in_order
-from optfn.collectives.packets import Compressor, check_gather, check_reduce
+from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
-from optfn.parallel.whole import axes_of_layers, check_whole
+from optfn.parallel.whole import find_layer_axes
 from optfn.state.placement import num_workers
 
 
@@ -40,8 +50,14 @@ class Sharded:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether the params that a loss sees are gathered once in a step."""
-        return self.gather_once or (self.kind == "state" and self.gather is not None)
+        """Whether the params that a loss sees are gathered once in a step.
+
+        Params that are sent in packets are exact only in the shards that devices keep. So a kind
+        whose params would be whole on each device divides them too, and gathers them once.
+        """
+        if self.gather is None or not isinstance(self.kind, str) or self.kind not in KINDS:
+            return self.gather_once
+        return self.gather_once or KINDS[self.kind].keeps_params
 
 
 def sharded(
@@ -100,19 +116,26 @@ def sharded(
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
-    names = check_names("sharded: axis", axis, optional=True)
-    codecs = {
-        "gather": gather and check_gather("sharded: gather", gather),
-        "reduce": reduce and check_reduce("sharded: reduce", reduce),
+    names = check_axis_names("sharded: axis", axis, optional=True)
+    compressors = {
+        "gather": gather and check_param_compressor("sharded: gather", gather),
+        "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
     }
-    if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
+    if any(compressors.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
-            'sharded: gather and reduce need the kind "state" or "params", without whole=. With '
+            f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
             "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
-    return Sharded(kind, names or None, check_whole(whole, kind), once, **codecs)
+    if whole is not None and (isinstance(kind, Mapping) or kind not in KINDS):
+        raise ValueError(
+            f"sharded: whole= needs the kind {_list_kinds(' or ')}, which choose how leaves are "
+            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
+            "axis of layers, as P('data') does"
+        )
+    patterns.check_pattern("sharded: whole", whole)
+    return Sharded(kind, names or None, whole, once, **compressors)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -123,40 +146,51 @@ Kind: TypeAlias = str | Mapping[str, P] | Sharded
 class ShardState(Layout):
     """Params are whole on every device; gradients and state are divided (ZeRO-1).
 
+    name: the name of the way of sharding, as the `shard` of a step.
+    keeps_params: whether each device keeps whole params.
     whole: the leaves that are divided along an axis of layers, so that each matrix stays whole.
     """
+
+    name: ClassVar[str] = "state"
+    keeps_params: ClassVar[bool] = True
 
     whole: Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension, if possible.
+        """Return specs that divide each floating-point leaf along one dimension.
 
-        A leaf that `whole` selects is divided by layers, even if it needs padding for that.
+        A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
+        leaves, and leaves without a dimension that the shards divide stay whole.
 
         Raises:
           ValueError: a leaf needs padding, and there are worker axes.
         """
-        return self._divided(params, self._check_padding)
+        return self._divide_leaves(params, self._check_padding)
 
-    def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
+    def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
+        """Return the spec of each leaf, along one dimension or P(); masked leaves stay masked.
+
+        by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
+        layers. Otherwise it is divided as any other leaf.
+        """
         stacked = contents.stacked_axes(params)
-        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_shards)
-        small = small_leaves(params, self.num_shards)
+        axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
+        small = find_small_leaves(params, self.num_shards)
 
-        def divided(place: tree.Place, x: Leaf) -> Leaf:
+        def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
             axis = axes_of.get(str(place))
             if axis is not None and by_layers(str(place), x.shape[axis]):
                 return P(*[None] * axis, self.shard_axes)
-            is_whole = place.number in small or not tree.is_inexact(x)
-            return P() if is_whole else self.divided(jnp.shape(x), stacked[place.number])
+            if place.number in small or not tree.is_inexact(x):
+                return P()
+            return self.spec_of_shape(jnp.shape(x), stacked[place.number])
 
-        return tree.map_named(divided, params)
+        return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True, or raise a ValueError if layers need padding and cannot be padded."""
+        """Return True; raise a ValueError if the layers need padding and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -166,12 +200,12 @@ class ShardState(Layout):
         return True
 
 
-def small_leaves(params: Params, count: int) -> set[int]:
-    """Return the numbers of the leaves that are too small to be divided over `count` devices.
+def find_small_leaves(params: Params, count: int) -> set[int]:
+    """Return the numbers of the leaves that are too small to divide over `count` devices.
 
-    They have at most 64 KB, or that much a layer: the time of a collective is then latency. With
-    all of them a device keeps at most a hundredth more than its shards, or, with more than 100
-    devices, a ten-thousandth of params; the smallest come first.
+    A small leaf has at most 64 KB, or at most 64 KB a layer: the time of its collective would be
+    latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
+    or, with more than 100 devices, a ten-thousandth of params.
     """
     stacked = contents.stacked_axes(params)
     sizes: dict[int, int] = {}
@@ -184,6 +218,8 @@ def small_leaves(params: Params, count: int) -> set[int]:
     chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
     chosen.sort(key=lambda number: sizes[number])
     totals = itertools.accumulate(sizes[number] for number in chosen)
+    # S bytes of params give shards of S/N, so the limit is S/N/100. From N = 100 on it is S/10,000,
+    # or on a large mesh nothing would stay whole.
     most = sum(sizes.values()) / min(count, 100) / 100
     return {number for number, total in zip(chosen, totals, strict=True) if total <= most}
 
@@ -191,13 +227,17 @@ def small_leaves(params: Params, count: int) -> set[int]:
 class ShardParams(ShardState):
     """Params, gradients and state are divided in the same way (FSDP).
 
-    Params are never padded. A leaf whose number of layers N does not divide is divided along
-    another dimension, and in each update it is sent to the devices of its layers and back.
+    Params are never padded. If N does not divide the layers of a leaf that `whole` selects, the
+    leaf is divided along another dimension, and each update sends it to the devices of its layers
+    and back.
     """
+
+    name = "params"
+    keeps_params = False
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
-        return self._divided(params, lambda path, n: n % self.num_shards == 0)
+        return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,7 +255,7 @@ class ShardBySpec(Layout):
         return True
 
     def dense_params(self, params: Params) -> PyTree:
-        """Return the spec of the first pattern that matches each leaf."""
+        """Return the spec of the first pattern that matches each leaf; P() if none does."""
         specs = super().dense_params(params)
         for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
@@ -243,10 +283,15 @@ def init_state(
     """
     num_workers(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
-    return Replicated(mesh, axes(axis_name), Axes()).init(init, params)
+    return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
 
 
-KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams}
+KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, ShardParams)}
+
+
+def _list_kinds(separator: str) -> str:
+    """Return the names of the ways of sharding, for errors."""
+    return separator.join(f'"{name}"' for name in KINDS)
 
 
 def layout_of(
@@ -264,16 +309,16 @@ def layout_of(
     divides = shard is not None or tables is not None
     specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
     _check_shard(specs, mesh)
-    along = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
     if specs and way.axis is None and tables is None:
-        named = joined(*itertools.chain.from_iterable(specs.values()))
+        named = join_axes(*itertools.chain.from_iterable(specs.values()))
         along = Axes(name for name in along if name in named)
-    unknown = without(along, axes(data_axis))
+    unknown = exclude_axes(along, to_axes(data_axis))
     if unknown:
         raise ValueError(
-            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
+            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
         )
-    workers = without(data_axis, along)
+    workers = exclude_axes(data_axis, along)
     _check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
     if divides and not isinstance(mesh, AbstractMesh):
@@ -285,13 +330,11 @@ def layout_of(
         return ShardBySpec(mesh, workers, along, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
-            'shard must be "state", "params", a mapping from patterns to PartitionSpecs, or '
+            f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    # Params that are sent in packets are exact only in the shards that devices keep.
-    kind = "params" if way.gathers_once else way.kind
-    codecs = {"gather": way.gather, "reduce": way.reduce}
-    return KINDS[kind](mesh, workers, along, tables, way.whole, **codecs)
+    kind = ShardParams if way.gathers_once else KINDS[way.kind]
+    return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
@@ -300,7 +343,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
             raise TypeError(
                 f"shard must map patterns of paths to PartitionSpecs; got {pattern!r}: {spec!r}"
             )
-        names = [a for entry in spec for a in axes(entry)]
+        names = [a for entry in spec for a in to_axes(entry)]
         missing = [a for a in names if a not in mesh.shape]
         if len(set(names)) < len(names):
             raise ValueError(f"shard: {spec} for {pattern!r} must not name a mesh axis twice")
@@ -313,7 +356,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
     """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
-    others = without(mesh.axis_names, (*workers, *along))
+    others = exclude_axes(mesh.axis_names, (*workers, *along))
     aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
     if others and aborts:
         raise ValueError(
@@ -326,7 +369,7 @@ def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
 def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
     """Raise a ValueError if a spec divides a leaf over the axes of workers."""
     for pattern, spec in specs.items():
-        over_workers = [name for name in joined(*spec) if name in workers]
+        over_workers = [name for name in join_axes(*spec) if name in workers]
         if over_workers:
             raise ValueError(
                 f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, but along that "

@@ -1,7 +1,7 @@
-"""Params that are divided over devices, inside `shard_map`.
+"""Shards of params and gradients (FSDP, ZeRO): what each device gathers and what it scatters.
 
-Each device gathers the params that its loss needs, and sends each shard of its gradient to the
-device that keeps this shard.
+A device gathers the params that its loss needs, and sends each shard of its gradient to the device
+that keeps this shard.
 """
 
 import functools
@@ -15,49 +15,54 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import (
     Axes,
     Division,
-    axes,
-    bound_axes,
+    exclude_axes,
     is_spec,
-    joined,
-    restricted,
-    without,
+    join_axes,
+    manual_axes,
+    restrict_spec,
+    to_axes,
 )
-from optfn.collectives.means import mean_over_workers, mean_shard
-from optfn.collectives.mesh import are_in_order, mapped
-from optfn.collectives.packets import MIN_SIZE, coded_gather
-from optfn.collectives.torus import gather_along
+from optfn.collectives.gathers import all_gather_shards
+from optfn.collectives.means import mean_over_workers, mean_scatter
+from optfn.collectives.mesh import are_in_order, shard_map
+from optfn.collectives.packets import MIN_SIZE, all_gather_packets
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout
 
 
-def _on_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return a function (array, step), run by each device on its slice of the array.
+def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return fn(array, step) that each device runs on its slice of the array.
 
-    Otherwise the compiler joins slices along the axes that are left to it before each collective.
+    Without this, the compiler would gather the slices along its own axes before each collective.
 
     Args:
-      spec: how the array is divided into slices, over axes that are left to the compiler.
+      spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
       layout: how params are divided.
       fn: the function.
     """
-    names = joined(*spec)
+    names = join_axes(*spec)
     if not names:
         return fn
-    if not are_in_order(layout.mesh, bound_axes(), names):
-        names = Axes(layout.mesh.axis_names)  # fn is the same along axes that divide no slice
-    return mapped(fn, layout.mesh, names, (spec, P()), spec)
+    if not are_in_order(layout.mesh, manual_axes(), names):
+        # XLA cannot nest these axes. Binding all axes is the same function: along the axes that
+        # divide no slice, all devices compute the same.
+        names = Axes(layout.mesh.axis_names)
+    return shard_map(fn, layout.mesh, names, (spec, P()), spec)
 
 
-def slices_of(spec: P, layout: Layout) -> P:
-    """Return how an array is divided into slices over the axes that no `shard_map` binds.
+def compiler_slices(spec: P, layout: Layout) -> P:
+    """Return how the axes that are left to the compiler divide an array into slices.
 
-    A dimension that data axes divide as well stays whole: gathered slice by slice along the data
-    axes, its blocks would stand in another order.
+    A dimension that data axes divide as well gets None: if each slice of it were gathered along the
+    data axes, its blocks would stand in another order.
     """
-    left = without(layout.mesh.axis_names, layout.data_axes)
-    is_mixed = [any(a in layout.data_axes for a in axes(entry)) for entry in spec]
-    return P(*(None if x else e for x, e in zip(is_mixed, restricted(spec, left), strict=True)))
+    left = exclude_axes(layout.mesh.axis_names, layout.data_axes)
+    entries: list[Any] = []
+    for entry, of_compiler in zip(spec, restrict_spec(spec, left), strict=True):
+        is_mixed = any(axis in layout.data_axes for axis in to_axes(entry))
+        entries.append(None if is_mixed else of_compiler)
+    return P(*entries)
 
 
 def gather_shard(
@@ -68,44 +73,44 @@ def gather_shard(
     step: jax.Array | None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
+    """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
+
+    The backward pass reduce-scatters the cotangents of all devices.
 
     Args:
       shard: this device's shard of the array.
       divisions: how the array is divided.
-      slices: how it is divided over axes that are left to the compiler; see `slices_of`.
+      slices: how the compiler's axes divide it; see `compiler_slices`.
       layout: how params are divided.
-      step: the number of the training step, for the packets that the compressors of the layout
-        make; None if the array is sent as it is.
-      dtype: the dtype of the result, in which the array is sent; None keeps its dtype. The gradient
-        is reduced in the dtype of the shard. Packets are made from the array as it is.
+      step: the number of the training step, for the compressors of the layout; None sends the
+        array as it is.
+      dtype: the dtype of the result, in which the array is sent; None keeps its dtype. Packets are
+        made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
     forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
-    kept = shard.dtype
+    kept, sent = shard.dtype, dtype or shard.dtype
 
     @jax.custom_vjp
-    @functools.partial(_on_slices, slices, layout)
+    @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
-        x = x if forward is not None else x.astype(dtype or kept)
+        if forward is None:
+            return all_gather_shards(x.astype(sent), divisions)
         for dimension, names in divisions:
-            if forward is None:
-                x = gather_along(x, names, dimension)
-            else:
-                x = coded_gather(x, dimension, names, forward, step)
-        return x.astype(dtype or kept)
+            x = all_gather_packets(x, dimension, names, forward, step)
+        return x.astype(sent)
 
-    @functools.partial(_on_slices, slices, layout)
-    def reduced(x: jax.Array, step: jax.Array | None) -> jax.Array:
-        return mean_shard(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
+    @functools.partial(_map_slices, slices, layout)
+    def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
+        return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return reduced(cotangent.astype(kept), step), None
+        return scatter(cotangent.astype(kept), step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
     return gather(shard, step)
 
 
-def mean_gradients(
+def scatter_gradients(
     grads: Updates,
     params: Params,
     specs: PyTree,
@@ -113,11 +118,14 @@ def mean_gradients(
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
-    """Return a device's shard of the mean gradient over the shard axes.
+    """Return this device's shard of the mean gradient over the shard axes.
+
+    Gradients of leaves that stay whole are averaged by all-reduces. Rows of tables, integers, and
+    gradients that already have the shape of the shard pass through: the backward pass of
+    `gather_shard` has taken their mean.
 
     Args:
-      grads: the device's gradients of whole params; or those of shards, of which `gather_shard` has
-        already taken the mean.
+      grads: the device's gradients, of whole params or of shards.
       params: the shards that a device keeps.
       specs: the PartitionSpecs of whole params.
       gradient_specs: the PartitionSpecs of whole gradients.
@@ -125,57 +133,58 @@ def mean_gradients(
       step: the number of the training step, for packets.
     """
 
-    def undivided(g: Leaf, spec: P) -> Leaf:
+    def select_whole(g: Leaf, spec: P) -> Leaf:
         is_dense = tree.is_inexact(g) and not isinstance(g, LeafKind)
         return g if is_dense and not layout.divisions(spec) else None
 
-    def reduced(g: Leaf, mean: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
+    def scatter(g: Leaf, mean: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
         if mean is not None:
             return mean
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
-            return g  # rows are already at their owners
+            return g  # the owners already have the rows
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
-        codec = layout.reduce if g.size >= MIN_SIZE else None
+        compressor = layout.reduce if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
 
-        def shard_of(g: jax.Array, step: jax.Array) -> jax.Array:
-            return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
+        def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
+            return mean_scatter(g, divisions, layout.shard_axes, layout.mesh, compressor, step)
 
-        slices = slices_of(gradient_spec, layout)
-        return _on_slices(slices, layout, shard_of)(g, step)
+        slices = compiler_slices(gradient_spec, layout)
+        return _map_slices(slices, layout, take_shard)(g, step)
 
-    means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
-    return tree.map(reduced, grads, means, params, specs, gradient_specs)
+    # One call for all whole leaves, so that the small ones share an all-reduce.
+    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), layout.shard_axes)
+    return tree.map(scatter, grads, means, params, specs, gradient_specs)
 
 
-def gather_updated(params: Params, layout: Layout | None) -> Params:
-    """Return new params, gathered if they are whole although their updates are divided.
+def gather_new_params(params: Params, layout: Layout | None) -> Params:
+    """Gather new params that are whole in the layout, but whose updates are divided (ZeRO-1).
 
-    Outside of `shard_map`; left to the compiler, a TPU would gather them by an all-reduce.
+    Params that stay divided pass through, and so do padded ones, whose gather is left to the
+    compiler. This runs outside of `shard_map`. On a TPU the compiler's own gather would be an
+    all-reduce of the whole array.
     """
     if layout is None or not layout.shard_axes:
         return params
     specs, of_updates = layout.param_specs(params), layout.gradient_specs(params)
 
-    def divided(x: Leaf, spec: P, of_update: P) -> P:
+    def spec_before(x: Leaf, spec: P, of_update: P) -> P:
         is_gathered = layout.divisions(of_update) and not layout.divisions(spec)
         is_padded = layout.padded_shape(jnp.shape(x), of_update) != jnp.shape(x)
         return of_update if is_gathered and not is_padded else spec
 
-    before = jax.tree.map(divided, params, specs, of_updates)
+    before = jax.tree.map(spec_before, params, specs, of_updates)
     if before == specs:
         return params
 
-    def gathered(spec: P, of_update: P, x: Leaf) -> Leaf:
-        for dimension, names in layout.divisions(of_update) if of_update != spec else ():
-            x = gather_along(x, names, dimension)
-        return x
+    def gather(spec: P, of_update: P, x: Leaf) -> Leaf:
+        return x if of_update == spec else all_gather_shards(x, layout.divisions(of_update))
 
     def run(params: Params) -> Params:
-        return jax.tree.map(gathered, specs, before, params, is_leaf=is_spec)
+        return jax.tree.map(gather, specs, before, params, is_leaf=is_spec)
 
     in_specs, out_specs = (layout.bound_specs(x) for x in (before, specs))
     names = layout.shard_axes
-    whole: Params = mapped(run, layout.mesh, names, (in_specs,), out_specs)(params)
+    whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
     return whole

@@ -1,7 +1,7 @@
 """The number of bytes that a worker sends in a step, by formula.
 
 A transform that exchanges gradients itself gives this number by the `traffic` of the `Exchanged` in
-its state. This is an object that can be hashed:
+its state, a hashable object:
 
     @dataclasses.dataclass(frozen=True)
     class MyTraffic:
@@ -10,9 +10,9 @@ its state. This is an object that can be hashed:
         def bytes_sent(self, exchange, num_workers):
             return (num_workers - 1) * self.packet
 
-Here `exchange` is the number of the exchange, an array, which the `step` of the state counts, and
-`num_workers` is a Python number. If the object has the property `compresses_nothing`, and it is
-true, `TrainStep.init` warns.
+Here `exchange` is the number of the exchange, an array that the `step` of the state counts, and
+`num_workers` is a Python number. `TrainStep.init` warns if the object has a property
+`compresses_nothing` that is true.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from optfn.collectives.axes import Axes, axis_size, without
+from optfn.collectives.axes import Axes, axis_size, exclude_axes
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
@@ -37,10 +37,10 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
 def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
-    """Return {"bytes_sent": the bytes that a worker sends for an update}; {} if not known.
+    """Return {"bytes_sent": the bytes that a worker sends for an update}; {} if they are not known.
 
-    Over the axes over which no transform exchanges them, leaves are averaged by an all-reduce. The
-    bytes are not known if a gradient is row-sparse, or if a transform does not give its traffic.
+    They are not known if a gradient is row-sparse, or if a transform does not give its traffic.
+    Over the axes without an exchange, an all-reduce averages each leaf.
 
     Args:
       grads: the gradients of one worker.
@@ -49,7 +49,7 @@ def traffic_metrics(
       axis_name: the mesh axes of the workers.
     """
     leaves = tree.leaves(grads)
-    states = list(zip(_exchanging(before), _exchanging(after), strict=True))
+    states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
     is_known = len(states) == len(nodes_of(Exchanged, after)) and all(
         new.exchanged.traffic != () for _, new in states
     )
@@ -58,8 +58,9 @@ def traffic_metrics(
     total = jnp.zeros((), jnp.float32)
     for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
         if not tree.is_masked(g) and tree.is_inexact(g):
-            workers = axis_size(without(axis_name, done))
+            workers = axis_size(exclude_axes(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
+    # A state that does not count on has exchanged nothing in this step.
     for old, new in states:
         workers = axis_size(new.exchanged.axes)
         sent = new.exchanged.traffic.bytes_sent(old.step, workers)
@@ -67,22 +68,22 @@ def traffic_metrics(
     return {"bytes_sent": total}
 
 
-def packets_sent(state: OptState, mesh: Mesh) -> float:
-    """Return the bytes of the packets that a worker sends in the last phase of each exchange.
+def exchange_bytes(state: OptState, mesh: Mesh) -> float:
+    """Return the bytes of the packets that a worker sends once each exchange has reached its end.
 
-    Exchanges that do not give their traffic are not counted.
+    That is after warm-ups and ramps. An exchange that does not give its traffic counts 0.
 
     Args:
       state: the state of an optimizer, arrays or their shapes.
       mesh: the mesh of the workers; only the sizes of its axes are read.
     """
-    late, marks = jnp.int32(2**30), [x.exchanged for x in _exchanging(state)]
+    late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
     known = [x for x in marks if x.traffic != ()]
     return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
 
 
-def warn_of_uncompressed(state: OptState) -> None:
-    """Warn of a transform that compresses no leaf, because all are smaller than its `min_size`."""
+def warn_if_nothing_compressed(state: OptState) -> None:
+    """Warn if a transform compresses no leaf, because all are smaller than its `min_size`."""
     if any(getattr(x.traffic, "compresses_nothing", False) for x in nodes_of(Exchanged, state)):
         warn(
             "tx: gradients are sent as they are, although it has deep gradient compression: every "
@@ -90,10 +91,10 @@ def warn_of_uncompressed(state: OptState) -> None:
         )
 
 
-def _exchanging(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange gradients themselves and count exchanges."""
+def _find_exchanges(state: OptState) -> list[Any]:
+    """Return the states of transforms that exchange gradients themselves and count steps."""
 
-    def is_one(x: Any) -> bool:
+    def is_counting(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")
 
-    return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_counting) if is_counting(x)]

@@ -1,4 +1,4 @@
-"""Matrices that are whole on one device each: their leaves are divided along an axis of layers."""
+"""The option `whole=` of sharding: a leaf is divided by layers, each matrix is on one device."""
 
 import jax.numpy as jnp
 
@@ -8,24 +8,13 @@ from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 
 
-def check_whole(whole: Pattern | None, kind: object) -> Pattern | None:
-    """Return the pattern `whole` of `sharded`, or raise a ValueError if `kind` is a mapping."""
-    if whole is not None and kind not in ("state", "params"):
-        raise ValueError(
-            'sharded: whole= needs the kind "state" or "params", which choose how leaves are '
-            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
-            "axis of layers, as P('data') does"
-        )
-    return patterns.check_pattern("sharded: whole", whole)
-
-
-def axes_of_layers(
+def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
+    """Choose the axis of layers along which each leaf that `whole` selects is divided, by path.
 
-    It is the first axis of layers that `count` divides, or else the one that needs the least
-    padding.
+    The choice is the first axis of layers that `count` divides, or else the axis that needs the
+    least padding. Masked leaves and integers are left out.
 
     Args:
       whole: the pattern of the leaves.

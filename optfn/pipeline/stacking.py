@@ -45,8 +45,7 @@ def stack_stages(
       mesh: if given, each stage is placed on its device, and an optimizer state made from the
         result is placed like it. Without it, all arrays are on one device until the first step
         moves them to the mesh. A jitted step is compiled for the shardings of its arguments, so it
-        then compiles a second time at the second call, and no more (`step.compiled._cache_size()`
-        is 2, with `mesh` 1).
+        then compiles a second time at the second call, and no more; with `mesh` it compiles once.
       axis_name: the axis of `mesh` for the stages.
 
     Returns:

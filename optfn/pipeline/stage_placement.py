@@ -16,9 +16,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Division, axes, is_spec, joined, restricted, without
-from optfn.collectives.means import mean_shard
-from optfn.collectives.torus import gather_along
+from optfn.collectives.axes import (
+    Division,
+    divisions_of,
+    exclude_axes,
+    is_spec,
+    join_axes,
+    restrict_spec,
+    to_axes,
+)
+from optfn.collectives.gathers import all_gather_shards
+from optfn.collectives.means import mean_scatter
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
@@ -59,7 +67,7 @@ class StagePlacement:
             return arrays
 
         def reshard(spec: P, x: PyTree) -> PyTree:
-            return jax.sharding.reshard(x, NamedSharding(self.mesh, restricted(spec, explicit)))
+            return jax.sharding.reshard(x, NamedSharding(self.mesh, restrict_spec(spec, explicit)))
 
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
 
@@ -85,7 +93,7 @@ class StagePlacement:
                 f"shape in a stage is {shape}"
             )
         for size, entry in zip(shape, spec, strict=False):
-            devices = num_workers(self.mesh, axes(entry))
+            devices = num_workers(self.mesh, to_axes(entry))
             if size % devices:
                 raise ValueError(
                     f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
@@ -133,7 +141,7 @@ class StackedStages(StagePlacement):
         gathers are then consecutive.
         """
         names = (self.data_axis,)
-        entries = [(*without(e, names), *(a for a in axes(e) if a in names)) for e in spec]
+        entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def whole_along_data(self, weights: Params) -> Params:
@@ -141,13 +149,10 @@ class StackedStages(StagePlacement):
         if self.param_specs is None or self.data_axis is None:
             return weights
 
-        def gathered(x: jax.Array, spec: P) -> jax.Array:
-            dimension = self._data_dimension(spec)
-            if dimension is None:
-                return x
-            return gather_along(x, axes(self.data_axis), dimension)
+        def gather(x: jax.Array, spec: P) -> jax.Array:
+            return all_gather_shards(x, self._data_divisions(spec))
 
-        return jax.tree.map(gathered, weights, self.param_specs)
+        return jax.tree.map(gather, weights, self.param_specs)
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
         """Return a device's shards of the means of gradients (v, …) over the data axis.
@@ -158,16 +163,20 @@ class StackedStages(StagePlacement):
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
-        names = axes(self.data_axis)
-        dimensions = map(self._data_dimension, self._inexact_specs(weights, self.param_specs))
+        names = to_axes(self.data_axis)
+        specs = self._inexact_specs(weights, self.param_specs)
         return [
-            mean_shard(g, [] if d is None else [Division(d, names)], names, self.mesh)
-            for g, d in zip(gradients, dimensions, strict=True)
+            mean_scatter(g, self._data_divisions(spec), names, self.mesh)
+            for g, spec in zip(gradients, specs, strict=True)
         ]
 
-    def _data_dimension(self, spec: P) -> int | None:
-        """Return which axis of a leaf (v, …) is divided over the data axis."""
-        return next((1 + d for d, e in enumerate(spec) if self.data_axis in axes(e)), None)
+    def _data_divisions(self, spec: P) -> list[Division]:
+        """Return the dimension of a leaf (v, …) that the data axis divides, if it divides one.
+
+        `spec` is the PartitionSpec of the leaf in a stage, without v.
+        """
+        divisions = divisions_of(spec, to_axes(self.data_axis))
+        return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
         """Return the leaves of stacked params as (v, p, …)."""
@@ -291,7 +300,7 @@ class ListedStages(StagePlacement):
     def _further_axes(self) -> tuple[str, ...]:
         """The axes besides the data axis over which leaves are divided."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-        names = {name for spec in specs for name in joined(*spec)} - {self.data_axis}
+        names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)
 
     def _specs(self, stages: Params) -> PyTree:
@@ -303,17 +312,19 @@ class ListedStages(StagePlacement):
     def _seen_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs that stage functions see: whole along the data axis."""
         return jax.tree.map(
-            lambda spec: restricted(spec, self._further_axes), self._specs(stages), is_leaf=is_spec
+            lambda spec: restrict_spec(spec, self._further_axes),
+            self._specs(stages),
+            is_leaf=is_spec,
         )
 
     def _map_shards(
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
     ) -> Any:
         """Run `fn` on each device's shards of the arrays."""
-        run = meshes.mapped(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
+        run = meshes.shard_map(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
         return run(self.along_explicit_axes(arrays, in_specs))
 
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         x = self.along_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
-        return meshes.constrained(x, self.mesh, restricted(spec, implicit))
+        return meshes.constrain_sharding(x, self.mesh, restrict_spec(spec, implicit))

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import bound_axes, is_spec, joined
-from optfn.collectives.mesh import mapped
+from optfn.collectives.axes import is_spec, join_axes, manual_axes
+from optfn.collectives.mesh import shard_map
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, inexact_leaves
@@ -187,7 +187,7 @@ def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
                 f"param_specs must consist of PartitionSpecs; got {spec!r} of type "
                 f"{type(spec).__name__} at {path!r}"
             )
-        for name in joined(*spec):
+        for name in join_axes(*spec):
             if name not in mesh.axis_names or name == axis_name:
                 allowed = tree.listed([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
@@ -235,7 +235,7 @@ class _Pipeline:
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
         out_specs = P(), (placement.gradient_specs(stages), P())
         run_on_device = partial(self._run_on_device, placement.shapes(stages))
-        run = mapped(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
+        run = shard_map(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
         arguments = placement.along_explicit_axes(arguments, specs)
         loss, (stage_gradients, shared_gradients) = run(*arguments)
         grads = marked(placement.gradients(stages, stage_gradients), marks)
@@ -290,14 +290,14 @@ class _Pipeline:
 
     def _check_enclosing(self) -> None:
         """Raise a ValueError for data axes that an enclosing training step has bound."""
-        bound = bound_axes()
+        bound = manual_axes()
         if self.data_axis in bound:
             raise ValueError(
                 f"data_axis={self.data_axis!r}: the training step already splits the batch over "
                 "this axis and takes the mean. Make the pipeline without data_axis"
             )
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-        divided = [a for spec in specs for a in joined(*spec) if a in bound]
+        divided = [a for spec in specs for a in join_axes(*spec) if a in bound]
         if divided:
             raise ValueError(
                 f"param_specs: the training step splits the batch over {divided[0]!r}, and gathers "

@@ -361,5 +361,5 @@ def restore_checkpoint(
     place = directory_of(directory)
     loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
     _check_tree("restore_checkpoint: template", template)
-    found = newest(place, loader.load, processes.share_state(template))
+    found = newest(place, loader.load, processes.has_state_on_all_processes(template))
     return None if found is None else loader.told(*found)

@@ -19,7 +19,7 @@ class Interrupt:
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.name = ""
-        self.of_all_processes = processes.share(mesh) and bool(
+        self.of_all_processes = processes.is_on_all_processes(mesh) and bool(
             jax.config.values["jax_enable_preemption_service"]
         )
 

@@ -136,7 +136,7 @@ def _newest_of_all(
     source, last = int(np.argmax(steps)), int(np.max(steps))
     path = directory / f"step_{last:09d}.npz"
     is_file = step == last and path.is_file()
-    content = processes.send(source, path.read_bytes() if is_file else b"")
+    content = processes.broadcast_bytes(source, path.read_bytes() if is_file else b"")
     if not content:
         raise ValueError(
             f"process {source} has a checkpoint of step {last} that is a directory, but other "

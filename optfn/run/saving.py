@@ -41,7 +41,7 @@ class Saver:
         self.place = "" if self.directory is None else os.path.join(self.directory, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
-            self._clock = _Clock(options.save_every, processes.share(step.mesh))
+            self._clock = _Clock(options.save_every, processes.is_on_all_processes(step.mesh))
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches: position.Position | None = None
@@ -78,7 +78,7 @@ class Saver:
         if self.options.resume:
             return restore_checkpoint(directory, state)
         found = checkpoints(directory)
-        is_shared = processes.share_state(state)
+        is_shared = processes.has_state_on_all_processes(state)
         if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
@@ -100,7 +100,9 @@ class Saver:
         """Save a state, the history and the position of the batches."""
         if self.directory is not None:
             self.step.check(state)
-            stands = position.encoded(batches.position(), processes.share_state(state))
+            stands = position.encoded(
+                batches.position(), processes.has_state_on_all_processes(state)
+            )
             arrays, keep = history.arrays() | stands, self.options.keep
             save_checkpoint(self.directory, state, arrays, keep=keep, background=True)
             self.saved = int(state.step)

@@ -24,7 +24,7 @@ class DensifyState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def densify() -> core.Rule:
+def densify() -> core.Unchecked:
     """Make row-sparse gradients dense, for third-party transforms that come after it.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.collectives.torus import gather_along
+from optfn.collectives.torus import all_gather_along
 from optfn.core import checks
 from optfn.core.tree import is_array
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
@@ -147,8 +147,8 @@ class Rows(LeafKind):
     def mean_over(self, axes: tuple[Hashable, ...]) -> "Rows":
         """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
         return Rows(
-            gather_along(self.indices, axes, 0),
-            gather_along(self.values, axes, 0) / jax.lax.axis_size(axes),
+            all_gather_along(self.indices, axes, 0),
+            all_gather_along(self.values, axes, 0) / jax.lax.axis_size(axes),
             self.num_rows,
             view=self.view,
         )

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, axes
+from optfn.collectives.axes import Axes, to_axes
 from optfn.collectives.devices import Devices
 from optfn.core import checks, tree
 from optfn.core.traits import traits
@@ -220,7 +220,9 @@ def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
 def _axes_along(x: Leaf, axis: int) -> Axes:
     """Return the mesh axes over which an axis of an array is divided, if that is known."""
     lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
-    return axes([*lies.spec, *[None] * x.ndim][axis]) if isinstance(lies, NamedSharding) else Axes()
+    return (
+        to_axes([*lies.spec, *[None] * x.ndim][axis]) if isinstance(lies, NamedSharding) else Axes()
+    )
 
 
 def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
@@ -250,7 +252,7 @@ def _exchanged(
         return jnp.moveaxis(exchange(jnp.moveaxis(shard, axis, 0), owners), 0, axis)
 
     spec = P(*[None] * axis, names)
-    result: jax.Array = meshes.mapped(reorder, owners.mesh, names, spec, spec)(x)
+    result: jax.Array = meshes.shard_map(reorder, owners.mesh, names, spec, spec)(x)
     return result
 
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 
-from optfn.collectives import axes as meshes
-from optfn.collectives.axes import Axes
+from optfn.collectives.axes import Axes, join_axes
 from optfn.core.traits import traits_of
 from optfn.core.tree import is_array
 from optfn.core.types import OptState, PyTree
@@ -79,7 +78,7 @@ def _placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
             for x, size in zip(jax.tree.leaves(node), node.sizes, strict=True):
                 yield "sliced", node.axes, size // (x.shape[0] if x.ndim == 2 else 1)
         elif _counts_workers(node):
-            own_axes = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
+            own_axes = join_axes(*(x.axes for x in nodes_of(PerWorker, node)))
             for field, child in node._asdict().items():
                 if field == "num_workers":
                     yield "count", own_axes, 0

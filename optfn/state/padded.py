@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import axes
+from optfn.collectives.axes import to_axes
 from optfn.core import checks
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, PyTree
@@ -69,7 +69,7 @@ def cut(node: Padded) -> Leaf:
     if not isinstance(lies, NamedSharding):
         return lax.slice_in_dim(x, 0, size, axis=axis)
     # JAX divides an array only evenly, so divide it along another axis, if possible.
-    names = axes(lies.spec[axis]) if axis < len(lies.spec) else ()
+    names = to_axes(lies.spec[axis]) if axis < len(lies.spec) else ()
     count = math.prod(lies.mesh.shape[name] for name in names)
     fitting = [d for d, n in enumerate(x.shape) if d != axis and n % count == 0]
     spec = P(*[None] * fitting[0], names) if fitting and names else P()

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optfn.collectives.axes import Axes, AxisName, axes, joined
+from optfn.collectives.axes import Axes, AxisName, join_axes, to_axes
 from optfn.core import tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
@@ -68,7 +68,7 @@ class PerWorker(NamedTuple):
 
 def per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
     """Return a tree of arrays as a `PerWorker`, along these axes of a mesh."""
-    names = axes(axis_name)
+    names = to_axes(axis_name)
     return with_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
 
@@ -133,7 +133,7 @@ class Exchanged(NamedTuple):
 def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
     leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
-    return with_static(Exchanged(leaves), axes=axes(axis_name), traffic=traffic)
+    return with_static(Exchanged(leaves), axes=to_axes(axis_name), traffic=traffic)
 
 
 def _is(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
@@ -158,7 +158,7 @@ def exchanges(state: OptState) -> bool:
 
 def axes_of_exchanges(state: OptState) -> Axes:
     """Return the mesh axes over which transforms in a state exchange gradients."""
-    return joined(*(mark.axes for mark in nodes_of(Exchanged, state)))
+    return join_axes(*(mark.axes for mark in nodes_of(Exchanged, state)))
 
 
 def has_own_state(state: OptState) -> bool:
@@ -179,7 +179,7 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     covered: dict[str, Axes] = {}
     for node in nodes_of(Exchanged, state):
         for name in _covered(node):
-            covered[name] = joined(covered.get(name), node.axes)
+            covered[name] = join_axes(covered.get(name), node.axes)
     names_of_leaves = contents.leaf_names(params)
     unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
@@ -188,7 +188,7 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
             f"{tree.listed(unknown)}. Wrappers around it must keep the tree of params, which "
             "optax.flatten does not"
         )
-    return [joined(*map(covered.get, names)) for names in names_of_leaves]
+    return [join_axes(*map(covered.get, names)) for names in names_of_leaves]
 
 
 # Wrappers of optax whose own state is the same on all workers.

@@ -48,7 +48,7 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
       x: the array, or its shape.
     """
     if entry.kept == "per_worker":
-        return P(meshes.axes(entry.axes or axis_name))
+        return P(meshes.to_axes(entry.axes or axis_name))
     return P(*[None] * (x.ndim - 1), entry.axes) if entry.kept == "sliced" else P()
 
 
@@ -70,7 +70,7 @@ def state_specs(
         to be correct there.
     """
     tx = core.check_transform("state_specs: tx", tx)
-    meshes.check_names("axis_name", axis_name, optional=True)
+    meshes.check_axis_names("axis_name", axis_name, optional=True)
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
@@ -123,14 +123,14 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {checks.shown(mesh)}"
         )
-    meshes.check_names("axis_name", axis_name, optional=True)
-    missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
+    meshes.check_axis_names("axis_name", axis_name, optional=True)
+    missing = [axis for axis in meshes.to_axes(axis_name) if axis not in mesh.shape]
     if missing:
         raise ValueError(
             f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
             "the workers: data_axis= of a training step, axis_name= elsewhere"
         )
-    return math.prod(mesh.shape[axis] for axis in meshes.axes(axis_name))
+    return math.prod(mesh.shape[axis] for axis in meshes.to_axes(axis_name))
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:

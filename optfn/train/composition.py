@@ -71,7 +71,7 @@ def compose_step(
     # 4. From here on the batch has the examples of all workers along its leading axis. Params are
     #    equal on all workers, and per-worker arrays are joined along their first axis.
     if layout is not None and workers:
-        step = parallel.step_of_all_workers(step, layout.mesh, workers)
+        step = parallel.shard_map_step(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.
     if layout is not None and layout.divides:
         step = _place_state(step, layout)

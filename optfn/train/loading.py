@@ -202,7 +202,7 @@ def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str,
       paths: the leaves that keep their moments.
     """
     begun = step.begun if isinstance(step, LateStepsState) else {}
-    (shared,) = jax.tree.leaves(late_steps.shared(step))
+    (shared,) = jax.tree.leaves(late_steps.global_count(step))
     if not paths:
         return {}
     started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
@@ -237,7 +237,7 @@ def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.nda
         begun = found.get(id(node))
         if begun is None:
             return node
-        step = late_steps.shared(node.step)
+        step = late_steps.global_count(node.step)
         counts = {
             path: jax.tree.map(partial(_filled, count), step) for path, count in begun.items()
         }

@@ -24,9 +24,9 @@ from optfn.core.updates import apply_updates
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import tensors
 from optfn.parallel import traffic
-from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_updated
+from optfn.parallel.shards import gather_new_params
 from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
@@ -142,9 +142,9 @@ class LocalSteps(NamedTuple):
         """
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
-        grads, _, extra = optimizer_inputs(pseudo_gradient, before[1], workers)
+        grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
-        params = gather_updated(apply_updates(state.params, updates), self.layout)
+        params = gather_new_params(apply_updates(state.params, updates), self.layout)
         after = params, outer, mean_or_first(model_state, workers.axes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         return after, traffic.traffic_metrics(pseudo_gradient, before[1], after[1], workers.axes)

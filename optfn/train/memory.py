@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, is_spec, joined, restricted, without
-from optfn.collectives.packets import coded_bytes
+from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_axes, restrict_spec
+from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
@@ -24,7 +24,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
-from optfn.parallel.traffic import all_reduce_bytes, packets_sent
+from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import whole_matrices
 from optfn.state.per_worker import Exchanged, exchanged_axes
@@ -134,16 +134,16 @@ def plan_memory(
     exchanged = exchanged_axes(_drop_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
-    sent, gradients = packets_sent(_shard_state(init, params, layout, as_rows), mesh), 0
+    sent, gradients = exchange_bytes(_shard_state(init, params, layout, as_rows), mesh), 0
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
-        undivided = restricted(grad_spec, without(joined(*grad_spec), layout.data_axes))
+        undivided = restrict_spec(grad_spec, exclude_axes(join_axes(*grad_spec), layout.data_axes))
         whole = _count_bytes(p, undivided, mesh)
-        # `packets_sent` has counted the workers of an exchange; rows go to all workers.
+        # `exchange_bytes` has counted the workers of an exchange; rows go to all workers.
         done = Axes() if str(place) in as_rows else exchanged[place.number]
-        workers = num_workers(mesh, without(layout.worker_axes, done))
+        workers = num_workers(mesh, exclude_axes(layout.worker_axes, done))
         if str(place) in rows:
             sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
@@ -272,7 +272,7 @@ def _shard_state(
         if str(place) in as_rows:
             return optax.MaskedNode()
         shape = layout.padded_shape(x.shape, spec)
-        placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
+        placement = NamedSharding(layout.mesh, restrict_spec(spec, layout.inner_axes))
         return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
 
     return jax.eval_shape(init, tree.map_named(shard, params, layout.gradient_specs(params)))
@@ -333,7 +333,7 @@ class _Leaf(NamedTuple):
         is_divided = bool(self.layout.divisions(self.spec))
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
         gather, reduce = (
-            coded_bytes(codec, size, n, once if is_divided else padded, layers)
+            packet_bytes(codec, size, n, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
         reduce = reduce if self.is_read else 0.0
@@ -371,6 +371,6 @@ def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        return whole // num_workers(mesh, joined(*spec))
+        return whole // num_workers(mesh, join_axes(*spec))
 
     return sum(jax.tree.leaves(jax.tree.map(size, specs, values, is_leaf=is_spec)))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
-from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
+from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.sharded import gather_params, is_sharded
@@ -31,7 +31,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import wrap_shards
-from optfn.parallel.shards import mean_gradients
+from optfn.parallel.shards import scatter_gradients
 from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.train.loss_form import Form, Inputs, Values
@@ -285,7 +285,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
             params, step = inputs.params, inputs.step
-            grads = mean_gradients(grads, params, gather.specs, arriving, layout, step)
+            grads = scatter_gradients(grads, params, gather.specs, arriving, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, layout), grads
@@ -301,7 +301,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
             if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
                 return g
             g = lax.slice(g, [0] * p.ndim, p.shape)
-            return meshes.constrained(g, layout.mesh, spec)
+            return meshes.constrain_sharding(g, layout.mesh, spec)
 
         return values, jax.tree.map(place, inputs.params, grads, arriving, specs)
 
@@ -358,7 +358,7 @@ def _run_on_devices(
         step=replicated,
         loss_factor=replicated,
     )
-    return meshes.mapped(function, layout.mesh, names, (specs,), out_specs)(inputs)
+    return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)
 
 
 def make_value_fn(
@@ -382,7 +382,7 @@ def make_value_fn(
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(inputs._replace(params=params))
-        grads, mean = mean_of_all(grads, values.loss, workers)
+        grads, mean = mean_over_shard_groups(grads, values.loss, workers)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:

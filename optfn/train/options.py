@@ -189,7 +189,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {checks.shown(mesh)}"
         )
-    meshes.check_names("data_axis", data_axis)
+    meshes.check_axis_names("data_axis", data_axis)
     if mesh is not None:
         num_workers(mesh, data_axis)
 

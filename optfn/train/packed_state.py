@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from optfn.collectives.axes import joined
+from optfn.collectives.axes import join_axes
 from optfn.core import tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
@@ -53,7 +53,7 @@ def unpack_state(state: OptState) -> OptState:
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(partial(_tree_of_buffers, workers), node, is_leaf=is_packed)
         if workers and _has_local_buffers(node):
-            names = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
+            names = join_axes(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
             return _tree_of_buffers(workers, node, lambda x: per_worker(x, names))
         return unpack(node)
 

@@ -28,7 +28,7 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import layout_of
-from optfn.parallel.traffic import warn_of_uncompressed
+from optfn.parallel.traffic import warn_if_nothing_compressed
 from optfn.sparse.sharded_table import (
     check_rows,
     check_tables,
@@ -105,12 +105,12 @@ class TrainStep:
         """
         check_params(params)
         self._check_model_state(model_state)
-        if processes.share(self.mesh):
+        if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
-        warn_of_uncompressed(state.opt_state)
+        warn_if_nothing_compressed(state.opt_state)
         if self.local is None:
             warn_of_order("tx", self.tx, state.opt_state, params)
         else:
@@ -205,7 +205,8 @@ class TrainStep:
         self.check_state(state)
         flags = self._check_flags(state)
         batch = convert_batch(batch)
-        if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
+        is_first = not self._has_run and not checks.is_traced(state.step)
+        if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
         state, metrics = self.compiled(state, self._split_batch(batch))
         loss = metrics["loss"]

@@ -16,18 +16,18 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.collectives.axes import Axes, is_spec, restricted
+from optfn.collectives.axes import Axes, is_spec, restrict_spec
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_of_all, mean_or_first
-from optfn.collectives.mesh import constrained
+from optfn.collectives.means import mean_or_first, mean_over_shard_groups
+from optfn.collectives.mesh import constrain_sharding
 from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.core.updates import apply_updates
 from optfn.parallel import traffic
-from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_updated
+from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
@@ -98,7 +98,7 @@ def make_worker_step(
         values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        grads, (loss, aux), extra = optimizer_inputs(
+        grads, (loss, aux), extra = reduce_gradients(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
@@ -107,7 +107,7 @@ def make_worker_step(
         params, grads, loss = xla.barrier((state.params, grads, loss))
         # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
         #    arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
+        mean = mean_over_shard_groups(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
         extra["value_fn"] = make_value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
@@ -115,7 +115,7 @@ def make_worker_step(
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        params = gather_updated(apply_updates(params, updates), layout)
+        params = gather_new_params(apply_updates(params, updates), layout)
         model_state = mean_or_first(values.model_state, axes)
         model_state = _keep_where_skipped(model_state, state, opt_state)
         metrics = (
@@ -137,7 +137,7 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
     if layout is None or not (layout.worker_axes and layout.inner_axes):
         return params
     return jax.tree.map(
-        lambda spec, x: constrained(x, layout.mesh, restricted(spec, layout.inner_axes)),
+        lambda spec, x: constrain_sharding(x, layout.mesh, restrict_spec(spec, layout.inner_axes)),
         layout.param_specs(params), params, is_leaf=is_spec,
     )  # fmt: skip
 

@@ -99,7 +99,7 @@ def counting_steps(
     of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule that maps a rule on arrays over a gradient and two moments.
 
     Args:
@@ -114,7 +114,7 @@ def counting_steps(
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 
-    return core.Rule(partial(init_moments, state_type), update)
+    return core.Unchecked(partial(init_moments, state_type), update)
 
 
 @core.transform(complex_leaves=True)
@@ -126,7 +126,7 @@ def scale_by_adam(
     eps_hat: bool = True,
     bias_correction: bool = True,
     lazy: bool = False,
-) -> core.Rule:
+) -> core.Unchecked:
     """Divide the mean of the gradient by the root of the mean of its square.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²

@@ -70,7 +70,7 @@ def scale_by_adamax(
     eps: Number = 1e-8,
     *,
     moment_dtype: str | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Divide the mean of the gradient by its decaying maximum.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)

@@ -27,7 +27,7 @@ class WithoutGradientsState(ScaleByAsgdState):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_asgd(batch_num: int = 1) -> core.Rule:
+def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
     """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
@@ -53,7 +53,7 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step = late_steps.advanced(state.step)
-        place = late_steps.shared(state.step) % n
+        place = late_steps.global_count(state.step) % n
         counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)
 
         def average(
@@ -67,4 +67,4 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)

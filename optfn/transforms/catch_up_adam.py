@@ -78,7 +78,7 @@ def catch_up_adam_rule(
 @core.transform()
 def scale_by_catch_up_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, eps_hat: bool = True
-) -> core.Rule:
+) -> core.Unchecked:
     """Adam that updates only the rows of a row-sparse gradient, and makes up for missed steps.
 
     For a row last touched at step s, with n = t − 1 − s missed steps:
@@ -142,7 +142,7 @@ def scale_by_catch_up_adam(
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
@@ -156,7 +156,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
-        step = late_steps.shared(state.step) - begun.get(str(place), 0)
+        step = late_steps.global_count(state.step) - begun.get(str(place), 0)
         moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
         return *moments, jnp.full_like(last, step)
 

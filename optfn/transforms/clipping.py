@@ -39,7 +39,7 @@ class ClipByValueState(NamedTuple):
 
 
 @core.transform()
-def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Rule:
+def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Unchecked:
     """Clip each element of the gradient: g = min(max(g, min_value), max_value).
 
     Args:
@@ -71,7 +71,7 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Ru
 
 
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_norm(max_norm: Number) -> core.Rule:
+def clip_by_norm(max_norm: Number) -> core.Unchecked:
     """Clip the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
@@ -96,7 +96,7 @@ def clip_by_norm(max_norm: Number) -> core.Rule:
 
 def _by_norm(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
@@ -110,11 +110,11 @@ def _by_norm(
             factor = extra["workers"].min(factor)
         return updates, ClipState(factor)
 
-    return core.Rule(_unclipped, update)
+    return core.Unchecked(_unclipped, update)
 
 
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_global_norm(max_norm: Number) -> core.Rule:
+def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
     """Clip the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the following operations.

@@ -104,7 +104,7 @@ def ftrl_proximal(
     l2: Number = 0.0,
     lr_power: Number = -0.5,
     lazy: bool = True,
-) -> core.Rule:
+) -> core.Unchecked:
     """Step to the minimiser of the regularized sum of all gradients so far.
 
         n' = n + g²
@@ -166,4 +166,4 @@ def ftrl_proximal(
         updates = _apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)

@@ -43,7 +43,7 @@ def scale_by_lamb(
     weight_decay: Number | Schedule = 0.01,
     bias_correction: bool = False,
     exclude: Pattern | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Scale Adam's direction, with weight decay, by the norm of each tensor.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
@@ -94,7 +94,7 @@ def scale_by_lamb(
         **_: Any,
     ) -> Stepped:
         step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
-        decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
+        decay = weight_decay_at("weight_decay", wd, late_steps.global_count(state.step))
         scalars: dict[str, Any] = {
             **late_steps.by_leaf(of_step, step, updates),
             "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
@@ -103,7 +103,7 @@ def scale_by_lamb(
         updates, mu, nu = _update(moments, updates, (state.mu, state.nu), params, **scalars)
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.Rule(init, update, decays=True)
+    return core.Unchecked(init, update, decays=True)
 
 
 def _update(

@@ -42,7 +42,7 @@ def advanced(step: Steps) -> Steps:
     return core.next_step(step)
 
 
-def shared(step: Steps) -> jax.Array:
+def global_count(step: Steps) -> jax.Array:
     """Return the steps of the state, which are those of the leaves that did not begin late."""
     return step.step if isinstance(step, LateStepsState) else step
 

@@ -120,7 +120,7 @@ class ScaleByLearningRateState(NamedTuple):
 @core.transform(complex_leaves=True)
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
-) -> core.Rule:
+) -> core.Unchecked:
     """Turn an ascent direction into a step: u = −lr·u.
 
     Args:
@@ -155,4 +155,4 @@ def scale_by_learning_rate(
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=factor)
         return updates, ScaleByLearningRateState(new)
 
-    return core.Rule(init_rate, update)
+    return core.Unchecked(init_rate, update)

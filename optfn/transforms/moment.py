@@ -69,7 +69,7 @@ def momentum_direction(
     return g + numerics.scalar(momentum, g) * v if nesterov else v
 
 
-def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Rule:
+def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Unchecked:
     """Return the rule of `scale_by_momentum`, which keeps v also for a momentum of 0."""
     leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
@@ -87,7 +87,7 @@ def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) ->
 @core.transform(complex_leaves=True)
 def scale_by_momentum(
     momentum: Number, *, nesterov: bool = False, moment_dtype: str | None = None
-) -> core.Rule:
+) -> core.Unchecked:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
     There is no dampening. If the learning rate is part of the velocity (LARS, RMSProp), put this
@@ -131,7 +131,9 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adagrad(*, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0) -> core.Rule:
+def scale_by_adagrad(
+    *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
+) -> core.Unchecked:
     """Divide by the root of the sum of squares: m = m + |g|²; u = g/(√m + eps).
 
     Args:
@@ -167,7 +169,7 @@ def decayed_adagrad_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
+def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
     """Divide by the root of the mean of squares: m = d·m + (1 − d)|g|²; u = g/(√m + eps).
 
     Args:
@@ -211,7 +213,7 @@ def adadelta_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
+def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
     """Scale the gradient by the ratio of past updates to past gradients.
 
         a = ρa + (1 − ρ)|g|²
@@ -303,7 +305,7 @@ def scale_by_rms(
     eps: Number = 1e-6,
     centered: bool = False,
     moment_dtype: str | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Divide by the root of the mean of squares, or of the variance.
 
         r = ρr + (1 − ρ)|g|²;  u = g/√(r + eps)

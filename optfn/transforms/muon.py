@@ -140,7 +140,7 @@ def scale_by_muon(
     eps: Number = 1e-7,
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Orthogonalize the velocity of each matrix; other leaves pass through unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v

@@ -36,7 +36,7 @@ def reduce_on_plateau(
     threshold_mode: str = "rel",
     cooldown: int = 0,
     min_lr: float = 0.0,
-) -> core.Rule:
+) -> core.Unchecked:
     """Multiply updates by a rate that falls when a metric stops improving.
 
     Put it after an optimizer with rate 1, and before an average:
@@ -104,7 +104,7 @@ def reduce_on_plateau(
         updates = leafwise.scale(updates, state.rate.learning_rate)
         return updates, plateau.with_value(state, extra["value"])
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)
 
 
 class _Plateau(NamedTuple):

@@ -39,7 +39,7 @@ def scale_by_quantized_adam(
     eps_hat: bool = True,
     bias_correction: bool = True,
     dtype: str = "int8",
-) -> core.Rule:
+) -> core.Unchecked:
     """Adam's direction with moments stored in 8 or 16 bits, stochastically rounded.
 
         m, v = decode(state)

@@ -101,7 +101,7 @@ def decaying(
     update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
     states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Return a rule from (updates, params, coefficient, decay_factors) -> updates.
 
     Args:
@@ -132,11 +132,11 @@ def decaying(
         updates = update(updates, params, value, decay_factors)
         return updates, of_schedule(core.next_step(state.step))
 
-    return core.Rule(init, decayed, decays=True)
+    return core.Unchecked(init, decayed, decays=True)
 
 
 @core.transform(needs_params=True)
-def l1_decay(coeff: Number) -> core.Rule:
+def l1_decay(coeff: Number) -> core.Unchecked:
     """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
 
     Args:
@@ -150,7 +150,7 @@ def l1_decay(coeff: Number) -> core.Rule:
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def l2_decay(coeff: Number) -> core.Rule:
+def l2_decay(coeff: Number) -> core.Unchecked:
     """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
 
     Args:
@@ -163,7 +163,7 @@ def l2_decay(coeff: Number) -> core.Rule:
     return _decay(l2_penalty, coeff, L2DecayState())
 
 
-def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) -> core.Rule:
+def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) -> core.Unchecked:
     """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty.
 
     A coefficient of 0 has another empty state, since the rule then changes nothing.
@@ -180,7 +180,7 @@ def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) ->
 @core.transform(needs_params=True, complex_leaves=True)
 def add_decayed_weights(
     weight_decay: Number | Schedule, *, exclude: Pattern | None = None
-) -> core.Rule:
+) -> core.Unchecked:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
     Unlike `l2_decay`, put it after the moments, so that they do not scale the decay. If the

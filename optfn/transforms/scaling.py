@@ -45,7 +45,7 @@ class ScaleByTrustRatioState(NamedTuple):
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def scale_by_trust_ratio() -> core.Rule:
+def scale_by_trust_ratio() -> core.Unchecked:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
     If either norm is 0, q is 1.
@@ -82,7 +82,7 @@ def scale_by_lars(
     eps: Number = 0.0,
     *,
     exclude: Pattern | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1

@@ -128,7 +128,7 @@ def stored(
     *,
     signed: Sequence[bool],
     of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
-) -> core.Rule:
+) -> core.Unchecked:
     """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
 
         moments = moments(g, *decode(state));  state = encode(moments)
@@ -168,10 +168,10 @@ def stored(
         step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
-        count = late_steps.shared(step)
+        count = late_steps.global_count(step)
         arrays = in_passes([advance], tuple(state[1:]), updates, count)
         scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
         return updates, state_type(step, *arrays)
 
-    return core.Rule(init, update, real_only=f"moment_dtype={moment_dtype!r}")
+    return core.Unchecked(init, update, real_only=f"moment_dtype={moment_dtype!r}")

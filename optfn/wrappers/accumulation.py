@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import joined
+from optfn.collectives.axes import join_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
@@ -102,7 +102,7 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
         return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
     shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
-    return shared, per_worker(private, joined(*exchanging))
+    return shared, per_worker(private, join_axes(*exchanging))
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:

@@ -139,8 +139,10 @@ def limit_to(
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
-    rule = restrict(core.rule_of(tx), partial(_paths, choose, param_attrs), optax.MaskedState)
-    return core.Transform(*rule[:2], rule=rule._replace(real_only="", links=()))
+    rule = restrict(
+        core.strip_boundary(tx), partial(_paths, choose, param_attrs), optax.MaskedState
+    )
+    return core.Transform(*rule[:2], unchecked=rule._replace(real_only="", links=()))
 
 
 def _paths(
@@ -202,7 +204,7 @@ def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params)
 
 def _mark_stacked_leaves(
     tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule of `tx` on trees in which leaves with `stacked` axes are in a `Stacked`."""
 
     def mark(values: PyTree) -> PyTree:
@@ -219,7 +221,7 @@ def _mark_stacked_leaves(
         updated: Stepped = tx.update(mark(updates), state, marked, **extra)
         return updated
 
-    return core.Rule(lambda params: tx.init(mark(params)), update)
+    return core.Unchecked(lambda params: tx.init(mark(params)), update)
 
 
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:

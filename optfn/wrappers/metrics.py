@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_names
-from optfn.collectives.devices import joined_workers
+from optfn.collectives.axes import AxisName, check_axis_names
+from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, leafwise
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
@@ -93,7 +93,7 @@ def record_metrics(
       ValueError: at init and update, a pattern matches no path.
     """
     patterns = _patterns(per)
-    check_names("record_metrics: axis_name", axis_name, optional=True)
+    check_axis_names("record_metrics: axis_name", axis_name, optional=True)
     inner = core.check_transform("record_metrics: tx", tx)
 
     def init(params: Params) -> RecordMetricsState:
@@ -108,7 +108,7 @@ def record_metrics(
         core.check_params_given("record_metrics", params)
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        among = joined_workers("record_metrics", axis_name, extra)
+        among = join_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:

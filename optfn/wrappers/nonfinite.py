@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_names
-from optfn.collectives.devices import joined_workers
+from optfn.collectives.axes import AxisName, check_axis_names
+from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
@@ -82,7 +82,7 @@ def skip_nonfinite(
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
     most = checks.count("max_consecutive", max_consecutive, low=0)
-    check_names("skip_nonfinite: axis_name", axis_name, optional=True)
+    check_axis_names("skip_nonfinite: axis_name", axis_name, optional=True)
     inner = core.check_transform("skip_nonfinite: tx", tx)
 
     def init(params: Params) -> SkipNonfiniteState:
@@ -91,7 +91,7 @@ def skip_nonfinite(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
-        workers = joined_workers("skip_nonfinite", axis_name, extra)
+        workers = join_workers("skip_nonfinite", axis_name, extra)
         bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_names
-from optfn.collectives.devices import joined_workers
+from optfn.collectives.axes import AxisName, check_axis_names
+from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
@@ -80,7 +80,7 @@ def skip_spikes(
     times = checks.number("factor", factor, checks.ABOVE_ONE)
     length = checks.count("window", window)
     most = checks.count("max_consecutive", max_consecutive, low=0)
-    check_names("skip_spikes: axis_name", axis_name, optional=True)
+    check_axis_names("skip_spikes: axis_name", axis_name, optional=True)
     inner = core.check_transform("skip_spikes: tx", tx)
 
     def init(params: Params) -> SkipSpikesState:
@@ -92,7 +92,7 @@ def skip_spikes(
         errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
-        workers = joined_workers("skip_spikes", axis_name, extra)
+        workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
         in_order = jnp.sort(state.norms)
         median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2

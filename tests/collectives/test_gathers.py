@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optfn.collectives.gathers import Gathered
+from optfn.collectives.gathers import GatheredPackets
 
 
 def mean_of(*buckets):
@@ -14,7 +14,7 @@ def mean_of(*buckets):
     def add(totals, packets, scale):
         return [total + scale * x for total, x in zip(totals, packets, strict=True)]
 
-    return Gathered(list(buckets), list).mean(zeros, add)
+    return GatheredPackets(list(buckets), list).mean(zeros, add)
 
 
 def test_the_mean_is_that_of_all_rows():

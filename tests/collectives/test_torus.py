@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import weights
 from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import normal
 
 import optfn
 from benchmarks import wire
 from optfn.collectives import torus
 from optfn.collectives.axes import Axes
 from optfn.collectives.gathers import all_gather
-from optfn.collectives.mesh import mapped
+from optfn.collectives.mesh import shard_map
 from optfn.distributed import exchange, quantize, scan_layers, sharded
 
 
@@ -86,15 +86,15 @@ def test_phases_give_what_one_collective_gives(
     x = np.random.default_rng(0).normal(size=(8, 3, 16)).astype(np.float32)
 
     def run(x):
-        scattered = torus.sum_scatter(x[0], names, 1)
+        scattered = torus.reduce_scatter_along(x[0], names, 1)
         gathered = all_gather(x[0], Axes(names))
         counts = [sum(len(torus.phases(a, most)) for a in names) for most in (1, 2)]
-        back = torus.gather_along(scattered, names, 1)
+        back = torus.all_gather_along(scattered, names, 1)
         return scattered, gathered[None], back[None], jnp.array([counts])
 
     specs = P(None, names), P(names), P(names), P(names)
     placed = jax.device_put(x, NamedSharding(mesh, P(names)))
-    scattered, gathered, back, counts = mapped(run, mesh, names, P(names), specs)(placed)
+    scattered, gathered, back, counts = shard_map(run, mesh, names, P(names), specs)(placed)
     np.testing.assert_allclose(scattered, x.sum(0), rtol=1e-5, atol=1e-5)
     for rows, whole in zip(gathered, back, strict=True):
         np.testing.assert_array_equal(rows, x)
@@ -115,11 +115,11 @@ def test_the_outer_axes_are_sent_what_the_inner_ones_have_divided(shape):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
 
     def run(x):
-        scattered = torus.sum_scatter(x[0], names, 1)
-        return torus.gather_along(2 * scattered, names, 1)[None]
+        scattered = torus.reduce_scatter_along(x[0], names, 1)
+        return torus.all_gather_along(2 * scattered, names, 1)[None]
 
     x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32, sharding=NamedSharding(mesh, P(names)))
-    program = jax.jit(mapped(run, mesh, names, P(names), P(names))).lower(x).compile()
+    program = jax.jit(shard_map(run, mesh, names, P(names), P(names))).lower(x).compile()
     expected, size = {}, 4 * 64 * 4
     for name, n in zip(reversed(names), reversed(shape), strict=True):
         expected[name,] = 2 * size * (n - 1) / n
@@ -134,8 +134,8 @@ def loss(params, batch):
 
 
 PARAMS = {
-    "table": normal(0, 64, 32),
-    "layers": optfn.Stacked({"in": normal(1, 3, 32, 64), "out": normal(2, 3, 64, 32)}),
+    "table": weights(0, 64, 32),
+    "layers": optfn.Stacked({"in": weights(1, 3, 32, 64), "out": weights(2, 3, 64, 32)}),
     "scale": np.ones(5, np.float32),
 }
 PACKETS = exchange(quantize(8, chunk=32), min_size=64)

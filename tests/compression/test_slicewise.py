@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulation
+from arrays import normal
 from compilations import compilations
 from grids import nightly, suite
 from jax.sharding import Mesh
@@ -36,10 +38,7 @@ N = 8
 # 8 slices of 768 entries; slices of 188, of which the last is padded; a leaf that goes dense.
 SHAPES = {"w": (64, 96), "v": (1500,), "b": (7,)}
 BY_PARTS = functools.partial(exchange, route="parts")
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+stacked = functools.partial(simulation.stacked, workers=N)
 
 
 def zeros():
@@ -50,10 +49,6 @@ def gradients(seed, workers=N):
     return {
         k: normal(10 * seed + i, workers, *shape) for i, (k, shape) in enumerate(SHAPES.items())
     }
-
-
-def stacked(tree, workers=N):
-    return jax.tree.map(lambda x: jnp.stack([x] * workers), tree)
 
 
 def on_a_mesh(tx, mesh, check_vma=False):

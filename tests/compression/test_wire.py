@@ -4,23 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from grids import nightly
 from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.collectives.axes import Axes
-from optfn.collectives.gathers import Gathered
+from optfn.collectives.gathers import GatheredPackets
 from optfn.compression.dgc_phases import VALUES, Ramp
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
 
 N = 4
-
-
-def normal(shape, seed):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def of_leaves(sizes, k, wire):
@@ -40,7 +37,7 @@ def test_a_packet_comes_out_as_it_went_in(value_dtype):
         [65_535, 65_536],
     ]
     indices = np.concatenate(indices).astype(np.int32)
-    values = normal(sum(k), 0)
+    values = normal(0, sum(k))
     packet_format = of_leaves(sizes, k, value_dtype)
     sent = packet_format.rounded(values)
     packet = jax.jit(packet_format.encode)(sent, indices)
@@ -94,7 +91,7 @@ def test_the_mean_of_packets(wire):
 
     def mean(values, indices):
         packet, zeros = packet_format.encode(values, indices), [jnp.zeros(5), jnp.zeros(3)]
-        return Gathered.of(packet, Axes(["data"])).mean(zeros, packet_format.add_to)
+        return GatheredPackets.of(packet, Axes(["data"])).mean(zeros, packet_format.add_to)
 
     first, second = jax.vmap(mean, axis_name="data")(values, indices)
     assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import weights
 from compilations import compilations
 from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from problems import normal
 
 import optfn
 from optfn.distributed import exchange, rescale_residuals, sharded, top_k
@@ -23,8 +23,8 @@ ROWS, WIDTH, LAYERS, EXAMPLES = 32, 16, 4, 32
 
 
 PARAMS = {
-    "table": normal(0, ROWS, WIDTH),
-    "layers": optfn.Stacked({"w": normal(1, LAYERS, WIDTH, WIDTH)}),
+    "table": weights(0, ROWS, WIDTH),
+    "layers": optfn.Stacked({"w": weights(1, LAYERS, WIDTH, WIDTH)}),
     "odd": np.ones(3, np.float32),
 }
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal, weights
 from compilations import compilations
 from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from problems import normal
 from reference_exchange import rounded
 
 import optfn
@@ -33,12 +33,13 @@ BOTH = {"gather": Q8, "reduce": Q4}
 
 
 PARAMS = {
-    "table": normal(0, ROWS, WIDTH),
+    "table": weights(0, ROWS, WIDTH),
     "layers": optfn.Stacked(
-        {"in": normal(1, LAYERS, WIDTH, 2 * WIDTH), "out": normal(2, LAYERS, 2 * WIDTH, WIDTH)}
+        {"in": weights(1, LAYERS, WIDTH, 2 * WIDTH), "out": weights(2, LAYERS, 2 * WIDTH, WIDTH)}
     ),
-    "scale": normal(3, WIDTH),  # too small for a packet
-    "odd": normal(4, 36, 38),  # no dimension is divisible by eight, but the buffer of all leaves is
+    "scale": weights(3, WIDTH),  # too small for a packet
+    # No dimension is divisible by eight, but the buffer of all leaves is.
+    "odd": weights(4, 36, 38),
 }
 SIZE = sum(x.size for x in jax.tree.leaves(PARAMS))
 

@@ -12,7 +12,7 @@ from grids import nightly
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.collectives.axes import axes
+from optfn.collectives.axes import to_axes
 from optfn.collectives.gathers import all_gather
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.core import tree
@@ -38,7 +38,7 @@ class SparseLocoState(NamedTuple):
 def send(e, axis_name):
     """Return the mean over workers of the largest entries of a flat array, and what is left."""
     packet, _ = LARGEST.encode(e, ())
-    packets = all_gather(packet, axes(axis_name))
+    packets = all_gather(packet, to_axes(axis_name))
     decoded = jax.vmap(lambda packet: LARGEST.decode(packet, e.shape))(packets)
     return jnp.mean(decoded, axis=0), e - LARGEST.decode(packet, e.shape)
 

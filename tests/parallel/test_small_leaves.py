@@ -85,7 +85,7 @@ def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch
             optfn.save_checkpoint(saved, state, sharded=True)
         return jax.tree.map(np.asarray, state)
 
-    monkeypatch.setattr(sharding, "small_leaves", lambda params, count: set())
+    monkeypatch.setattr(sharding, "find_small_leaves", lambda params, count: set())
     trained(saved=tmp_path / "divided")
     expected = trained(load=tmp_path / "divided")
     monkeypatch.undo()
@@ -110,4 +110,4 @@ def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch
 def test_how_small_is_small(shapes, stacked, count, expected):
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     params = optfn.Stacked(params) if stacked else params
-    assert sharding.small_leaves(params, count) == expected
+    assert sharding.find_small_leaves(params, count) == expected

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import weights
 from compilations import compilations
 from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from problems import normal
 
 import optfn
 from benchmarks import wire
@@ -31,9 +31,9 @@ def meshes():
 
 
 PARAMS = {
-    "embedding": normal(0, ROWS, WIDTH),
+    "embedding": weights(0, ROWS, WIDTH),
     "layers": optfn.Stacked(
-        {"in": normal(1, LAYERS, WIDTH, 2 * WIDTH), "out": normal(2, LAYERS, 2 * WIDTH, WIDTH)}
+        {"in": weights(1, LAYERS, WIDTH, 2 * WIDTH), "out": weights(2, LAYERS, 2 * WIDTH, WIDTH)}
     ),
     "scale": np.ones(5, np.float32),  # no dimension is divisible by four
 }
@@ -332,7 +332,7 @@ def test_local_steps_send_what_as_many_steps_send(way, steps):
     """
     kind, options = WAYS[way]
     shapes = {f"w{i}": (64, 2048) for i in range(3)} | {f"o{i}": (33, 35) for i in range(4)}
-    params = {name: normal(0, *shape) for name, shape in shapes.items()}
+    params = {name: weights(0, *shape) for name, shape in shapes.items()}
     count = sum(x.size for x in params.values())
     mesh, _ = meshes()
 

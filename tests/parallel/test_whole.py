@@ -301,7 +301,7 @@ def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, 
 
 @pytest.mark.nightly
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["state", nightly("params")])
+@pytest.mark.parametrize("kind", ["state", "params"])
 def test_a_plan_says_for_which_leaves_it_is_a_lower_bound(kind):
     params, mesh = model(width=64), data_mesh(4)
     plan = plan_memory(muon(), params, mesh, shard=kind)

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import normal
 from grids import nightly, suite
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import block, mean_square
 
 import optfn
 from optfn.distributed import (
@@ -39,31 +41,19 @@ def mesh_of(p, data=1, *, explicit=False):
     return Mesh(np.array(devices).reshape(shape), names)
 
 
-def block(w, x):
-    return x + jnp.tanh(x @ w["in"] + w["bias"]) @ w["out"]
-
-
-def mean_square(y, target):
-    return jnp.mean((y - target) ** 2)
-
-
-def random(seed, *shape, scale=1.0):
-    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
-
-
 def blocks(n, seed=0):
     return [
         {
-            "in": random([seed, i, 0], WIDTH, 9, scale=0.4),
-            "bias": random([seed, i, 1], 9, scale=0.1),
-            "out": random([seed, i, 2], 9, WIDTH, scale=0.4),
+            "in": normal([seed, i, 0], WIDTH, 9, scale=0.4),
+            "bias": normal([seed, i, 1], 9, scale=0.1),
+            "out": normal([seed, i, 2], 9, WIDTH, scale=0.4),
         }
         for i in range(n)
     ]
 
 
 def batch(seed=7, size=BATCH):
-    return random([seed, 0], size, WIDTH), random([seed, 1], size, WIDTH)
+    return normal([seed, 0], size, WIDTH), normal([seed, 1], size, WIDTH)
 
 
 def whole(stage_fn, loss_fn, params, x, target):
@@ -185,7 +175,7 @@ def test_a_stage_that_is_nan_on_zeros(schedule):
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w
 
     params = [
-        np.eye(WIDTH, dtype=np.float32) + random(i, WIDTH, WIDTH, scale=0.1) for i in range(3)
+        np.eye(WIDTH, dtype=np.float32) + normal(i, WIDTH, WIDTH, scale=0.1) for i in range(3)
     ]
     fn = pipeline_value_and_grad(
         normalized, mean_square, mesh=mesh_of(3), num_microbatches=4, schedule=schedule,
@@ -315,7 +305,7 @@ def test_residuals_of_the_weights_alone_are_not_saved():
     def stage(w, x):
         return x + jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T).astype(x.dtype)
 
-    params = [random(i, WIDTH, WIDTH) for i in range(2)]
+    params = [normal(i, WIDTH, WIDTH) for i in range(2)]
     first, *_ = phases_of(2, 1, 8, stage, params, stash="residual")
     saved = [a.aval.shape for a in first.outvars if a.aval.shape[:1] == (3,)]
     assert saved
@@ -335,7 +325,7 @@ def test_zero_bubble_splits_scans():
         return x + means.sum(axis=0)
 
     params = [
-        {"each": stack_stages(blocks(2, seed=i)), "all": random(i, WIDTH, WIDTH, scale=0.4)}
+        {"each": stack_stages(blocks(2, seed=i)), "all": normal(i, WIDTH, WIDTH, scale=0.4)}
         for i in range(2)
     ]
     fn = pipeline_value_and_grad(
@@ -427,10 +417,10 @@ def chain_of_heterogeneous_stages():
         return h @ w["logits"] / length[:, None]
 
     params = [
-        {"table": random(1, 11, 8), "unused": np.arange(3)},
-        {"kernel": random(2, 8, 3)},
-        (random(3, 15, 7), random(4, 7)),
-        {"logits": random(5, 7, 11)},
+        {"table": normal(1, 11, 8), "unused": np.arange(3)},
+        {"kernel": normal(2, 8, 3)},
+        (normal(3, 15, 7), normal(4, 7)),
+        {"logits": normal(5, 7, 11)},
     ]
     tokens = np.random.default_rng(6).integers(0, 11, size=(16, 5))
     mask = np.arange(5) <= np.arange(16)[:, None] % 5
@@ -488,8 +478,8 @@ def test_tied_weights_in_heterogeneous_stages():
         return x * w @ shared["embedding"].T
 
     fns = [embed, block, head]
-    shared = {"embedding": random(1, 11, WIDTH)}
-    params = PipelineParams([random(2, WIDTH), blocks(1)[0], random(3, WIDTH)], shared)
+    shared = {"embedding": normal(1, 11, WIDTH)}
+    params = PipelineParams([normal(2, WIDTH), blocks(1)[0], normal(3, WIDTH)], shared)
     tokens, target = np.random.default_rng(4).integers(0, 11, size=(2, 12))
     fn = pipeline_value_and_grad(fns, cross_entropy, mesh=mesh_of(3), num_microbatches=3)
     got = fn(params, tokens, target)
@@ -510,7 +500,7 @@ def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
     def loss_fn(y, target, shared):
         return mean_square(y @ shared["head"], target)
 
-    shared = {"scale": random(1, WIDTH), "head": random(2, WIDTH, WIDTH)}
+    shared = {"scale": normal(1, WIDTH), "head": normal(2, WIDTH, WIDTH)}
     fn = pipeline_value_and_grad(
         stage, loss_fn, mesh=mesh_of(2), num_microbatches=3, schedule=schedule
     )

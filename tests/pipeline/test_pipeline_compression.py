@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import normal
 from grids import nightly
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +20,6 @@ from problems import (
     blocks,
     mean_square,
     mesh_of,
-    random,
 )
 from simulation import pipelined, unpipelined
 
@@ -86,7 +86,7 @@ def test_heterogeneous_stages_that_share_weights_train_as_two_simulated_workers(
 
     tx, mesh = compressing(sparsity=(0.9,)), mesh_of(False)
     batches = [batch(k) for k in range(STEPS)]
-    params = PipelineParams(blocks(), random(7, shape=(WIDTH, WIDTH), scale=0.5))
+    params = PipelineParams(blocks(), normal(7, WIDTH, WIDTH, scale=0.5))
     placed = jax.device_put(params, NamedSharding(mesh, P()))
     losses, state = pipelined(tx, [first, block, block, last], placed, batches, mesh, P(), "zb")
     want, want_params, _ = unpipelined(tx, params, batches, loss_fn)
@@ -112,7 +112,7 @@ def test_shared_weights_and_integers_beside_stacked_stages():
         tx = optfn.dgc_momentum(0.05, 0.9, rampup_begin_step=0, sparsity=(0.8,), min_size=40)
     mesh, batches = mesh_of(False), [batch(k) for k in range(STEPS)]
     stages = [w | {"id": np.arange(30, dtype=np.int32) + i} for i, w in enumerate(blocks())]
-    shared = {"mix": random(7, shape=(WIDTH, WIDTH), scale=0.5), "ids": np.arange(24)}
+    shared = {"mix": normal(7, WIDTH, WIDTH, scale=0.5), "ids": np.arange(24)}
     params = PipelineParams(stages, shared)
     replicated = jax.device_put(shared, NamedSharding(mesh, P()))
     placed = PipelineParams(stack_stages(stages, mesh=mesh), replicated)

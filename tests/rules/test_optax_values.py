@@ -188,7 +188,7 @@ def test_a_transformation_that_jax_rebuilds_is_the_same():
     )
     again = rebuilt(tx)
     assert again is tx
-    for attribute in ("call", "rule", "param_attrs", "inner"):
+    for attribute in ("call", "unchecked", "param_attrs", "inner"):
         assert getattr(again, attribute) == getattr(tx, attribute)
     with pytest.raises(ValueError, match="needs the parameters"):
         optfn.chain(optfn.clip_by_norm(1.0), rebuilt(optfn.adamw(0.1))).update(
@@ -205,7 +205,7 @@ def test_a_transformation_survives_being_parted_and_combined():
     assert jax.tree.map(lambda a, b: b if a is None else a, arrays, tx, **is_none) is tx
 
 
-def test_a_transformation_of_other_functions_keeps_no_rule_of_the_old():
+def test_a_transformation_of_other_functions_keeps_no_functions_of_the_old():
     calls = []
 
     def counted(function):
@@ -217,7 +217,7 @@ def test_a_transformation_of_other_functions_keeps_no_rule_of_the_old():
 
     tx = optfn.sgd(0.1)
     wrapped = jax.tree.map(counted, tx)
-    assert wrapped.rule is None and "counted" in repr(wrapped)
+    assert wrapped.unchecked is None and "counted" in repr(wrapped)
     chain = optfn.chain(wrapped, optfn.clip_by_norm(1.0))
     chain.update(G, chain.init(P))
     assert len(calls) == 2

@@ -183,12 +183,12 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
     content = (tmp_path / "0" / "step_000000010.npz").read_bytes()
     template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     want, _ = optfn.restore_checkpoint(tmp_path / "0", template)
-    monkeypatch.setattr(processes, "share_state", lambda state: True)
+    monkeypatch.setattr(processes, "has_state_on_all_processes", lambda state: True)
     monkeypatch.setattr(processes, "gather_values", lambda values: np.array([[10], values]))
-    monkeypatch.setattr(processes, "send", lambda source, mine: b"")
+    monkeypatch.setattr(processes, "broadcast_bytes", lambda source, mine: b"")
     with pytest.raises(ValueError, match="0 has a checkpoint of step 10 that is a directory"):
         optfn.restore_checkpoint(tmp_path / "1", template)
-    monkeypatch.setattr(processes, "send", lambda source, mine: content)
+    monkeypatch.setattr(processes, "broadcast_bytes", lambda source, mine: content)
     for directory in ("1", "lost"):
         with pytest.warns(
             UserWarning,

@@ -15,6 +15,7 @@ import pytest
 from grids import nightly
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import equal
 
 import optfn
 from optfn.distributed import data_mesh, init_state
@@ -52,10 +53,6 @@ def minimize(batches, directory=None, workers=8, **options):
         loss_fn, optimizer(), PARAMS, batches, tables="t", progress=False,
         checkpoint=directory, save_every=2, **mesh, **options,
     )  # fmt: skip
-
-
-def equal(a, b):
-    chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import scripted
 
 import optfn
 from optfn.distributed import data_mesh
@@ -32,12 +33,6 @@ STEP = optfn.make_train_step(loss_fn, optfn.sgd(0.1), has_aux=True)
 def run(batches=X, state=None, **options):
     state = STEP.init(jnp.zeros(3)) if state is None else state
     return optfn.fit(STEP, state, batches, **{"progress": False} | options)
-
-
-def scripted(values):
-    """Return an evaluation that gives these numbers one after the other."""
-    remaining = iter(values)
-    return lambda w: next(remaining)
 
 
 class Loader:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import nightly
+from problems import scripted
 
 import optfn
 from optfn.run.progress import Progress, num_examples, words
@@ -138,12 +139,6 @@ def test_packed_params_are_evaluated_as_the_tree():
     np.testing.assert_allclose(
         history["evaluation"], [np.sum((params_after(5) - TARGET) ** 2)], rtol=1e-4
     )
-
-
-def scripted(values):
-    """Return an evaluation that gives these numbers one after the other."""
-    remaining = iter(values)
-    return lambda w: next(remaining)
 
 
 def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):

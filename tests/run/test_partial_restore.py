@@ -2,12 +2,12 @@
 
 import warnings
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import equal
 
 import optfn
 from optfn.run import background
@@ -33,10 +33,6 @@ def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
 
 def fresh(tx, params=PARAMS):
     return optfn.make_train_step(loss_fn, tx).init(params)
-
-
-def equal(a, b):
-    chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
 
 
 @BOTH_KINDS

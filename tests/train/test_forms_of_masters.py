@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import suite
-from problems import trained
+from problems import state_after
 
 import optfn
 from optfn.distributed import data_mesh
@@ -35,10 +35,6 @@ def loss_fn(params, x):
 def step_of(form, **options):
     tx = optfn.chain(optfn.adamw(1e-3, multi_precision=form), optfn.exponential_moving_average(0.9))
     return optfn.make_train_step(loss_fn, tx, **options)
-
-
-def run(step, state, batches):
-    return trained(step, state, batches)[0]
 
 
 def masters(state):
@@ -88,7 +84,7 @@ LAYOUTS = {
 def test_a_run_goes_on_with_masters_of_another_form(pair, layout):
     before, after = pair
     first, second = step_of(before), step_of(after, **LAYOUTS[layout])
-    state = run(first, first.init(params()), X[:3])
+    state = state_after(first, first.init(params()), X[:3])
     loaded = optfn.load_state_dict(second.init(params()), optfn.state_dict(state))
     names = optfn.state_dict(loaded)
     if layout != "packed":
@@ -96,8 +92,8 @@ def test_a_run_goes_on_with_masters_of_another_form(pair, layout):
     for name, x in optfn.state_dict(state).items():
         if "master_weights" not in name:
             np.testing.assert_array_equal(names[name], x)
-    after_it = run(second, loaded, X[3:])
-    alone = run(first, state, X[3:])
+    after_it = state_after(second, loaded, X[3:])
+    alone = state_after(first, state, X[3:])
     of_both = [
         optfn.unpack(s.params) if layout == "packed" else s.params for s in (after_it, alone)
     ]
@@ -110,7 +106,7 @@ def test_a_run_goes_on_with_masters_of_another_form(pair, layout):
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_checkpoint_restores_into_another_form(before, after, tmp_path):
     first, second = step_of(before), step_of(after)
-    state = run(first, first.init(params()), X[:3])
+    state = state_after(first, first.init(params()), X[:3])
     optfn.save_checkpoint(tmp_path, state)
     loaded, _ = optfn.restore_checkpoint(tmp_path, second.init(params()))
     check(masters(loaded), masters(state), before, after)
@@ -119,7 +115,7 @@ def test_a_checkpoint_restores_into_another_form(before, after, tmp_path):
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_the_state_of_the_optimizer_alone_needs_params_for_copies_only(before, after):
     first, second = step_of(before), step_of(after)
-    state = run(first, first.init(params()), X[:3])
+    state = state_after(first, first.init(params()), X[:3])
     saved, template = optfn.state_dict(state.opt_state), second.init(params()).opt_state
     if after is True:
         with pytest.raises(ValueError, match="the remainder of a master, but not the parameter"):

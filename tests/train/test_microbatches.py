@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import weights
 from compilations import compilations
 from grids import suite
 from jax.sharding import Mesh
-from problems import normal
 
 import optfn
 from benchmarks import wire
@@ -18,11 +18,11 @@ EXAMPLES, WIDTH, LAYERS = 64, 16, 3
 
 
 PARAMS = {
-    "table": normal(0, 32, WIDTH),
-    "layers": optfn.Stacked({"w": normal(1, LAYERS, WIDTH, WIDTH)}),
+    "table": weights(0, 32, WIDTH),
+    "layers": optfn.Stacked({"w": weights(1, LAYERS, WIDTH, WIDTH)}),
     "count": np.arange(3),  # not trained
 }
-BATCH = {"ids": np.arange(EXAMPLES) % 32, "target": normal(2, EXAMPLES), "rate": np.float32(0.7)}
+BATCH = {"ids": np.arange(EXAMPLES) % 32, "target": weights(2, EXAMPLES), "rate": np.float32(0.7)}
 
 
 def loss_fn(params, batch):
@@ -133,7 +133,7 @@ def test_memory_and_bytes():
             loss_fn, optfn.adam(1e-3), microbatches=microbatches, **options
         )
         state = step.init(PARAMS)
-        batch = {"ids": np.arange(4096) % 32, "target": normal(2, 4096), "rate": np.float32(1)}
+        batch = {"ids": np.arange(4096) % 32, "target": weights(2, 4096), "rate": np.float32(1)}
         batch = data_parallel.split_batch(batch, step.layout.mesh, step.layout.data_axes)
         program = step.compiled.lower(state, batch).compile()
         return program.memory_analysis().temp_size_in_bytes, wire.bytes_sent(program, 4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compilations import compilations
 from grids import suite
-from problems import trained
+from problems import state_after
 
 import optfn
 from optfn.distributed import data_mesh, exchange, rescale_residuals, top_k
@@ -70,17 +70,13 @@ def made(name, packed, workers=4):
     return optfn.make_train_step(loss_fn, make(), mesh=mesh, packed=packed, **options)
 
 
-def run(step, state, batches):
-    return trained(step, state, batches)[0]
-
-
 @pytest.mark.parametrize(
     ("name", "workers"),
     suite(itertools.product(OF_THE_TREE, [4, 1]), ("local steps, an exchange outside", 4)),
 )
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
-        optfn.state_dict(run(step, step.init(PARAMS), X[:3]))
+        optfn.state_dict(state_after(step, step.init(PARAMS), X[:3]))
         for step in (made(name, False, workers), made(name, True, workers))
     )
     np.testing.assert_array_equal(tree.pop("per_worker"), packed.pop("per_worker"))
@@ -100,18 +96,18 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
     if sharded:
         pytest.importorskip("orbax.checkpoint")
     step, other = made(name, here), made(name, there)
-    state = run(step, step.init(PARAMS), X[:3])
+    state = state_after(step, step.init(PARAMS), X[:3])
     want = optfn.state_dict(state)
     optfn.save_checkpoint(tmp_path, state, sharded=sharded)
     template = other.init(PARAMS)
     lies = [x.sharding for x in jax.tree.leaves(template)]
-    run(other, other.init(PARAMS), X[:2])
+    state_after(other, other.init(PARAMS), X[:2])
     compiled = compilations(other)
     loaded, _ = optfn.restore_checkpoint(tmp_path, template)
     chex.assert_trees_all_equal(optfn.state_dict(loaded), want)
     assert [x.sharding for x in jax.tree.leaves(loaded)] == lies
     after, expected = (
-        optfn.unpack(run(a, b, X[3:5]).params) for a, b in ((other, loaded), (step, state))
+        optfn.unpack(state_after(a, b, X[3:5]).params) for a, b in ((other, loaded), (step, state))
     )
     chex.assert_trees_all_close(after, expected, rtol=2e-2, atol=1e-4)
     assert compilations(other) == compiled
@@ -125,7 +121,7 @@ def test_a_packed_run_goes_on_with_fewer_workers(name, sharded, workers, tmp_pat
     if sharded:
         pytest.importorskip("orbax.checkpoint")
     step = made(name, True)
-    state = run(step, step.init(PARAMS), X[:3])
+    state = state_after(step, step.init(PARAMS), X[:3])
     optfn.save_checkpoint(tmp_path, state, sharded=sharded)
     mapping = rescale_residuals(optfn.state_dict(state), workers)
     for packed in (False, True) if name in OF_THE_TREE else (True,):

@@ -11,7 +11,7 @@ import pytest
 import optfn
 from optfn.core.traits import Report, traits
 from optfn.distributed import data_mesh, exchange
-from optfn.workers import joined_workers
+from optfn.workers import join_workers
 
 X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
 START = np.float32([1.0, -2.0, 3.0])
@@ -42,7 +42,7 @@ def largest_entry(tx):
         return LargestEntryState(zero, by_sign, jnp.asarray(False), tx.init(params))
 
     def update(updates, state, params=None, **extra):
-        workers = joined_workers("largest_entry", None, extra)
+        workers = join_workers("largest_entry", None, extra)
         above, below = workers.max(jnp.max(updates)), workers.min(jnp.min(updates))
         new, inner = tx.update(updates, state.inner_state, params, **extra)
         by_sign = {"above": above, "below": below}

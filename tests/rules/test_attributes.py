@@ -1,0 +1,245 @@
+"""Attributes of parameters: rates, decays, clips and frozen leaves by the path of a leaf."""
+
+import functools
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import references
+import registry
+from grids import by_entry, suite
+from problems import run, tree
+
+import optfn
+
+
+def test_attributes_are_the_first_match():
+    """An earlier pattern wins; a pattern matches the whole path."""
+    attrs = {
+        "a/w": optfn.ParamAttr(learning_rate=0.0),
+        "a/.*": optfn.ParamAttr(learning_rate=0.5),
+        ".": optfn.ParamAttr(learning_rate=3.0),
+    }
+    updates, _ = optfn.sgd(1.0, param_attrs=attrs).update(
+        tree(1), optfn.sgd(1.0, param_attrs=attrs).init(tree(0)), tree(0)
+    )
+    chex.assert_trees_all_close(
+        updates,
+        {
+            "a": {"w": -0.0 * tree(1)["a"]["w"], "b": -0.5 * tree(1)["a"]["b"]},
+            "c": -3.0 * tree(1)["c"],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        sorted({e.name for e in registry.OPTIMIZERS.values()}),
+        "adadelta",
+        "adamax",
+        "decayed_adagrad",
+        "lars",
+        "rmsprop",
+    ),
+)
+def test_rate_factor_is_a_rate(name):
+    """A factor of 0.5 at rate r is the rate r/2, for every rule, over several steps."""
+    own = {"momentum": (0.9,), "lars": (0.9,)}.get(name, ())
+    factory = getattr(optfn, name)
+    halved = factory(0.1, *own, param_attrs={".*": optfn.ParamAttr(learning_rate=0.5)})
+    gradients = [tree(k) for k in (1, 2, 3)]
+    got, _ = run(halved, tree(0), gradients)
+    want, _ = run(factory(0.05, *own), tree(0), gradients)
+    chex.assert_trees_all_close(got[-1], want[-1], rtol=1e-5, atol=1e-7)
+
+
+UNTRAINED = (
+    "momentum_nesterov", "asgd_batches", "rmsprop", "adam_algorithm_1", "adamw", "adamw_int8",
+    "ftrl_dense_rows", "muon",
+)  # fmt: skip
+
+
+@by_entry(registry.OPTIMIZERS, *UNTRAINED)
+def test_untrainable_leaves_are_left_alone_bit_for_bit(entry):
+    """−0.0 stays −0.0; there is no state; the gradient may be anything, or missing."""
+    held = {"a/.*": optfn.ParamAttr(trainable=False)}
+    options = {"param_attrs": held, "grad_clip": optfn.clip_by_global_norm(1.0)}
+    tx = entry.make(**options)
+    params = tree(0)
+    params["a"]["b"] = jnp.array([-0.0, 0.0, jnp.nan, jnp.inf])
+    state = tx.init(params)
+    only_c = jax.tree.leaves(tx.init({"c": params["c"]} | {"a": {"w": jnp.zeros(0)}}))
+    assert sum(x.size for x in jax.tree.leaves(state)) == sum(x.size for x in only_c)
+    for gradient in (tree(1)["a"], {"w": None, "b": jnp.full(4, jnp.nan)}):
+        grads = {"a": gradient, "c": tree(1)["c"]}
+        updates, _ = tx.update(grads, state, params)
+        for new in (optax.apply_updates(params, updates), optfn.apply_updates(params, updates)):
+            for before, after in zip(
+                jax.tree.leaves(params["a"]), jax.tree.leaves(new["a"]), strict=True
+            ):
+                assert before.tobytes() == after.tobytes()
+            assert np.isfinite(new["c"]).all()  # the held NaN is not in the global norm
+
+
+def test_need_clip_leaves_a_tensor_out_of_the_norm():
+    attrs = {"c": optfn.ParamAttr(need_clip=False)}
+    tx = optfn.sgd(1.0, grad_clip=optfn.clip_by_global_norm(0.5), param_attrs=attrs)
+    updates, _ = tx.update(tree(1), tx.init(tree(0)), tree(0))
+    np.testing.assert_allclose(updates["c"], -tree(1)["c"])
+    clipped = np.concatenate([x.ravel() for x in jax.tree.leaves(updates["a"])])
+    np.testing.assert_allclose(np.linalg.norm(clipped), 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "error", "words"),
+    [
+        ({"x.*": optfn.ParamAttr()}, ValueError, "'x.*' matches no leaf.*'a/b', 'a/w', 'c'"),
+        ({"a": optfn.ParamAttr()}, ValueError, "'a' matches no leaf"),
+        ({"(": optfn.ParamAttr()}, ValueError, "not a regular expression"),
+        ({"a/w": 0.5}, TypeError, "must be a ParamAttr; got 0.5"),
+        ({3: optfn.ParamAttr()}, TypeError, "pattern must be a regular expression; got 3"),
+        ([("a", optfn.ParamAttr())], TypeError, "must be a mapping"),
+    ],
+)
+def test_bad_attributes(attrs, error, words):
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        optfn.sgd(0.1, param_attrs=attrs).init(tree(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"learning_rate": -1.0}, ValueError, "learning_rate must be >= 0"),
+        ({"learning_rate": jnp.ones(())}, TypeError, "Python number"),
+        ({"regularization": 0.1}, TypeError, "regularization must be a gradient transformation"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a Python number"),
+        ({"need_clip": 1}, TypeError, "need_clip must be True or False"),
+        ({"trainable": None}, TypeError, "trainable must be True or False"),
+    ],
+)
+def test_bad_param_attr(options, error, words):
+    with pytest.raises(error, match=words):
+        optfn.ParamAttr(**options)
+
+
+DECAYING = {
+    "adamw": (optfn.adamw, "weight_decay", {}),
+    "lamb": (optfn.lamb, "weight_decay", {}),
+    "asgd": (optfn.asgd, "weight_decay", {}),
+    "lars": (optfn.lars, "lars_weight_decay", {"momentum": 0.9}),
+}
+
+
+def _item(keys, nested):
+    return functools.reduce(operator.getitem, keys, nested)
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_a_factor_of_the_decay_is_a_decay(name):
+    """Each leaf moves as under NumPy's rule, and bit for bit as alone, with its own coefficient."""
+    factory, argument, own = DECAYING[name]
+    factors = {"a/w": 0.0, "a/b": 0.3, "c": 1.0}
+    attrs = {k: optfn.ParamAttr(weight_decay=v) for k, v in factors.items()}
+    gradients, params = [tree(k) for k in (1, 2, 3)], tree(0)
+    got, _ = run(factory(0.1, **own, **{argument: 0.2}, param_attrs=attrs), params, gradients)
+    packed, _ = run(
+        factory(0.1, **own, **{argument: 0.2}, param_attrs=attrs),
+        optfn.pack(params),
+        [optfn.pack(g) for g in gradients],
+    )
+    for path, factor in factors.items():
+        pick = functools.partial(_item, path.split("/"))
+        options = own | {argument: 0.2 * factor}
+        alone, _ = run(factory(0.1, **options), pick(params), [pick(g) for g in gradients])
+        np.testing.assert_array_equal(pick(got[-1]), alone[-1])
+        p, s = np.float64(pick(params)), {}
+        for t, g in enumerate(gradients, 1):
+            p, s = getattr(references, name)(p, np.float64(pick(g)), s, t, 0.1, **options)
+        np.testing.assert_allclose(pick(got[-1]), p, rtol=2e-5)
+        np.testing.assert_allclose(pick(optfn.unpack(packed[-1])), p, rtol=2e-5)
+
+
+def test_a_factor_of_a_scheduled_decay():
+    attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.5)}
+    gradients = [tree(k) for k in (1, 2, 3)]
+    got, _ = run(
+        optfn.adamw(0.1, weight_decay=lambda i: 0.2 / (1 + i), param_attrs=attrs),
+        tree(0),
+        gradients,
+    )
+    want, _ = run(optfn.adamw(0.1, weight_decay=lambda i: 0.1 / (1 + i)), tree(0), gradients)
+    chex.assert_trees_all_close(got[-1]["a"], want[-1]["a"], rtol=1e-6)
+
+
+def test_an_optimizer_without_decay_refuses_a_factor_of_it():
+    attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.0)}
+    dgc = {"rampup_begin_step": 0, "param_attrs": attrs}
+    for make in (
+        lambda: optfn.adam(0.1, param_attrs=attrs),
+        lambda: optfn.sgd(0.1, regularization=optfn.l2_decay(0.1), param_attrs=attrs),
+        lambda: optfn.dgc_momentum(0.1, 0.9, **dgc),
+    ):
+        with pytest.raises(ValueError, match=r"'a/\.\*'.*weight_decay=0 is a factor.*has none"):
+            make()
+    optfn.adam(0.1, param_attrs={"a/.*": optfn.ParamAttr(weight_decay=1.0)})
+
+
+def test_references_agree_on_attributes():
+    """The float64 references' attributes, on a leaf with everything set."""
+    attrs = {"w": {"learning_rate": 0.5, "regularization": ("l2", 0.3), "need_clip": False}}
+    p, g = np.ones((2, 3)), np.random.default_rng(0).normal(size=(5, 2, 3))
+    want = references.trajectory(
+        "momentum", {"w": p}, {"w": g}, learning_rate=0.1, momentum=0.9,
+        grad_clip=("norm", 0.1), regularization=("l1", 0.2), param_attrs=attrs,
+    )  # fmt: skip
+    tx = optfn.momentum(
+        0.1, 0.9, grad_clip=optfn.clip_by_norm(0.1), regularization=optfn.l1_decay(0.2),
+        param_attrs={
+            "w": optfn.ParamAttr(
+                learning_rate=0.5, regularization=optfn.l2_decay(0.3), need_clip=False
+            )
+        },
+    )  # fmt: skip
+    trail, _ = run(tx, {"w": jnp.asarray(p, jnp.float32)}, [{"w": jnp.asarray(x)} for x in g])
+    np.testing.assert_allclose([t["w"] for t in trail], want["w"], rtol=1e-5)
+
+
+def test_python_scalars_beside_attributes_and_wrappers():
+    """A frozen number does not move, a norm of numbers is one, and errors can be built of them."""
+    params, grads = {"a": 2.0, "b": 1.0}, {"a": 3.0, "b": 4.0}
+    tx = optfn.sgd(0.1, param_attrs={"a": optfn.ParamAttr(trainable=False)})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert float(updates["a"]) == 0 and np.signbit(updates["a"])
+    tx = optfn.record_metrics(optfn.sgd(0.1))
+    _, state = tx.update(grads, tx.init(params), params)
+    assert float(optfn.metrics(state)["grad_norm"]) == 5
+    tx = optfn.accumulate(optfn.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"'a' has shape \(\); in the state it is \(2,\)"):
+        tx.update({"a": 3.0}, tx.init({"a": jnp.ones(2)}))
+
+
+def test_complex_leaves_beside_a_real_penalty_of_others():
+    """Only the leaves that a penalty or a clip applies to must be real."""
+    params = {"w": jnp.ones(2), "z": jnp.ones(2, jnp.complex64)}
+    penalty = optfn.ParamAttr(regularization=optfn.l1_decay(0.5))
+    tx = optfn.sgd(1.0, param_attrs={"w": penalty})
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-1.5, -1.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(
+        1.0,
+        grad_clip=optfn.clip_by_value(0.5),
+        param_attrs={"z": optfn.ParamAttr(need_clip=False)},
+    )
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(1.0, param_attrs={"z": penalty})
+    with pytest.raises(TypeError, match=r"l1_decay is not defined for complex leaves.*'z'"):
+        tx.update(params, tx.init(params), params)
