@@ -92,7 +92,7 @@ class LeafShard:
 
     def group_layers(self, groups: int) -> "LeafShard | None":
         """Return the array as (groups, layers, …); None if an axis divides the layers."""
-        if self.slices[:1] not in (P(), P(None)):
+        if any(entry is not None for entry in self.slices[:1]):
             return None
         array = self.array.reshape(groups, -1, *self.array.shape[1:])
         divisions = tuple(Division(d + 1, names) for d, names in self.divisions)
