@@ -106,7 +106,7 @@ def save(state: Any, folder: Path, **form: bool) -> tuple[Any, Save]:
     blocking = time.perf_counter() - start
     state = jax.block_until_ready(touched(state))
     delay = time.perf_counter() - start
-    background.wait()
+    background.wait_for_writes()
     whole = time.perf_counter() - start
     memory = resident("VmHWM") - before
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

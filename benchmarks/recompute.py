@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import optfn
 from benchmarks import measure
 from examples import transformer
-from optfn.autodiff.budget import is_effective
+from optfn.autodiff.budget import is_recomputation_kept
 
 SHARES = [0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8]
 
@@ -133,7 +133,7 @@ def run(model: str, shares: Sequence[float]) -> list[measure.Row]:
         rows.append(row(name, f, chain))
         print(_line(rows[-1], rows[0]), flush=True)
     none, sqrt = rows[0], rows[2]
-    size = "temporaries" if is_effective() else "residuals"
+    size = "temporaries" if is_recomputation_kept() else "residuals"
     budgets = [int(share * none[size]) for share in shares]
     for budget in [*budgets, sqrt[size], 1]:
         try:
@@ -168,7 +168,7 @@ def curve(rows: list[measure.Row], model: str = "") -> Any:
 
     Memory is temporaries, or residuals where the compiler undoes recomputation.
     """
-    size = "temporaries" if is_effective() else "residuals"
+    size = "temporaries" if is_recomputation_kept() else "residuals"
     costs = {row["recomputed"]: (row[size], row["flops"]) for row in rows}
     budgets = [costs.pop(name) for name in list(costs) if name.startswith("budget")]
     ax = optfn.plot.recompute(costs, budgets)
@@ -201,7 +201,7 @@ def main() -> None:
             draw(rows, options.picture, options.model)
         return rows
 
-    measure.report(options, HEAD, found, effective=is_effective())
+    measure.report(options, HEAD, found, effective=is_recomputation_kept())
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import optfn
 from benchmarks import measure, wire
 from optfn.distributed import data_mesh
 from optfn.sparse import hash_ids
-from optfn.sparse.tables import _sizes
+from optfn.sparse.tables import _choose_sizes
 
 DEVICES = 8
 HEAD = (
@@ -75,7 +75,7 @@ class Exchange:
 
     def __init__(self, ids: np.ndarray) -> None:
         self.needed = [np.unique(part) for part in np.split(ids, DEVICES)]
-        self.sizes = _sizes(len(ids) // DEVICES, DEVICES)
+        self.sizes = _choose_sizes(len(ids) // DEVICES, DEVICES)
 
     def rounds(self) -> list[int]:
         """Return the rounds that the fullest owner needs, as numbers of their sizes."""

@@ -50,7 +50,7 @@ class _Schedule:
         return call_text(*self.call)
 
 
-def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
+def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
     """Decorate a factory, so that the `repr` of its schedules is the call that made them."""
 
     @functools.wraps(factory)
@@ -60,26 +60,26 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
     return make
 
 
-def _lifted(rule: Callable[[jax.Array], Any]) -> Schedule:
+def _make_schedule(rule: Callable[[jax.Array], Any]) -> Schedule:
     """Return a schedule that takes numbers and arrays, from a function of an array."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
-def _float(step: jax.Array) -> jax.Array:
+def _to_float(step: jax.Array) -> jax.Array:
     # Convert, because with strict dtype promotion an int32 step times a float is an error.
     return step.astype(numerics.scalar_dtype())
 
 
-def _periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
+def _count_periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
     """Return step/length, rounded down if `staircase`.
 
     It is rounded down in integers, because a compiler may replace a float division by length with a
     product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
     """
-    return _float(step // length) if staircase else _float(step) / length
+    return _to_float(step // length) if staircase else _to_float(step) / length
 
 
-@_named
+@_record_call
 def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Schedule:
     """Return lr·d^(−½)·min(s^(−½), s·w^(−3/2)) with s = i + 1.
 
@@ -95,13 +95,13 @@ def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Sc
     lr = checks.nonnegative("learning_rate", learning_rate)
 
     def rule(i: jax.Array) -> jax.Array:
-        s = _float(i) + 1
+        s = _to_float(i) + 1
         return lr * d**-0.5 * jnp.minimum(jax.lax.rsqrt(s), s * w**-1.5)
 
-    return _lifted(rule)
+    return _make_schedule(rule)
 
 
-@_named
+@_record_call
 def exponential(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
@@ -113,12 +113,12 @@ def exponential(
       decay_rate: rate, > 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, _ = _decaying(learning_rate, decay_steps, decay_rate, staircase)
+    lr, steps, _ = _check_decay(learning_rate, decay_steps, decay_rate, staircase)
     rate = checks.positive("decay_rate", decay_rate)
-    return _lifted(lambda i: lr * jnp.power(rate, _periods(i, steps, staircase)))
+    return _make_schedule(lambda i: lr * jnp.power(rate, _count_periods(i, steps, staircase)))
 
 
-@_named
+@_record_call
 def natural_exp(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
@@ -130,11 +130,11 @@ def natural_exp(
       decay_rate: rate, ≥ 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, rate = _decaying(learning_rate, decay_steps, decay_rate, staircase)
-    return _lifted(lambda i: lr * jnp.exp(-rate * _periods(i, steps, staircase)))
+    lr, steps, rate = _check_decay(learning_rate, decay_steps, decay_rate, staircase)
+    return _make_schedule(lambda i: lr * jnp.exp(-rate * _count_periods(i, steps, staircase)))
 
 
-@_named
+@_record_call
 def inverse_time(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
@@ -146,17 +146,19 @@ def inverse_time(
       decay_rate: rate, ≥ 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, rate = _decaying(learning_rate, decay_steps, decay_rate, staircase)
-    return _lifted(lambda i: lr / (1 + rate * _periods(i, steps, staircase)))
+    lr, steps, rate = _check_decay(learning_rate, decay_steps, decay_rate, staircase)
+    return _make_schedule(lambda i: lr / (1 + rate * _count_periods(i, steps, staircase)))
 
 
-def _decaying(lr: Number, steps: int, rate: float, staircase: bool) -> tuple[Scalar, int, Scalar]:
+def _check_decay(
+    lr: Number, steps: int, rate: float, staircase: bool
+) -> tuple[Scalar, int, Scalar]:
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
 
 
-@_named
+@_record_call
 def polynomial(
     learning_rate: Number,
     decay_steps: int,
@@ -184,13 +186,13 @@ def polynomial(
         length = steps * jnp.maximum(1, -(-i // steps)) if cycle else jnp.asarray(steps)
         # In this order the last value is exact. 1 − D/D may be compiled to 1 − D·(1/D), which is
         # not always 0.
-        left = _float(length - jnp.minimum(i, length)) / _float(length)
+        left = _to_float(length - jnp.minimum(i, length)) / _to_float(length)
         return (lr - end) * numerics.power(left, exponent) + end
 
-    return _lifted(rule)
+    return _make_schedule(rule)
 
 
-@_named
+@_record_call
 def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
     """Return values[j] for the first j with i < boundaries[j], or the last value if there is none.
 
@@ -203,19 +205,19 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
             "values must have one more entry than boundaries; "
             f"got {len(values)} values and {len(boundaries)} boundaries"
         )
-    steps = _increasing("boundaries", boundaries)
+    steps = _check_increasing("boundaries", boundaries)
     rates = [checks.nonnegative(f"values[{j}]", v) for j, v in enumerate(values)]
-    return _lifted(optax.join_schedules([*map(optax.constant_schedule, rates)], steps))
+    return _make_schedule(optax.join_schedules([*map(optax.constant_schedule, rates)], steps))
 
 
-def _increasing(name: str, steps: Sequence[int]) -> list[int]:
+def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
     return steps
 
 
-@_named
+@_record_call
 def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule:
     """Return lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1).
 
@@ -230,10 +232,12 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
     lr = checks.nonnegative("learning_rate", learning_rate)
     length = checks.count("step_each_epoch", step_each_epoch)
     epochs = checks.count("epochs", epochs)
-    return _lifted(lambda i: lr / 2 * (jnp.cos(jnp.pi * _periods(i, length, True) / epochs) + 1))
+    return _make_schedule(
+        lambda i: lr / 2 * (jnp.cos(jnp.pi * _count_periods(i, length, True) / epochs) + 1)
+    )
 
 
-@_named
+@_record_call
 def linear_warmup(
     learning_rate: Number | Schedule, warmup_steps: int, start_lr: Number, end_lr: Number
 ) -> Schedule:
@@ -253,11 +257,11 @@ def linear_warmup(
     end = checks.nonnegative("end_lr", end_lr)
     after = check_rate(learning_rate)
 
-    then = _lifted(after if callable(after) else lambda i: after)
-    return _warming_up(w, start, end, then)
+    then = _make_schedule(after if callable(after) else lambda i: after)
+    return _add_warmup(w, start, end, then)
 
 
-@_named
+@_record_call
 def warmup_cosine(
     peak: Number, warmup_steps: int, total_steps: int, *, start: Number = 0.0, end: Number = 0.0
 ) -> Schedule:
@@ -287,27 +291,29 @@ def warmup_cosine(
         )
     first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
 
-    def falling(i: jax.Array) -> jax.Array:
+    def decay(i: jax.Array) -> jax.Array:
         # (1 + cos(π − x))/2 = sin²(x/2), which keeps its digits where the rate is small.
-        left = _float(jnp.clip(total - i, 0, total - w)) / (total - w)
+        left = _to_float(jnp.clip(total - i, 0, total - w)) / (total - w)
         return last + (top - last) * jnp.sin(jnp.pi / 2 * left) ** 2
 
-    return _warming_up(w, first, top, falling)
+    return _add_warmup(w, first, top, decay)
 
 
-def _warming_up(
+def _add_warmup(
     length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
 ) -> Schedule:
     """Return the schedule of a line from start to end, `length` steps long, and of `after`."""
-    return _lifted(lambda i: jnp.where(i < length, _line(i, length, start, end), after(i)))
+    return _make_schedule(
+        lambda i: jnp.where(i < length, _interpolate(i, length, start, end), after(i))
+    )
 
 
-def _line(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
+def _interpolate(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
     """Return start + (end − start)·i/length for i < length."""
-    return start + (end - start) * _float(i) / max(length, 1)
+    return start + (end - start) * _to_float(i) / max(length, 1)
 
 
-@_named
+@_record_call
 def warmup_stable_decay(
     peak: Number,
     warmup_steps: int,
@@ -343,14 +349,14 @@ def warmup_stable_decay(
     first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
 
     def after(i: jax.Array) -> jax.Array:
-        falling = _line(jnp.clip(w + s + d - i, 0, d), d, last, top)
+        falling = _interpolate(jnp.clip(w + s + d - i, 0, d), d, last, top)
         constant = jnp.asarray(top, falling.dtype)  # last + (top − last) may be rounded
         return jnp.where(i < w + s, constant, falling)
 
-    return _warming_up(w, first, top, after)
+    return _add_warmup(w, first, top, after)
 
 
-@_named
+@_record_call
 def step_decay(learning_rate: Number, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """Return lr·rate^⌊i/step_size⌋.
 
@@ -363,7 +369,7 @@ def step_decay(learning_rate: Number, step_size: int, decay_rate: float = 0.1) -
     return exponential(learning_rate, step_size, decay_rate, staircase=True)
 
 
-@_named
+@_record_call
 def multi_step(
     learning_rate: Number, milestones: Sequence[int], decay_rate: float = 0.1
 ) -> Schedule:
@@ -376,11 +382,11 @@ def multi_step(
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     rate = checks.positive("decay_rate", decay_rate)
-    steps = _increasing("milestones", milestones)
-    return _lifted(optax.piecewise_constant_schedule(lr, dict.fromkeys(steps, rate)))
+    steps = _check_increasing("milestones", milestones)
+    return _make_schedule(optax.piecewise_constant_schedule(lr, dict.fromkeys(steps, rate)))
 
 
-@_named
+@_record_call
 def lambda_decay(learning_rate: Number, lr_lambda: Callable[[Any], Any]) -> Schedule:
     """Return lr·lr_lambda(i).
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, scan_layers, sharded, stack_stages, sum_over
-from optfn.sparse.sharded_table import natural
+from optfn.sparse.sharded_table import to_logical
 
 ROOT = Path(__file__).parents[1]
 # "one of two": along the other data axis devices are workers.
@@ -165,7 +165,7 @@ def trained(step, params, some):
     for batch in some:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return jax.device_get(natural(state.params)), losses
+    return jax.device_get(to_logical(state.params)), losses
 
 
 # Stages of a pipeline: each device sums its shards of a leaf, times numbers of each place.

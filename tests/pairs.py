@@ -25,7 +25,7 @@ from optfn.distributed import (
     sharded,
     top_k,
 )
-from optfn.sparse.sharded_table import natural
+from optfn.sparse.sharded_table import to_logical
 
 SIZES = {"slow": 2, "fast": 2, "stage": 2}
 WIDTH, LAYERS, ROWS, EXAMPLES = 16, 2, 32, 64
@@ -312,5 +312,5 @@ def trained(names, reference=False):
         batch = rng.integers(0, ROWS, EXAMPLES), rng.normal(size=EXAMPLES).astype(np.float32)
         state, metrics = step(state, batch)
     assert compilations(step) == 1
-    params = optfn.unpack(state.params) if step.options.packed else natural(state.params)
+    params = optfn.unpack(state.params) if step.options.packed else to_logical(state.params)
     return jax.device_get((params, state.model_state, metrics["loss"], metrics.get("aux")))

@@ -24,7 +24,7 @@ import optax
 import optfn
 from benchmarks import measure, moments
 from examples import demo
-from optfn.state.per_worker import exchanges
+from optfn.state.per_worker import has_exchange
 
 WORKERS = 4
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -77,7 +77,7 @@ def simulated(tx: Any) -> optax.GradientTransformationExtraArgs:
         del extra
 
         def one(g: Any, state: Any) -> tuple[Any, Any]:
-            g = g if exchanges(state) else jax.lax.pmean(g, "data")
+            g = g if has_exchange(state) else jax.lax.pmean(g, "data")
             return tx.update(g, state, params)
 
         directions, state = jax.vmap(one, axis_name="data")(grads, state)

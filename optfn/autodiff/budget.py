@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from optfn.autodiff.chain import LayerFn, run_chain
-from optfn.autodiff.costs import costs_of, num_bytes
+from optfn.autodiff.costs import estimate_costs, num_bytes
 from optfn.autodiff.rotor import Rotor, Segmentation
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, variables
-from optfn.jaxprs.pullback import Key, inexact_leaves, pullback
+from optfn.jaxprs.pullback import Key, pullback, select_inexact_leaves
 
 MAX_TRIALS = 6  # the most segmentations that are compiled to find one within a budget
 
@@ -25,7 +25,7 @@ class _MemoryUse(NamedTuple):
     measured: bool  # whether these are the temporaries of the compiled gradient, or only residuals
 
 
-def segmentation_by_budget(
+def choose_segmentation(
     fns: Sequence[LayerFn], budget: int
 ) -> Callable[[Sequence[Params], PyTree], Segmentation]:
     """Return the function (params, x) -> segmentation, which caches it by shapes."""
@@ -37,16 +37,16 @@ def segmentation_by_budget(
         if key not in cache:
             costs, y = [], x
             for fn, fn_params in zip(fns, params, strict=True):
-                fn_costs, y = costs_of(fn, fn_params, y)
+                fn_costs, y = estimate_costs(fn, fn_params, y)
                 costs.append(fn_costs)
-            measure = partial(_memory_use, fns, params, x)
-            cache[key] = _best_segmentation(Rotor(costs), budget, measure)
+            measure = partial(_measure_memory, fns, params, x)
+            cache[key] = _find_segmentation(Rotor(costs), budget, measure)
         return cache[key]
 
     return segmentation_of
 
 
-def _best_segmentation(
+def _find_segmentation(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> Segmentation:
     """Return the cheapest segmentation found that takes at most `budget` bytes."""
@@ -86,7 +86,7 @@ def _bisect_with_feedback(
     needed, request = rotor.min_bytes, max(budget, 1.5 * rotor.min_bytes)
     for trial in range(MAX_TRIALS):
         request = rotor.min_bytes if trial == MAX_TRIALS - 1 else request
-        segmentation, predicted = rotor.segmentation(request), rotor.predicted_bytes(request)
+        segmentation, predicted = rotor.find_segmentation(request), rotor.predict_bytes(request)
         size, measured = measure(segmentation)
         if size <= budget and (measured or predicted <= budget):
             return segmentation, size
@@ -102,7 +102,7 @@ def _bisect_with_feedback(
     return None, needed
 
 
-def _memory_use(
+def _measure_memory(
     fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
 ) -> _MemoryUse:
     """Return the memory that the gradient takes with this segmentation.
@@ -124,10 +124,14 @@ def _memory_use(
         return jax.tree.leaves(pull)
 
     shapes = jax.eval_shape(lambda *args: args, params, x)
-    y = inexact_leaves(jax.eval_shape(partial(run_chain, segmentation, fns), *shapes))
+    y = select_inexact_leaves(jax.eval_shape(partial(run_chain, segmentation, fns), *shapes))
     traced = jax.jit(gradient).trace(*shapes, y)
     # Collectives have a meaning only where their axis is bound, so effects rule out compiling.
-    if traced.jaxpr.effects or jax.sharding.get_abstract_mesh().manual_axes or not is_effective():
+    if (
+        traced.jaxpr.effects
+        or jax.sharding.get_abstract_mesh().manual_axes
+        or not is_recomputation_kept()
+    ):
         program = Equations(residuals, *shapes)
         saved = set(variables(program.outputs)) - {*program.inputs}
         return _MemoryUse(num_bytes(saved), measured=False)
@@ -143,7 +147,7 @@ def _temp_size(compiled: jax.stages.Compiled) -> int:
 
 
 @functools.cache
-def is_effective() -> bool:
+def is_recomputation_kept() -> bool:
     """Tell whether the compiler of the default device keeps recomputation as it is.
 
     On a CPU, jaxlib 0.10 merges a computation and its recomputation outside of loops, so that no

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import jax
 
-from optfn.autodiff.rotor import Segmentation, functions_in
+from optfn.autodiff.rotor import Segmentation, list_functions
 from optfn.core import checks
 from optfn.core.types import Params, PyTree
 from optfn.jaxprs.equations import function_of_arrays
@@ -23,18 +23,18 @@ def recompute_chain(
 ) -> ChainFn:
     """Return f([params1, …, paramsn], x), run with the segmentation for its arguments."""
 
-    def recomputed(params: Sequence[Params], x: PyTree) -> PyTree:
+    def run_segments(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):
             got = f"{len(params)}" if isinstance(params, list | tuple) else repr(params)
             raise ValueError(
                 f"params must be a list of length {len(fns)}, one per function; got {got}"
             )
         segmentation = segmentation_of(params, x)
-        if isinstance(segmentation[-1], list) and _ends_in_loss(fns, params, x):
+        if isinstance(segmentation[-1], list) and _is_loss_chain(fns, params, x):
             segmentation = [*segmentation[:-1], *segmentation[-1]]
         return run_chain(segmentation, fns, params, x)
 
-    return recomputed
+    return run_segments
 
 
 def run_chain(
@@ -48,14 +48,14 @@ def run_chain(
         if isinstance(entry, int):
             x = fns[entry](params[entry], x)
         else:
-            segment_params = {i: params[i] for i in functions_in(entry)}
+            segment_params = {i: params[i] for i in list_functions(entry)}
             run = partial(run_chain, entry, fns)
             call, arrays = function_of_arrays(run, (segment_params, x), {})
             x = jax.checkpoint(call)(arrays)
     return x
 
 
-def _ends_in_loss(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -> bool:
+def _is_loss_chain(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -> bool:
     run = partial(run_chain, list(range(len(fns))), fns)
     y = jax.tree.leaves(jax.eval_shape(run, params, x))
     return len(y) == 1 and y[0].shape == ()

@@ -13,7 +13,7 @@ import jax
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
-from optfn.jaxprs.pullback import inexact_leaves, pullback
+from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
 # them.
@@ -32,36 +32,36 @@ FUSED = CHEAP | frozenset(
 )
 
 
-def costs_of(
+def estimate_costs(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[FunctionCosts, PyTree]:
     """Return the costs of `fn(params, x)`, and the shapes of its result.
 
     The arguments are arrays or shapes; nothing is computed.
     """
-    forward, backward, y = _programs(fn, params, x)
+    forward, backward, y = _trace_passes(fn, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
     arguments = {*forward.inputs, *forward.constants}
     # Backward reads some residuals from memory, and computes the remaining ones within fusions.
-    in_memory = _written(backward.equations, ())
+    in_memory = _find_materialized(backward.equations, ())
     pairs = zip(residuals, backward.inputs, strict=False)
     read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]
-    written = _written(forward.equations, [*y_leaves, *read_from_memory])
-    saved = _sources(forward, variables(residuals), written) - arguments
+    written = _find_materialized(forward.equations, [*y_leaves, *read_from_memory])
+    saved = _find_sources(forward, variables(residuals), written) - arguments
     outputs = set(variables(y_leaves)) - arguments
-    for_y = forward.needed_for(y_leaves)
+    for_y = forward.find_equations(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
     costs = FunctionCosts(
-        forward_flops=_flops(for_y),
-        recompute_flops=_flops(forward.needed_for(residuals)),
+        forward_flops=_count_flops(for_y),
+        recompute_flops=_count_flops(forward.find_equations(residuals)),
         output_bytes=num_bytes(variables(y_leaves)),
         residual_bytes=num_bytes(saved - outputs),
         output_is_residual=bool(outputs & saved),
-        forward_peak=_peak(for_y, y_leaves),
-        forward_peak_with_residuals=_peak(forward.equations, [*y_leaves, *saved]),
+        forward_peak=_peak_bytes(for_y, y_leaves),
+        forward_peak_with_residuals=_peak_bytes(forward.equations, [*y_leaves, *saved]),
         # The gradients of the weights are results, not temporaries.
-        backward_peak=_peak(
+        backward_peak=_peak_bytes(
             backward.equations,
             backward.outputs,
             backward.inputs[len(residuals) :],
@@ -71,7 +71,7 @@ def costs_of(
     return costs, y
 
 
-def _programs(
+def _trace_passes(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[Equations, Equations, PyTree]:
     """Return the forward and the backward pass of `fn(params, x)`, and the shapes of its result.
@@ -93,7 +93,7 @@ def _programs(
     forward = Equations(run, params, x)
     # The shapes from eval_shape also have the mesh axes over which the values vary.
     y, leaves = jax.eval_shape(run, params, x)
-    return forward, Equations(pull, leaves, inexact_leaves(y)), y
+    return forward, Equations(pull, leaves, select_inexact_leaves(y)), y
 
 
 def num_bytes(atoms: Iterable[Atom]) -> int:
@@ -101,26 +101,26 @@ def num_bytes(atoms: Iterable[Atom]) -> int:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in map(type_of, atoms))
 
 
-def _written(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
+def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
     """Return the variables that `equations` read from memory, or write to it."""
     written = set(variables(outputs))
     for equation in equations:
-        if not _consists_of(CHEAP, equation):
+        if not _has_only(CHEAP, equation):
             written.update(equation.outvars)
-        if not _consists_of(FUSED, equation):
+        if not _has_only(FUSED, equation):
             written.update(variables(equation.invars))
     return written
 
 
-def _consists_of(primitives: Collection[str], equation: Equation) -> bool:
+def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     """Tell whether an equation, or the function that it calls, uses `primitives` only."""
     if equation.primitive.name in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        inner = _jaxprs(equation.params)
-        return all(_consists_of(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
+        inner = _find_jaxprs(equation.params)
+        return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
     return equation.primitive.name in primitives
 
 
-def _sources(
+def _find_sources(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
     """Return the written variables and inputs from which fusions compute `targets`."""
@@ -132,7 +132,7 @@ def _sources(
     return sources
 
 
-def _peak(
+def _peak_bytes(
     equations: Sequence[Equation],
     outputs: Iterable[Atom],
     inputs: Iterable[Variable] = (),
@@ -146,7 +146,7 @@ def _peak(
       inputs: variables that are alive from the start until they are last read.
       ignored: variables that take no memory here, like those that no equation computes.
     """
-    written = _written(equations, outputs)
+    written = _find_materialized(equations, outputs)
     last_read = dict.fromkeys(variables(outputs), len(equations))
     for i, equation in reversed(list(enumerate(equations))):
         # An equation inside a fusion reads its operands when the fusion's result is written.
@@ -163,7 +163,7 @@ def _peak(
         freed = {a for a in alive if last_read[a] <= i}
         current += num_bytes(results)
         # An elementwise result overwrites an operand that is not read again.
-        elementwise = _consists_of(FUSED, equation)
+        elementwise = _has_only(FUSED, equation)
         in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
         peak = max(peak, current - in_place * num_bytes(results))
         current -= num_bytes(freed)
@@ -171,12 +171,12 @@ def _peak(
     return peak
 
 
-def _flops(equations: Iterable[Equation]) -> float:
+def _count_flops(equations: Iterable[Equation]) -> float:
     """Count 2 FLOPs per multiply-add of a matrix product or convolution, else 1 per element."""
-    return sum(map(_flops_of, equations))
+    return sum(map(_count_equation_flops, equations))
 
 
-def _flops_of(equation: Equation) -> float:
+def _count_equation_flops(equation: Equation) -> float:
     name, params = equation.primitive.name, equation.params
     size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
     if name == "dot_general":
@@ -187,7 +187,7 @@ def _flops_of(equation: Equation) -> float:
         kernel = type_of(equation.invars[1]).shape
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * size * math.prod(kernel) / features
-    inner = [_flops(jaxpr.eqns) for jaxpr in _jaxprs(params)]
+    inner = [_count_flops(jaxpr.eqns) for jaxpr in _find_jaxprs(params)]
     if not inner:
         return 0.0 if name in ("name", "reshape", "broadcast_in_dim", "transpose") else float(size)
     if name == "cond":
@@ -195,7 +195,7 @@ def _flops_of(equation: Equation) -> float:
     return sum(inner) * (params["length"] if name == "scan" else 1)
 
 
-def _jaxprs(params: dict[str, Any]) -> list[Any]:
+def _find_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
     found = []
     for value in params.values():

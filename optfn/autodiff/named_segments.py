@@ -41,11 +41,11 @@ def recompute_function(
     names = tuple(names)
 
     @functools.wraps(fn)
-    def recomputed(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    def run_segments(*args: PyTree, **kwargs: PyTree) -> PyTree:
         call, arrays = function_of_arrays(fn, args, kwargs)
         program = Equations(call, arrays)
         _check_names(program, names, argument)
-        *segments, tail = _segments(program, names)
+        *segments, tail = _make_segments(program, names)
         values = program.constants | bindings(program.inputs, arrays)
         run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
         if not _is_loss(program.outputs):
@@ -56,7 +56,7 @@ def recompute_function(
         values |= bindings(tail.outputs, run_tail(read(values, tail.inputs)))
         return jax.tree.unflatten(program.structure, read(values, program.outputs))
 
-    return recomputed
+    return run_segments
 
 
 class _Segment(NamedTuple):
@@ -67,9 +67,9 @@ class _Segment(NamedTuple):
     outputs: list[Variable]
 
 
-def _segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
+def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     """Return the segments of a program that is cut after its named values."""
-    runs = _cut(program.equations, names)
+    runs = _split_at_names(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []
     for i, equations in enumerate(runs):
@@ -88,32 +88,32 @@ def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> 
     return read(program.run(segment.equations, known), segment.outputs)
 
 
-def _cut(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
+def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
     """Return the equations up to each named value, and those after the last.
 
     The leaves of a tree, which are named one after another, make one cut.
     """
     runs: list[list[Equation]] = [[]]
     for equation in equations:
-        after_name = bool(runs[-1]) and _name(runs[-1][-1]) in names
-        if after_name and _name(equation) not in names:
+        after_name = bool(runs[-1]) and _checkpoint_name(runs[-1][-1]) in names
+        if after_name and _checkpoint_name(equation) not in names:
             runs.append([])
         runs[-1].append(equation)
     return runs
 
 
-def _name(equation: Equation) -> str | None:
+def _checkpoint_name(equation: Equation) -> str | None:
     """Return the name that an equation gives a value, if it does."""
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
-    known = dict.fromkeys(n for n in map(_name, program.equations) if n is not None)
+    known = dict.fromkeys(n for n in map(_checkpoint_name, program.equations) if n is not None)
     for name in names:
         if name not in known:
             raise ValueError(
                 f"{argument}: no value of the function has the name {name!r}; names in it are "
-                f"{tree.listed(list(known)) or 'none'}. Name a value by "
+                f"{tree.list_names(list(known)) or 'none'}. Name a value by "
                 "jax.ad_checkpoint.checkpoint_name(x, name), outside of loops, branches and custom "
                 "derivatives"
             )

@@ -7,7 +7,7 @@ are the same, so any optimizer and any training loop can use the result.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optfn.autodiff.budget import segmentation_by_budget
+from optfn.autodiff.budget import choose_segmentation
 from optfn.autodiff.chain import LayerFn, equal_segments, recompute_chain
 from optfn.autodiff.named_segments import recompute_function
 from optfn.core import checks
@@ -97,7 +97,7 @@ def recompute(
         segmentation = equal_segments(len(fns), segments)
         return recompute_chain(fns, lambda params, x: segmentation)
     budget = checks.count("memory_budget", memory_budget)
-    return recompute_chain(fns, segmentation_by_budget(fns, budget))
+    return recompute_chain(fns, choose_segmentation(fns, budget))
 
 
 def _check_functions(fns: Any, option: str) -> tuple[LayerFn, ...]:

@@ -45,9 +45,9 @@ class FunctionCosts(NamedTuple):
         return residuals + self.backward_peak
 
 
-def functions_in(segmentation: Segmentation) -> list[int]:
+def list_functions(segmentation: Segmentation) -> list[int]:
     """Return the numbers of the functions in a segmentation, in order."""
-    nested = (functions_in(x) if isinstance(x, list) else [x] for x in segmentation)
+    nested = (list_functions(x) if isinstance(x, list) else [x] for x in segmentation)
     return [i for numbers in nested for i in numbers]
 
 
@@ -86,7 +86,7 @@ class Rotor:
         self.table: dict[tuple[int, int], np.ndarray] = {}
         for length in range(len(costs)):
             for s in range(len(costs) - length):
-                choices = [flops for _, flops in self._choices(s, s + length)]
+                choices = [flops for _, flops in self._iterate_choices(s, s + length)]
                 self.table[s, s + length] = np.min(choices, axis=0)
         self.flops_by_memory = self.table[0, len(costs) - 1]
 
@@ -95,25 +95,25 @@ class Rotor:
         """The smallest budget for which there is a segmentation."""
         return math.ceil(int(np.isfinite(self.flops_by_memory).argmax()) * self.unit)
 
-    def segmentation(self, budget: float) -> Segmentation:
+    def find_segmentation(self, budget: float) -> Segmentation:
         """Return the best segmentation within `budget` bytes, at least `min_bytes`."""
-        return self._best(0, len(self.costs) - 1, self._whole_units(budget))
+        return self._find_best(0, len(self.costs) - 1, self._to_units(budget))
 
-    def predicted_bytes(self, budget: float) -> float:
+    def predict_bytes(self, budget: float) -> float:
         """Return how many bytes the best segmentation within `budget` needs."""
-        flops = self.flops_by_memory[self._whole_units(budget)]
+        flops = self.flops_by_memory[self._to_units(budget)]
         return int((self.flops_by_memory <= flops).argmax()) * self.unit
 
     def extra_flops(self, segmentation: Segmentation) -> float:
         """Return the FLOPs of the recomputation."""
         total = 0.0
         for segment in (x for x in segmentation if isinstance(x, list)):
-            *before, last = (self.costs[i] for i in functions_in(segment))
+            *before, last = (self.costs[i] for i in list_functions(segment))
             total += sum(f.forward_flops for f in before) + last.recompute_flops
             total += self.extra_flops(segment)
         return total
 
-    def _whole_units(self, size: float) -> int:
+    def _to_units(self, size: float) -> int:
         """Return the whole units in `size` bytes, at most UNITS."""
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
@@ -124,7 +124,7 @@ class Rotor:
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf
         return shifted
 
-    def _choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
+    def _iterate_choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the choices for the beginning of the functions s to t, with their FLOPs by memory.
 
         The choice s saves the residuals of s; a choice c > s recomputes s to c − 1.
@@ -147,17 +147,17 @@ class Rotor:
             yield c, flops_before + last.recompute_flops + after + self.table[s, c - 1]
             flops_before += last.forward_flops
 
-    def _best(self, s: int, t: int, units: int) -> Segmentation:
+    def _find_best(self, s: int, t: int, units: int) -> Segmentation:
         """Return the best segmentation of the functions s to t."""
         best: Segmentation = []
         while s <= t:
-            choice, _ = min(self._choices(s, t), key=lambda pair: pair[1][units])
+            choice, _ = min(self._iterate_choices(s, t), key=lambda pair: pair[1][units])
             if choice == s:
                 best.append(s)
                 occupied = self.costs[s].residual_bytes + self.costs[s].output_bytes
                 s += 1
             else:
-                best.append(self._best(s, choice - 1, units))
+                best.append(self._find_best(s, choice - 1, units))
                 occupied = self.costs[choice - 1].output_bytes
                 s = choice
             units -= math.ceil(occupied / self.unit)

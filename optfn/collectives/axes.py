@@ -52,7 +52,7 @@ def is_spec(x: object) -> TypeGuard[PartitionSpec]:
 
 
 class Division(NamedTuple):
-    """A dimension of an array, and the mesh axes over which it is divided."""
+    """A dimension of an array, and the mesh axes that divide it."""
 
     dimension: int
     axes: Axes
@@ -96,7 +96,7 @@ def axis_size(names: Axes) -> int:
 
 
 def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
-    """Mark x as varying over these axes too; axes over which it already varies change nothing.
+    """Mark x as varying over these axes too, where it does not vary yet.
 
     The branches of a cond and the carry of a loop must vary over the same axes.
     """

@@ -1,7 +1,6 @@
 """The workers of a step, and the devices that divide the arrays of a worker."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ class Devices:
     owners of the rows of a table, where `specs` is empty.
 
     mesh: the mesh.
-    axes: the mesh axes along which the devices lie.
+    axes: the mesh axes of the devices.
     specs: the path of each leaf of params, and the PartitionSpec of its gradient over these axes. A
       tuple can be hashed, and so be the static part of a pytree.
     """
@@ -38,7 +37,7 @@ class Devices:
     @property
     def size(self) -> int:
         """The number of the devices."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
+        return meshes.count_devices(self.mesh, self.axes)
 
     @cached_property
     def _spec_of_path(self) -> Mapping[str, P]:
@@ -55,13 +54,14 @@ class Devices:
             if tree.is_masked(x):
                 return x
             if isinstance(x, LeafKind):
-                return P(x.divided_over)
+                # The owners of rows keep them, whatever the spec of the leaf.
+                return P(x.mesh_axes)
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes over which the leaf at a path is divided; none if it is whole."""
+        """Return the axes that divide the leaf at a path; none if it is whole."""
         return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
@@ -74,7 +74,7 @@ class Devices:
             names = self.axes_of(place)
             if not names or tree.is_masked(x):
                 return x
-            return x.reshape(math.prod(self.mesh.shape[name] for name in names), -1)
+            return x.reshape(meshes.count_devices(self.mesh, names), -1)
 
         return tree.map_named(flatten, values)
 
@@ -102,7 +102,7 @@ class Workers(NamedTuple):
     Where the gradient is already the mean over all workers, there is one worker without axes, and
     each method returns its argument.
 
-    axes: the mesh axes along which workers differ. A method must be called where they are bound.
+    axes: the mesh axes that tell workers apart. A method must be called where they are bound.
     group: the shard group, the devices of each worker; None if a worker is one device.
     """
 
@@ -111,6 +111,7 @@ class Workers(NamedTuple):
 
     def any(self, flag: jax.Array) -> jax.Array:
         """Tell whether the flag of any worker is true."""
+        # A collective adds and compares numbers, not booleans.
         return self.max(flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def max(self, x: jax.Array) -> jax.Array:

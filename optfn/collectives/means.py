@@ -22,9 +22,9 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x.
 
-    `xla.reducible` says in which dtype the all-reduce adds.
+    `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
-    mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
+    mean: jax.Array = lax.pmean(xla.widen_for_all_reduce(x), names).astype(x.dtype)
     return mean
 
 
@@ -112,7 +112,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which integers are summed: their own, or int32 if it has fewer bits."""
+    """Return the dtype for a sum of integers: their own, or int32 if theirs has fewer bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
@@ -153,7 +153,7 @@ def mean_scatter(
     Args:
       x: the array of each device.
       divisions: how the mean is divided, over some of `names`.
-      names: the axes over which the mean is taken.
+      names: the axes of the mean.
       mesh: the mesh of these axes.
       compressor: what encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.
@@ -174,7 +174,7 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
         missing = -x.shape[dimension] % count
         x = jnp.pad(x, [(0, missing if d == dimension else 0) for d in range(x.ndim)])
     if not _is_gloo(mesh, names):
-        total = torus.reduce_scatter_along(xla.reducible(x), names, dimension)
+        total = torus.reduce_scatter_along(xla.widen_for_all_reduce(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes, JAX's reduce-scatter returns wrong values (jax issue 40830): exchange

@@ -1,16 +1,17 @@
 """What JAX does on a mesh, with our defaults: `shard_map`, sharding constraints, shardings."""
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optfn.collectives import torus
-from optfn.collectives.axes import check_axis_names, manual_axes
+from optfn.collectives.axes import AxisName, check_axis_names, manual_axes, to_axes
 from optfn.core import checks
 
 
@@ -38,6 +39,28 @@ def shard_map(
         # With check_vma, JAX itself would sum the gradient of replicated parameters.
         check_vma=False,
     )
+
+
+def count_devices(mesh: Mesh, axis_name: AxisName) -> int:
+    """Return the number of devices along axes of a mesh: the product of their sizes, or 1 for None.
+
+    Raises:
+      TypeError: `mesh` is not a mesh, or `axis_name` not a name.
+      ValueError: the mesh has no such axis.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
+            f"got {checks.show(mesh)}"
+        )
+    check_axis_names("axis_name", axis_name, optional=True)
+    missing = [axis for axis in to_axes(axis_name) if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
+            "the workers: data_axis= of a training step, axis_name= elsewhere"
+        )
+    return math.prod(mesh.shape[axis] for axis in to_axes(axis_name))
 
 
 def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size
 from optfn.collectives.gathers import all_gather_leaves, all_to_all_leaves
-from optfn.core.checks import shown, warn
+from optfn.core.checks import show, warn
 from optfn.core.types import PyTree
 
 # The function from arrays to their packets and the next states.
@@ -68,7 +68,7 @@ def check_compressor(argument: str, compressor: object) -> Compressor:
     if not isinstance(compressor, Compressor) or isinstance(compressor, type):
         raise TypeError(
             f"{argument} must be a compressor such as quantize(8), with the methods init, encode, "
-            f"decode and num_bytes; got {shown(compressor)}"
+            f"decode and num_bytes; got {show(compressor)}"
         )
     shape = (MIN_SIZE,)
     state = jax.eval_shape(lambda: compressor.init(shape))
@@ -82,7 +82,8 @@ def check_compressor(argument: str, compressor: object) -> Compressor:
     return compressor
 
 
-# The bias of an entry, relative to the largest entry, from which on a compressor gets a warning.
+# A bias of this size, relative to the largest entry, gets a warning: without error feedback it adds
+# up over steps.
 _MOST_BIAS = 0.01
 
 
@@ -152,6 +153,7 @@ def mean_scatter_slices(
       The mean of the slice that this worker owns, the packets that it has sent, and the states that
       `encode` returns.
     """
+    # 1. Send a packet to each owner.
     packets, states = encode(slices)
     received, workers = all_to_all_leaves(packets, names), axis_size(names)
 
@@ -161,6 +163,7 @@ def mean_scatter_slices(
     def add_slice(worker: jax.Array, means: PyTree) -> PyTree:
         return jax.tree.map(lambda mean, x: mean + x / workers, means, decode_slice(worker))
 
+    # 2. Decode packets one at a time, because all of them decoded take N slices of memory.
     first = jax.tree.map(lambda x: x / workers, decode_slice(0))
     return lax.fori_loop(1, workers, add_slice, first), packets, states
 
@@ -195,7 +198,7 @@ def mean_scatter_packets(
     Args:
       x: the array of each device.
       dimension: the dimension that is divided.
-      names: the axes over which the mean is taken, and over which it is divided.
+      names: the axes of the mean, which also divide it.
       compressor: the compressor that makes the packets.
       step: the number of the training step; None stands for 0.
     """
@@ -220,7 +223,7 @@ def all_gather_packets(
 ) -> jax.Array:
     """Gather a whole array from packets of its shards along one dimension.
 
-    The arguments are those of `mean_scatter_packets`.
+    The arguments are as for `mean_scatter_packets`.
     """
 
     def encode(x: jax.Array) -> tuple[PyTree, None]:

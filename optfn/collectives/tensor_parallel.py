@@ -78,7 +78,7 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
     return _sum_over(names, x)
 
 
-def _linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
+def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
     """Return forward(x, axes) as a function of (axes, x), with backward(cotangent, axes)."""
     fn = jax.custom_vjp(lambda axes, x: forward(x, axes), nondiff_argnums=(0,))
     fn.defvjp(
@@ -89,5 +89,5 @@ def _linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], P
 
 
 # The two are transposes of each other.
-_copy_to = _linear(lambda x, axes: x, lax.psum)
-_sum_over = _linear(lax.psum, lambda x, axes: x)
+_copy_to = _make_linear(lambda x, axes: x, lax.psum)
+_sum_over = _make_linear(lax.psum, lambda x, axes: x)

@@ -62,7 +62,7 @@ def all_gather_along(
     Args:
       x: the array of each device.
       names: the mesh axes.
-      dimension: the dimension of x along which the arrays are concatenated.
+      dimension: the dimension of x to concatenate.
       to: whether JAX, where it tracks this, is told that the result is the same on all devices:
         "invarying" or "varying".
     """
@@ -147,7 +147,7 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
-    sizes = () if mesh is None else box(mesh.devices, mesh.axis_names.index(axis))
+    sizes = () if mesh is None else find_box(mesh.devices, mesh.axis_names.index(axis))
     if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
     sizes = (*sizes[:-most], math.prod(sizes[-most:]))
@@ -158,12 +158,12 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
     ]
 
 
-def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
+def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first.
 
     The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
-    be in any order: the groups of each phase are then smaller boxes, for which the compiler has
-    native collectives as well.
+    be in any order: the groups of each phase are then smaller boxes, and the compiler has native
+    collectives for boxes.
 
     Args:
       devices: the devices of a mesh.

@@ -1,1 +1,1 @@
-"""Expressions written for compilers, and calls grouped for them."""
+"""Expressions written for XLA, each with its reason, and one call for a group of arrays."""

@@ -29,9 +29,9 @@ def map_groups(
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Return the mesh axes over which JAX tracks that `x` varies.
+    """Return the mesh axes whose devices may hold different values of `x`, as JAX tracks them.
 
-    Inside `shard_map(check_vma=True)` each array has a set of such axes; elsewhere there are none.
+    Inside `shard_map(check_vma=True)` each array has such a set; elsewhere the set is empty.
     """
     kind = jax.typeof(x)
     if hasattr(kind, "mat"):  # JAX 0.10.1 or newer

@@ -1,8 +1,9 @@
-"""Expressions written for XLA, each with the reason: expressions for CPUs, and hints.
+"""Expressions for particular XLA backends.
 
-XLA on CPU makes a pass over memory for each array that a program writes, and keeps in memory what
-two of them read. The compilers of TPUs and GPUs make one kernel of several results and reductions,
-and compute again what two kernels read; there a loop or a view in rows of another length costs.
+Each docstring names the compiler behaviour that it works around. XLA on CPU makes a pass over
+memory for each array that a program writes, and keeps an array that two passes read. The compilers
+of TPUs and GPUs put several results and reductions into one kernel, and compute an array again for
+each kernel that reads it. There a loop is slow, and so is a view in rows of another length.
 """
 
 import functools
@@ -28,11 +29,11 @@ T = TypeVar("T")
 CPU_PLATFORMS = ("cpu",)
 
 
-def on_cpu(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    """Return cpu(*arguments) in a program for a CPU, and plain(*arguments) in any other.
+def call_for_platform(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    """Return cpu(*arguments) in a program for a CPU, plain(*arguments) for another platform.
 
-    Both are traced, so a jaxpr has a cond of both; lowered for one platform, nothing of the other
-    is left. They give trees of the same shapes and dtypes.
+    Both are traced, so a jaxpr has a cond of both, and both give trees of the same shapes and
+    dtypes. Lowering for a platform drops the branch that it does not run.
     """
     branches = dict.fromkeys(CPU_PLATFORMS, cpu)
     return lax.platform_dependent(*arguments, default=plain, **branches)
@@ -46,7 +47,7 @@ def row_norms(x: jax.Array) -> jax.Array:
     length = math.prod(x.shape[1:])
     squares = abs_squared(x)
     in_lanes = length >= LONG_ROW and length % LANES == 0
-    return jnp.sqrt(on_cpu(_sums_by_lanes if in_lanes else _sums, _sums, squares))
+    return jnp.sqrt(call_for_platform(_sums_by_lanes if in_lanes else _sums, _sums, squares))
 
 
 def _sums(x: jax.Array) -> jax.Array:
@@ -54,32 +55,33 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def _sums_by_lanes(x: jax.Array) -> jax.Array:
-    """Return the sum of each row of x ≥ 0, of eight elements first.
+    """Return the sum of each row of x ≥ 0, as a sum of sums of eight elements.
 
-    XLA on CPU does not vectorize an expression that it sums along a row. Partial sums of eight
-    elements, an array of their size, take a half to a third of the time; the comparison, always
-    false, keeps XLA from summing them in one operation.
+    XLA on CPU does not vectorize an expression that it sums along a row. Sums of eight elements,
+    kept in an array, take a half to a third of the time. The comparison is always false; it keeps
+    XLA from merging the two sums.
     """
     eighths = x.reshape(len(x), -1, LANES)
     partial_sums = sum(eighths[:, :, i] for i in range(LANES))
     return _sums(jnp.where(partial_sums < 0, 0, partial_sums))
 
 
-def quotient(x: jax.Array, divisor: Any) -> jax.Array:
+def divide(x: jax.Array, divisor: Any) -> jax.Array:
     """Return x/divisor, rounded once, for a divisor that is broadcast.
 
-    XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does
-    so only where x is NaN.
+    XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
+    x. So here it is x where x is NaN, and `divisor` elsewhere.
     """
     ratio: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
     return ratio
 
 
-def reduced_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-    """Return the sum or the maximum of each row of x, (…), by `jnp.sum` or `jnp.max`.
+def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+    """Reduce each row of x by `of_axis`, which is `jnp.sum` or `jnp.max`; the last axis goes.
 
-    XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory for
-    it, so eighths of the row are first combined with each other.
+    XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory
+    before it. So on a CPU the eighths of a row are first reduced elementwise, which vectorizes, if
+    64 divides the length of a row.
     """
 
     def by_eighths(x: jax.Array) -> jax.Array:
@@ -87,25 +89,25 @@ def reduced_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
             x = of_axis(x.reshape(*x.shape[:-1], 8, -1), axis=-2)
         return of_axis(x, axis=-1)
 
-    reduced: jax.Array = on_cpu(by_eighths, functools.partial(of_axis, axis=-1), x)
+    reduced: jax.Array = call_for_platform(by_eighths, functools.partial(of_axis, axis=-1), x)
     return reduced
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
-    """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32.
+    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32.
 
-    A view with 32 entries in its last axis takes four times the memory on a TPU, whose rows have
-    128 lanes. There the words are products of the mask and powers of two, which are exact, since
-    halves of words are integers of 16 bits.
+    The end is padded with zeros. On a TPU, whose rows have 128 lanes, a view with 32 entries in its
+    last axis takes four times the memory. There the words are products of the mask and powers of
+    two; these are exact, since half a word is an integer of 16 bits.
     """
-    words: jax.Array = on_cpu(_bits_by_shifts, _bits_by_products, mask)
+    words: jax.Array = call_for_platform(_bits_by_shifts, _bits_by_products, mask)
     return words
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
     """Return the words of a mask; see `pack_mask`.
 
-    The tail alone is padded, because XLA on CPU does not vectorize a reduction of what it pads.
+    XLA on CPU does not vectorize the reduction of a padded array, so the tail alone is padded.
     """
     end = mask.shape[-1] // 32 * 32
     if missing := -mask.shape[-1] % 32:
@@ -132,10 +134,10 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Tell whether a number is infinite or NaN.
+    """Tell whether a number of an array is infinite or NaN; False without arrays.
 
-    XLA on CPU makes slow loops of reductions to a scalar, so there one pass turns each array into
-    bits, and the bits of all arrays are reduced at once.
+    XLA on CPU makes a slow loop of each reduction to a scalar. So there one pass turns each array
+    into bits, and one reduction takes the bits of all arrays.
     """
 
     def by_bits(arrays: list[jax.Array]) -> jax.Array:
@@ -147,67 +149,68 @@ def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
         return ~jnp.all(jnp.isfinite(jnp.stack(largest)))
 
     found = [x for x in arrays if x.size]
-    return on_cpu(by_bits, by_largest, found) if found else jnp.asarray(False)
+    return call_for_platform(by_bits, by_largest, found) if found else jnp.asarray(False)
 
 
-def computed_once(flag: jax.Array) -> jax.Array:
-    """Return a bool scalar that XLA does not compute again in each of its uses.
+def compute_once(flag: jax.Array) -> jax.Array:
+    """Return the bool scalar `flag` so that XLA computes it once, not again for each use.
 
-    The conjunction of N flags is cheap to XLA's CPU fusion, so it is fused into the update of each
-    of N leaves: with 300 leaves the compiler takes minutes and gigabytes. Square roots are not
-    duplicated.
+    XLA on CPU takes the conjunction of N flags for cheap and fuses it into the update of each of N
+    leaves: with 300 leaves the compiler takes minutes and gigabytes. It does not duplicate square
+    roots, so the flag passes through one.
     """
     return jnp.sqrt(flag.astype(jnp.float32)) > 0
 
 
-def hidden(value: Any) -> jax.Array:
-    """Return a constant of which XLA does not know the value, so that it keeps what depends on it.
+def hide_constant(value: Any) -> jax.Array:
+    """Return a constant that XLA cannot fold, so that it keeps the code that depends on it.
 
-    It would remove the branch of a cond that is never taken, and unroll a loop of one iteration.
+    With a known value, XLA removes the branch of a cond that is never taken, and unrolls a loop of
+    one iteration.
     """
     constant: jax.Array = lax.optimization_barrier(jnp.asarray(value))
     return constant
 
 
 def barrier(values: T, *first: jax.Array) -> T:
-    """Return the arrays of a tree, all of which, and `first`, XLA computes before one is read.
+    """Return `values` unchanged; XLA computes all of them, and `first`, before it reads any.
 
-    It would compute updates in between a loss that reads the same arrays, and keep copies of them.
-    There is one barrier for each set of mesh axes over which arrays vary, since all results of a
-    barrier vary over the same axes.
+    Without a barrier XLA interleaves updates with a loss that reads the same arrays, and keeps
+    copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that
+    vary over different axes get barriers of their own. A float0 passes through none.
     """
 
     def kind(x: Leaf) -> Any:
         return None if tree.is_float0(x) else varying_axes(x)
 
-    def passed(group: list[Leaf]) -> list[Leaf]:
+    def pass_group(group: list[Leaf]) -> list[Leaf]:
         if kind(group[0]) is None:
             return group
         return list(lax.optimization_barrier([*first, *group]))[len(first) :]
 
     leaves, structure = jax.tree.flatten(values)
-    result: T = jax.tree.unflatten(structure, map_groups(passed, leaves, kind))
+    result: T = jax.tree.unflatten(structure, map_groups(pass_group, leaves, kind))
     return result
 
 
-def loops_in_place(
+def run_in_place(
     bodies: Sequence[Callable[[PyTree, PyTree], PyTree]],
     due: jax.Array,
     carry: PyTree,
     reads: Sequence[PyTree],
 ) -> PyTree:
-    """Return the carry after each body(carry, read), each in a loop of one iteration, if `due`.
+    """Return the carry after body(carry, read) for each pair, if `due`; else the carry as it is.
 
-    XLA updates the carry of a loop in place, and fuses nothing after the loop into it; the results
-    of a cond would be new memory. The counter passes the barrier of each iteration, or XLA would
-    hoist what is invariant in the loop.
+    Each body runs in a loop of one iteration. XLA updates the carry of a loop in place, and fuses
+    no later code into the loop; a cond would write its results to new memory. XLA hoists code that
+    does not depend on the carry out of a loop, so the counter passes the barrier of each iteration.
     """
     left = jnp.where(due, len(bodies), 0)  # carried from loop to loop, which orders them
     for i, (body, read) in enumerate(zip(bodies, reads, strict=True)):
 
         def once(state: PyTree, body: Callable[..., PyTree] = body, read: PyTree = read) -> PyTree:
             left, carry = state
-            return _less_one(left), body(*barrier((carry, read), left))
+            return _decrement(left), body(*barrier((carry, read), left))
 
         def is_next(state: PyTree, turn: int = len(bodies) - i) -> Any:
             return state[0] == turn
@@ -216,22 +219,22 @@ def loops_in_place(
     return carry
 
 
-def _less_one(left: jax.Array) -> jax.Array:
+def _decrement(left: jax.Array) -> jax.Array:
     """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
 
-    From jaxlib 0.12 on, XLA on CPU runs a loop with an unknown number of iterations on one core,
-    however large its arrays are, unless the loop has a sort in it.
+    From jaxlib 0.12 on, XLA on CPU runs a loop whose number of iterations it does not know on one
+    core, however large the arrays are. A sort in the loop prevents that.
     """
     ascending: jax.Array = lax.sort(jnp.stack([left, left - 1]))
     return ascending[0]
 
 
 def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
-    """Return consecutive pieces of x, along its last axis.
+    """Split x along its last axis into consecutive pieces of `sizes`; NumPy arrays on the host.
 
-    XLA on CPU compiles each static slice together with the code that reads it, which takes about
-    8 ms for each distinct start, and minutes for thousands. There the starts are known only at run
-    time, so that all slices of the same length share one piece of code.
+    XLA on CPU compiles each static slice together with the code that reads it: about 8 ms for each
+    distinct start, minutes for thousands. So there the starts are known only at run time, and all
+    slices of one length share their code.
     """
     edges = list(itertools.accumulate(sizes, initial=0))
     if isinstance(x, np.ndarray):
@@ -242,7 +245,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
 
     def dynamic(x: jax.Array) -> list[jax.Array]:
         starts = lax.cond(
-            hidden(False),
+            hide_constant(False),
             lambda: [jnp.int32(start + 1) for start in edges[:-1]],
             lambda: [jnp.int32(start) for start in edges[:-1]],
         )
@@ -251,15 +254,14 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
 
     if len(sizes) < 2 or x.shape[-1] >= 2**31:
         return static(x)
-    pieces: list[Leaf] = on_cpu(dynamic, static, x)
+    pieces: list[Leaf] = call_for_platform(dynamic, static, x)
     return pieces
 
 
-def sums(*x: jax.Array) -> tuple[jax.Array, ...]:
+def sum_arrays(*x: jax.Array) -> tuple[jax.Array, ...]:
     """Return the sum of each of several arrays of one shape, by one reduction.
 
-    For separate reductions XLA on CPU first writes the arrays to memory, which takes ten times as
-    long.
+    XLA on CPU first writes the arrays to memory for separate reductions: ten times as slow.
     """
 
     def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -272,10 +274,10 @@ def sums(*x: jax.Array) -> tuple[jax.Array, ...]:
 def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Array:
     """Return start + step·k, uint32, for element k of an array of `shape`; `step` is odd.
 
-    A CPU adds a vector for the last axis to one for the others, with which XLA vectorizes a hash of
-    the sum. The start is in the vector for the last axis, mostly the longer one: in a loop over
-    steps an array without it would be kept in memory. Elsewhere vectors would be kernels of their
-    own, and one expression compiles in two thirds of the time.
+    A CPU adds a vector for the last axis to a vector for the leading axes, because XLA vectorizes a
+    hash of such a sum. The vector for the last axis, mostly the longer one, has `start` in it:
+    otherwise XLA would keep the vector in memory during a loop over steps. On another platform each
+    vector would be a kernel, and one expression compiles in two thirds of the time.
     """
     *lead, length = shape or (1,)
 
@@ -291,17 +293,17 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
             number += lax.broadcasted_iota(jnp.uint32, shape, axis)
         return number * np.uint32(step) + start
 
-    result: jax.Array = on_cpu(of_vectors, of_numbers, start)
+    result: jax.Array = call_for_platform(of_vectors, of_numbers, start)
     return result
 
 
-def rounded_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Return x rounded to bfloat16, in its dtype; XLA removes a cast to bfloat16 and back."""
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """Round x to bfloat16 and keep its dtype; of two casts, there and back, XLA drops both."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def reducible(x: jax.Array) -> jax.Array:
-    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, if XLA would crash.
+def widen_for_all_reduce(x: jax.Array) -> jax.Array:
+    """Cast bfloat16 to float32 if XLA would crash in an all-reduce of x; else return x.
 
     With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
     instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.

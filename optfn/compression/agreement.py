@@ -19,7 +19,7 @@ def is_compressible(p: jax.Array, min_size: int) -> bool:
 
 
 def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
-    """Raise unless axes are bound and, if JAX can tell, each gradient is that of one worker."""
+    """Raise unless axes are bound and, if JAX can tell, each gradient comes from one worker."""
     check_axes_bound(name, axis_name)
     checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
@@ -34,7 +34,7 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
-    """Raise unless x, the state of the leaf at `place`, is that of one worker, of this shape."""
+    """Raise unless x, the state of the leaf at `place`, has this shape, for one worker."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(

@@ -50,10 +50,10 @@ def unpack_fields(
     stream = _split_digits(words, 32, digit)
     fields = [stream[: lengths[0]]] if len(lengths) == 1 else xla.split(stream, lengths)
 
-    def unpacked(field: jax.Array, width: int, count: int) -> jax.Array:
+    def unpack(field: jax.Array, width: int, count: int) -> jax.Array:
         return _join_digits(field, width, digit) if width else jnp.zeros(count, jnp.uint32)
 
-    return list(map(unpacked, fields, widths, counts))
+    return list(map(unpack, fields, widths, counts))
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:
@@ -76,7 +76,7 @@ def _join_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
     return jnp.sum(groups, axis=1, dtype=jnp.uint32)
 
 
-def num_ones(words: jax.Array) -> jax.Array:
+def count_ones(words: jax.Array) -> jax.Array:
     """Return the number of set bits of each word, int32."""
     return lax.population_count(words).astype(jnp.int32)
 
@@ -85,7 +85,7 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
     """Return the position of the n-th set bit of each word, counted from 0, by five bisections."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
-        low = num_ones(word & np.uint32((1 << width) - 1))
+        low = count_ones(word & np.uint32((1 << width) - 1))
         above = n >= low
         n = jnp.where(above, n - low, n)
         word = jnp.where(above, word >> np.uint32(width), word)
@@ -96,10 +96,10 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
     """Return each word with only its first n set bits, or all of them if it has fewer."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
-    return jnp.where(n < num_ones(words), words & below, words)
+    return jnp.where(n < count_ones(words), words & below, words)
 
 
-def positions(
+def find_positions(
     words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
     """Return the positions of set bits in flat words, given their numbers, counted from 0.
@@ -123,5 +123,5 @@ def positions(
     start = mark_varying(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
     at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
     word = words[at]
-    rank = number - (ends[at] - num_ones(word))
+    rank = number - (ends[at] - count_ones(word))
     return at.astype(jnp.int32) * 32 + jnp.minimum(nth_bit(word, rank), 31)

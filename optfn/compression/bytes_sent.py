@@ -78,12 +78,12 @@ def traffic_of(
 ) -> ExchangeTraffic:
     """Return the bytes that a worker sends for leaves with these compressors.
 
-    `route` and `warmup_steps` are those of `exchange`.
+    `route` and `warmup_steps` are arguments of `exchange`.
     """
     gathered = reduced = dense = 0
     slices = []
     for compressor, p in pairs:
-        whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
+        whole = 0 if tree.is_masked(p) else numerics.accumulator_bytes(p)
         packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
         if compressor is None or compressor.is_reduced:
             reduced += packet

@@ -68,7 +68,7 @@ class BaseCompressor(Compressor):
     bias: float = 0.0
 
     @classmethod
-    def completing(cls, given: Compressor) -> "BaseCompressor":
+    def complete(cls, given: Compressor) -> "BaseCompressor":
         """Return a compressor of any class, with defaults for the methods that it lacks."""
         if isinstance(given, BaseCompressor):
             return given
@@ -148,26 +148,28 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
       TypeError: a value is not a compressor, or a pattern is not a regular expression.
     """
     if not isinstance(choice, Mapping):
-        return {re.compile(".*", re.DOTALL): _compressor("compressor", choice)}
+        return {re.compile(".*", re.DOTALL): _check_compressor("compressor", choice)}
     checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
         patterns.check_pattern("compressor", pattern)
         is_dense = compressor is None
-        checked[pattern] = None if is_dense else _compressor(f"compressor[{pattern!r}]", compressor)
+        checked[pattern] = (
+            None if is_dense else _check_compressor(f"compressor[{pattern!r}]", compressor)
+        )
     return checked
 
 
-def _compressor(argument: str, compressor: Any) -> BaseCompressor:
+def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
             f"{argument} must be a compressor such as top_k(0.05) (an object with the methods "
             f"{', '.join(_METHODS)}), a mapping from patterns of paths to compressors, or None; "
-            f"got {checks.shown(compressor)}"
+            f"got {checks.show(compressor)}"
         )
-    return BaseCompressor.completing(compressor)
+    return BaseCompressor.complete(compressor)
 
 
 def choose_compressors(

@@ -34,7 +34,7 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker
+from optfn.state.per_worker import Exchanged, PerWorker, mark_exchanged, mark_per_worker
 from optfn.transforms.clipping import clip_factor
 
 
@@ -110,8 +110,8 @@ def deep_gradient_compression(
         clipped, > 0; each worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
       axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as that of
-        the devices of a host if `axis_name` is that of the hosts.
+      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as the
+        axis of the devices of a host if `axis_name` is the axis of the hosts.
       min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
         `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
@@ -158,14 +158,14 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.Unchecked(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
+    return core.Unchecked(partial(_init_state, options), partial(_accumulate_and_send, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
     if isinstance(sparsity, str) or not isinstance(sparsity, Sequence) or not sparsity:
         raise TypeError(
             "sparsity must be a sequence of numbers, one for each step of the ramp, such as "
-            f"(0.75, 0.999); got {checks.shown(sparsity)}"
+            f"(0.75, 0.999); got {checks.show(sparsity)}"
         )
     for s in sparsity:
         if not checks.is_host_number(s):
@@ -177,36 +177,36 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(float, sparsity))
 
 
-def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompressionState:
+def _init_state(options: Options, params: Params) -> DeepGradientCompressionState:
     def dense(p: Leaf) -> Leaf:
-        return optax.MaskedNode() if options.compresses(p) else p
+        return optax.MaskedNode() if options.is_compressed(p) else p
 
     def flat(p: Leaf) -> Leaf:
-        return jnp.zeros(p.size, jnp.float32) if options.compresses(p) else optax.MaskedNode()
+        return jnp.zeros(p.size, jnp.float32) if options.is_compressed(p) else optax.MaskedNode()
 
     return DeepGradientCompressionState(
         core.first_step(),
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        per_worker(tree.map_arrays(flat, params), options.axis_name),
-        per_worker(tree.map_arrays(flat, params), options.axis_name),
+        mark_per_worker(tree.map_arrays(flat, params), options.axis_name),
+        mark_per_worker(tree.map_arrays(flat, params), options.axis_name),
         options.regularization.init(params),
-        exchanged(params, options.all_axes, _traffic(options, params)),
+        mark_exchanged(params, options.all_axes, _traffic(options, params)),
     )
 
 
 def _traffic(options: Options, params: Params) -> DgcTraffic:
     """Return the bytes that a worker sends in a step, for leaves like `params`."""
     leaves = tree.arrays(params)
-    large = [p for p in leaves if options.compresses(p)]
-    small = [p for p in leaves if not options.compresses(p)]
+    large = [p for p in leaves if options.is_compressed(p)]
+    small = [p for p in leaves if not options.is_compressed(p)]
     return DgcTraffic(
         options.rampup_begin_step,
         options.rampup_step,
         tuple(packet.num_bytes for packet in packet_formats(options, [p.size for p in large])),
-        sum(map(numerics.accumulated_bytes, large)),
-        sum(map(numerics.accumulated_bytes, small)),
+        sum(map(numerics.accumulator_bytes, large)),
+        sum(map(numerics.accumulator_bytes, small)),
     )
 
 
@@ -239,7 +239,7 @@ def _accumulate_and_send_shards(
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)
-    g = _local_gradient(options, updates, state.residual.value, compressing)
+    g = _average_and_clip(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
 
     directions, structure = tree.flatten(g)
@@ -250,7 +250,7 @@ def _accumulate_and_send_shards(
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
-        directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
+        directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
@@ -269,20 +269,20 @@ def _accumulate_and_send_shards(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise unless the state is that of one worker, for leaves like those of `updates`."""
+    """Raise unless the state belongs to one worker, and its leaves fit `updates`."""
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", values, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
             is_flat = (
-                options.compresses(g) if options.group is None else not tree.is_masked(residual)
+                options.is_compressed(g) if options.group is None else not tree.is_masked(residual)
             )
             found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
             check_state_of_leaf("update", place, found, shape)
 
 
-def _local_gradient(
+def _average_and_clip(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
     """Return gradients averaged over `reduce_axis_name`, and clipped for compressed leaves."""
@@ -304,7 +304,7 @@ def _local_gradient(
     return tree.map_named(local, updates, residuals)
 
 
-def _dense_leaf(
+def _update_dense_leaf(
     options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return direction and velocity of plain momentum on the mean gradient."""

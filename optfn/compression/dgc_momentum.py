@@ -14,15 +14,15 @@ from optfn.wrappers.attributes import (
     ParamAttrs,
     apply_to_trained,
     check_param_attrs,
+    penalties_of_leaves,
     refuse_decay_factors,
-    regularizing,
 )
 
 # If a larger fraction of the entries is sent, masking costs more than it gains.
 _MAX_MASKED_DENSITY = 0.02
 
 
-@core.named
+@core.record_call
 def dgc_momentum(
     learning_rate: Number | Schedule,
     momentum: Number,
@@ -52,7 +52,7 @@ def dgc_momentum(
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
     something is sent. At the densities it was made for, 0.1 % to 1 %, most of the velocity remains.
     If more is sent, the momentum is lost: with sparsity 0 the rule is plain SGD. On two small
-    language models, bits per byte were 2 % to 6 % above those of dense momentum at a density of
+    language models, bits per byte were 2 % to 6 % above dense momentum at a density of
     5 %, and 15 % above at 20 %, but at most 1 % above without masking. With masking and a final
     density above 2 % you therefore get a UserWarning.
 
@@ -74,7 +74,7 @@ def dgc_momentum(
       param_attrs: attributes of parameters, by patterns of paths. need_clip has no effect here,
         because the local clip is per tensor, and only for compressed tensors.
 
-    State: that of `deep_gradient_compression`, and the rate.
+    State: the state of `deep_gradient_compression`, and the rate.
 
     `make_train_step` passes `row_updates=True` to `update`; see `deep_gradient_compression`. If
     there are no dense steps and no ramp, a step then makes no pass over the parameters. The state
@@ -89,7 +89,7 @@ def dgc_momentum(
     refuse_decay_factors("dgc_momentum", attrs)
     if regularization is not None:
         core.check_transform("regularization", regularization)
-    penalties = regularizing(regularization, attrs)
+    penalties = penalties_of_leaves(regularization, attrs)
     chain = core.chain(
         deep_gradient_compression(
             momentum,

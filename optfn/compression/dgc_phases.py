@@ -1,8 +1,8 @@
 """The phases of Deep Gradient Compression, for the compressed leaves of one worker.
 
-Each step is one of three: `skip_nonfinite_step`, `dense_momentum_step` before the ramp, and
-`compressed_step` from then on. Each handles all leaves together, because to compile the selection
-once per leaf would take a minute for a large model.
+Each step is one of three: `skip_nonfinite_step`, `take_dense_step` before the ramp, and
+`take_compressed_step` from then on. Each handles all leaves together, because to compile the
+selection once per leaf would take a minute for a large model.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from optfn.compression.compressors import LeafInExchange
 from optfn.compression.gathering import padding_rows
 from optfn.compression.k_largest import SampleSearch, num_selected
 from optfn.compression.momentum_correction import MomentumCorrection
-from optfn.compression.packets import PacketFormat
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core.checks import Number
@@ -66,7 +66,7 @@ class Options:
         """The axes of all devices that take part in a step."""
         return join_axes(self.all_axes, self.group and self.group.axes)
 
-    def compresses(self, p: Leaf) -> bool:
+    def is_compressed(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
         return is_compressible(p, self.min_size)
 
@@ -152,34 +152,34 @@ def update_compressed(
         )
         for leaf in leaves
     ]
-    phases = [partial(skip_nonfinite_step, ramp), partial(compressed_step, ramp, step)]
+    phases = [partial(skip_nonfinite_step, ramp), partial(take_compressed_step, ramp, step)]
     if options.rampup_begin_step:
-        phases.append(partial(dense_momentum_step, ramp))
+        phases.append(partial(take_dense_step, ramp))
     skip, compressed, dense = range(3)
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
 
-    def reshaped(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
+    def reshape(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
         return leaf._replace(direction=leaf.direction.reshape(like.direction.shape))
 
     # The phase is the same on all workers, so its branches may contain collectives.
-    return list(map(reshaped, lax.switch(phase, phases, flat), leaves))
+    return list(map(reshape, lax.switch(phase, phases, flat), leaves))
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Return zero directions and the old state."""
     if ramp.gives_rows:
-        return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
+        return _replace_directions(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
-    return _redirected(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
+    return _replace_directions(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
 
 
-def _redirected(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
+def _replace_directions(leaves: Leaves, directions: Sequence[jax.Array | Rows]) -> Leaves:
     """Return the leaves with these directions."""
     return list(map(lambda leaf, x: leaf._replace(direction=x), leaves, directions))
 
 
-def dense_momentum_step(ramp: Ramp, leaves: Leaves) -> Leaves:
+def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Apply momentum to the mean gradient, with u as the velocity."""
     options, axes = ramp.options, ramp.options.axis_name
 
@@ -194,7 +194,7 @@ def dense_momentum_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     return list(map(step, leaves))
 
 
-def compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
+def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
     """Accumulate, send the selected entries, and keep all remaining ones in the residual."""
     options = ramp.options
     leaves = list(map(options.correction.accumulate, leaves))
@@ -207,12 +207,12 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
 
     def send(n: int, leaves: Leaves) -> Leaves:
         entries = search.extract([leaf.residual for leaf in leaves], words, counts[n])
-        return _exchanged_entries(ramp, ramp.formats[n], *entries, leaves)
+        return _exchange_entries(ramp, ramp.formats[n], *entries, leaves)
 
     return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
 
-def _exchanged_entries(
+def _exchange_entries(
     ramp: Ramp,
     packet_format: PacketFormat,
     values: jax.Array,
@@ -221,7 +221,7 @@ def _exchanged_entries(
 ) -> Leaves:
     """Exchange entries: return leaves with their mean as direction, and residuals without them."""
     dense = ramp.is_sent_dense(packet_format)
-    sent = values if dense else packet_format.rounded(values)
+    sent = values if dense else packet_format.round_values(values)
     # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.
     remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
     # With unsigned indices JAX adds no code per leaf that tests for negative ones.
@@ -232,14 +232,18 @@ def _exchanged_entries(
     zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
-        return _redirected(kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries])
+        return _replace_directions(
+            kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
+        )
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
-        return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
-    return _redirected(kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to))
+        return _replace_directions(kept, _average_as_rows(packet, packet_format, axes))
+    return _replace_directions(
+        kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to)
+    )
 
 
-def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
+def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
     """Return the mean over workers as Rows of one entry each, with one block per worker.
 
     This makes no array of the size of a leaf.
@@ -256,6 +260,6 @@ def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return Rows with the shapes of `_rows_of_packets`, but only padding."""
+    """Return Rows with the shapes of `_average_as_rows`, but only padding."""
     counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
     return [padding_rows(workers * k, size, parts=workers) for size, k in counts]

@@ -42,7 +42,14 @@ from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
 from optfn.sparse.rows import Rows
-from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
+from optfn.state.per_worker import (
+    Divided,
+    Exchanged,
+    PerWorker,
+    mark_divided,
+    mark_exchanged,
+    mark_per_worker,
+)
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
@@ -86,17 +93,15 @@ class _Options(Sending):
         """The axes of all devices that take part in a step."""
         return join_axes(self.axis_name, self.group and self.group.axes)
 
-    def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
+    def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
 
-        def accepted(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
+        def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
                 return None
             return compressor if compressor.accepts(p.shape) else None
 
-        return list(
-            map(accepted, choose_compressors(self.compressors, params), tree.leaves(params))
-        )
+        return list(map(accept, choose_compressors(self.compressors, params), tree.leaves(params)))
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
         """Return zeros for the mean of a leaf; as Rows where these are wanted, and cost less."""
@@ -106,7 +111,7 @@ class _Options(Sending):
         return zeros_like_mean(g, self.axis_name) if rows is None else rows
 
 
-@core.named
+@core.record_call
 def exchange(
     compressor: Choice | None = None,
     *,
@@ -151,13 +156,13 @@ def exchange(
         entries in C order. Packets of slices are sent to their owners, and each owner sends the
         mean of them to all workers, in a packet again. This is 2(N − 1)/N·b bytes, for any number
         of workers. The owner keeps the residual of the mean that its packet leaves out, with the
-        same error feedback. Chunks are those of slices; if they divide slices evenly, residuals are
-        those of "gather".
+        same error feedback. Slices are cut into chunks; if chunks divide slices evenly, residuals
+        are the same as with "gather".
 
     All compressed leaves share one all-gather (and with route="parts" one all-to-all). All leaves
     that are exchanged densely (small ones, and those wider than float32) share one all-reduce.
-    Row-sparse updates are exchanged as rows, without a residual. With packed params, chunks are
-    those of the original leaves.
+    Row-sparse updates are exchanged as rows, without a residual. With packed params, the
+    original leaves are cut into chunks.
 
     `update` takes `row_updates=True`, which `make_train_step` passes. If all workers together send
     at most one entry in 64 of a leaf, directions of `top_k` are then Rows with the same bits, which
@@ -196,17 +201,17 @@ def exchange(
                 check_compressor('exchange: with route="parts" compressor', codec)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
+        tx = core.Transform(partial(_init_dense, options), partial(_average_dense, options))
     else:
-        init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
+        init, update = partial(_init_residuals, options), partial(_mean_of_packets, options)
         tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
-    return _freezing(tx, attrs)
+    return _hide_frozen(tx, attrs)
 
 
-def _freezing(
+def _hide_frozen(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Mask the leaves that `attrs` freezes from `tx`, but mark them as exchanged.
+    """Hide leaves with trainable=False or rate 0 from `tx`, but mark them as exchanged.
 
     Without the mark, a training step would average their gradients.
     """
@@ -219,17 +224,17 @@ def _freezing(
     def init(params: Params) -> Any:
         state = masking.init(params)
         mark = state.exchanged
-        whole = packed.unpack(leafwise.inexact(params))
-        return state._replace(exchanged=exchanged(whole, mark.axes, mark.traffic))
+        whole = packed.unpack(leafwise.keep_inexact(params))
+        return state._replace(exchanged=mark_exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, masking.update)
 
 
-def _mark_exchanged(options: _Options, params: Params) -> ExchangeDenseState:
-    return ExchangeDenseState(exchanged(params, options.axis_name))
+def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+    return ExchangeDenseState(mark_exchanged(params, options.axis_name))
 
 
-def _plain_mean(
+def _average_dense(
     options: _Options,
     updates: Updates,
     state: ExchangeDenseState,
@@ -240,14 +245,14 @@ def _plain_mean(
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
-    check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
+    check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
     return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
-def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
+def _init_residuals(options: _Options, params: Params) -> ExchangeState:
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
-    pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
+    pairs = list(zip(options.choose_compressors(whole), leaves, strict=True))
     masked = optax.MaskedNode()
     residuals = [masked if c is None else jnp.zeros(p.shape or 1, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
@@ -256,16 +261,16 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        per_worker(structure.unflatten(residuals), options.axis_name),
+        mark_per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, traffic),
-        divided(structure.unflatten(published), options.axis_name)
+        mark_exchanged(params, options.axis_name, traffic),
+        mark_divided(structure.unflatten(published), options.axis_name)
         if options.route == "parts"
         else (),
     )
 
 
-def _compressed_mean(
+def _mean_of_packets(
     options: _Options,
     updates: Updates,
     state: ExchangeState,
@@ -282,13 +287,13 @@ def _compressed_mean(
     options = dataclasses.replace(options, group=group, row_updates=row_updates)
 
     def update(updates: Updates, state: ExchangeState, params: None) -> Any:
-        return _compressed_mean_of_shards(options, updates, state)
+        return _mean_of_shards(options, updates, state)
 
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_shards(whole, state.compressor, group)
     whole, new = update_on_shards(update, whole, state, None, group, flat=(Divided,))
-    return _packed_as(updates, whole), new
+    return _pack_like(updates, whole), new
 
 
 def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
@@ -306,7 +311,7 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Device
             )
 
 
-def _compressed_mean_of_shards(
+def _mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
     check_worker_gradients("exchange", whole, options.axis_name)
@@ -315,9 +320,9 @@ def _compressed_mean_of_shards(
     leaves, structure = tree.flatten(whole)
     residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
-    numbers = _compressed(whole, state.residual.value)
+    numbers = _find_compressed(whole, state.residual.value)
     directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
-    published = _published(whole, state, options.axis_name)
+    published = _owner_residuals(whole, state, options.axis_name)
     if numbers:
         known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
@@ -339,8 +344,8 @@ def _compressed_mean_of_shards(
     )
 
 
-def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return the owner's residual of the mean of each leaf; None without slices.
+def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
+    """Return the residual of the mean that this owner keeps, by leaf; None for route="gather".
 
     Raises:
       ValueError: an array has the size neither of one slice nor of all.
@@ -354,22 +359,26 @@ def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[
     return tree.leaves(state.published.value)
 
 
-def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
+def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """Return the numbers of the leaves that are compressed: dense arrays that have a residual.
 
+    `init` gave a residual to the leaves that have a compressor, and masked it for the others.
+
     Raises:
-      ValueError: a residual is not that of one worker for a leaf of the update's shape.
+      ValueError: a residual has not the shape of its leaf, because it was made for other params, or
+        has a row for each worker.
     """
     numbers = []
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
         if not (tree.is_leaf(g) or tree.is_masked(residual)):
+            # A scalar gets an axis: a PerWorker is divided along its first one.
             check_state_of_leaf("exchange", place, residual, g.shape or (1,))
             numbers.append(i)
     return numbers
 
 
-def _packed_as(updates: Updates, whole: PyTree) -> Updates:
-    """Return `whole` with those leaves packed that are in a Packed in `updates`."""
+def _pack_like(updates: Updates, whole: PyTree) -> Updates:
+    """Pack the leaves of `whole` that lie in a Packed in `updates`; leave the others."""
 
     def pack(node: PyTree, below: PyTree) -> PyTree:
         return packed.pack_like(node.layout, below) if is_packed(node) else below

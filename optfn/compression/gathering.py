@@ -71,11 +71,11 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows, each entry once: the bits are those of the array."""
+    """Return the mean over workers as Rows, each entry once, with the bits of the dense mean."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
-    return Rows(indices, values, like.num_rows, parts=workers, view=like.view).merged()
+    return Rows(indices, values, like.num_rows, parts=workers, view=like.view).merge()
 
 
 def encode_all(

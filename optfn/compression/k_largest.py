@@ -62,7 +62,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
     """Return the magnitudes of arrays as rows, with −1 for padding."""
     valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
-    return jnp.where(valid, magnitude(segments.padded(arrays)), -1)
+    return jnp.where(valid, magnitude(segments.pad_arrays(arrays)), -1)
 
 
 def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
@@ -76,8 +76,8 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
         trial = found | (1 << (30 - i))
-        reached = jnp.sum(m >= segments.spread_over_rows(trial), axis=1, dtype=jnp.int32)
-        return jnp.where(segments.totals(reached) >= k, trial, found)
+        reached = jnp.sum(m >= segments.broadcast_to_rows(trial), axis=1, dtype=jnp.int32)
+        return jnp.where(segments.sum_segments(reached) >= k, trial, found)
 
     start = mark_varying(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
     return lax.fori_loop(0, 31, set_bit, start)
@@ -86,44 +86,44 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
     """Return the packed mask of the k largest of each segment, the first among equals.
 
-    The arguments are those of `kth_largest`.
+    The arguments are the same as of `kth_largest`.
     """
-    kth = segments.spread_over_rows(kth_largest(m, k, segments))
+    kth = segments.broadcast_to_rows(kth_largest(m, k, segments))
     above, equal = xla.pack_mask(m > kth).reshape(-1), xla.pack_mask(m == kth).reshape(-1)
-    return filled_up(above, equal, k, segments)
+    return fill_up(above, equal, k, segments)
 
 
-def filled_up(
+def fill_up(
     above: jax.Array, equal: jax.Array, k: jax.Array | np.ndarray, segments: Segments
 ) -> jax.Array:
     """Return the packed mask `above`, filled up to k entries per segment with the first of `equal`.
 
     If `above` alone has more than k entries, all of them are selected.
     """
-    before = _cumulative(equal) - bits.num_ones(equal)
-    last = before[segments.first_word] + k - num_set(above, segments)
-    wanted = jnp.repeat(segments.spread_over_rows(last), segments.words) - before
+    before = _accumulate_counts(equal) - bits.count_ones(equal)
+    last = before[segments.first_word] + k - count_set_bits(above, segments)
+    wanted = jnp.repeat(segments.broadcast_to_rows(last), segments.words) - before
     return above | bits.first_bits(equal, jnp.maximum(wanted, 0))
 
 
-def _cumulative(words: jax.Array) -> jax.Array:
+def _accumulate_counts(words: jax.Array) -> jax.Array:
     """Return how many bits are set up to the end of each word."""
-    return jnp.cumsum(bits.num_ones(words))
+    return jnp.cumsum(bits.count_ones(words))
 
 
-def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
+def _find_set_bits(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
     """Return the positions of the k set bits of each segment, flat."""
     number = jnp.arange(k.sum(), dtype=jnp.int32)
     first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
-        first, most = segments.spread_over_entries(segments.first_word, k), segments.words
-    return bits.positions(words, _cumulative(words), number, first, most)
+        first, most = segments.broadcast_to_entries(segments.first_word, k), segments.words
+    return bits.find_positions(words, _accumulate_counts(words), number, first, most)
 
 
-def num_set(words: jax.Array, segments: Segments) -> jax.Array:
+def count_set_bits(words: jax.Array, segments: Segments) -> jax.Array:
     """Return the number of set bits of a packed mask in each segment."""
-    per_row = jnp.sum(bits.num_ones(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
-    return segments.totals(per_row)
+    per_row = jnp.sum(bits.count_ones(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
+    return segments.sum_segments(per_row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,29 +159,29 @@ class Search(abc.ABC):
         segments, (k, rank, room) = self.segments, counts
         summary, of_summary = self.summary(arrays)
         bound = kth_largest(summary, rank, of_summary)
-        words = self._packed_where(jnp.greater_equal, arrays, bound)
-        count = num_set(words, segments)
+        words = self._pack_where(jnp.greater_equal, arrays, bound)
+        count = count_set_bits(words, segments)
 
-        def bisected(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
+        def bisect(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
             return largest_mask(magnitudes(arrays, segments), k, segments)
 
-        def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
-            above = self._packed_where(jnp.greater, arrays, bound)
+        def search_exactly(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
+            above = self._pack_where(jnp.greater, arrays, bound)
             # If many entries equal the bound and fewer than k exceed it, it is the k-th largest.
-            is_kth = num_set(above, segments) < k
+            is_kth = count_set_bits(above, segments) < k
             return lax.cond(
                 jnp.all((count >= k) & ((count <= room) | is_kth)),
-                lambda arrays, words, above: filled_up(above, words & ~above, k, segments),
-                bisected,
+                lambda arrays, words, above: fill_up(above, words & ~above, k, segments),
+                bisect,
                 arrays,
                 words,
                 above,
             )
 
         accepted = jnp.all((count >= k) & (count <= room))
-        return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
+        return lax.cond(accepted, lambda arrays, words: words, search_exactly, list(arrays), words)
 
-    def _packed_where(
+    def _pack_where(
         self,
         compare: Callable[[jax.Array, jax.Array], jax.Array],
         arrays: Sequence[jax.Array],
@@ -189,14 +189,14 @@ class Search(abc.ABC):
     ) -> jax.Array:
         """Return the packed mask of compare(magnitude, bound of its segment)."""
 
-        def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
+        def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
 
-        def packed_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
-            return rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
+        def pack_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
+            return rows.map(pack, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
 
         bounds = xla.split(bound, self.segments.num_per_array)
-        return jnp.concatenate(list(map(packed_array, self.segments.arrays, arrays, bounds)))
+        return jnp.concatenate(list(map(pack_array, self.segments.arrays, arrays, bounds)))
 
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
@@ -212,19 +212,21 @@ class Search(abc.ABC):
           values, float32 (∑k,), and increasing indices in the segment, int32 (∑k,).
         """
         segments, slots = self.segments, self._slots(counts.room)
-        k, ends = np.asarray(counts.k), _cumulative(words)
+        k, ends = np.asarray(counts.k), _accumulate_counts(words)
         # Candidate j of a segment is the set bit number first + j, counted over all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
-        number = slots.spread_over_rows((ends - bits.num_ones(words))[segments.first_word]) + place
+        number = (
+            slots.broadcast_to_rows((ends - bits.count_ones(words))[segments.first_word]) + place
+        )
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
-        at = bits.positions(words, ends, number.reshape(-1), first, most)
+        at = bits.find_positions(words, ends, number.reshape(-1), first, most)
         room = slots.num_rows.astype(np.int32) * np.int32(slots.row)
         values, index = self._entries(arrays, at, room)
-        valid = place < slots.spread_over_rows(num_set(words, segments))
+        valid = place < slots.broadcast_to_rows(count_set_bits(words, segments))
         m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
-        largest = _all_set(largest_mask(m, k, slots), k, slots)
+        largest = _find_set_bits(largest_mask(m, k, slots), k, slots)
         return values[largest], index[largest]
 
     def _entries(
@@ -317,7 +319,7 @@ class BlockSearch(Search):
             return super().largest(arrays, k)
         # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.
         words = largest_mask(magnitudes(arrays, self.segments), k, self.segments)
-        return self._entries(arrays, _all_set(words, k, self.segments), k)
+        return self._entries(arrays, _find_set_bits(words, k, self.segments), k)
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
         """Return the maxima of blocks of distant entries, because large ones are often adjacent."""
@@ -348,7 +350,7 @@ def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.rint(density * lengths)).astype(np.int32)
 
 
-def search_of(segments: Segments, k: np.ndarray) -> Search:
+def make_search(segments: Segments, k: np.ndarray) -> Search:
     """Return the search of these segments for at most k entries of each."""
     if segments.chunk is None:
         return SampleSearch(segments)

@@ -1,4 +1,4 @@
-"""An exchange between workers that are groups of devices: each device exchanges its shards."""
+"""An exchange between shard groups: each device of a worker exchanges its shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,9 @@ def update_on_shards(
     group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
-    """Return the result of an update that each device computes on its shards of the arrays.
+    """Run one worker's update, each device of the worker on its shards of the arrays.
+
+    If a worker is one device, the update runs on whole arrays.
 
     Args:
       update: the update of one worker.
@@ -37,16 +39,16 @@ def update_on_shards(
     """
 
     def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
-        def mapped(fn: Callable[..., Any], *states: Any) -> Any:
+        def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
             fields = zip(*states, strict=True)
             return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
 
-        def reshaped(new: Any, old: Any) -> Any:
+        def restore_shape(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda x, like: x.reshape(like.shape), new, old)
 
-        raveled = mapped(lambda x: jax.tree.map(jnp.ravel, x), state)
+        raveled = map_fields(lambda x: jax.tree.map(jnp.ravel, x), state)
         updates, new = update(updates, raveled, params)
-        return updates, mapped(reshaped, new, state)
+        return updates, map_fields(restore_shape, new, state)
 
     if group is None:
         return run(updates, state, params)

@@ -24,11 +24,11 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 _products = partial(_einsum, "...mn,...rn->...rm")  # (M·Qᵀ)ᵀ
 _factor = partial(_einsum, "...rm,...mn->...rn")  # Pᵀ·M
 _product = partial(_einsum, "...rm,...rn->...mn")  # P·Q
-# A row of which less than this fraction of the norm is new is taken for one that is not.
+# A row lies in the span of the others if it adds less than this fraction of its norm.
 _DEPENDENT = 1e-5
 
 
-def orthonormal(p: jax.Array) -> jax.Array:
+def orthonormalize(p: jax.Array) -> jax.Array:
     """Return matrices with orthonormal rows whose span contains the rows of p, (…, r, n).
 
     This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
@@ -69,16 +69,19 @@ class PowerSgd(ShownAsCall):
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with the mean over workers of P̂Q_w; two all-reduces serve all leaves."""
+        """Return leaves with direction P̂·Q̄, residual M − P̂·Q_w and state Q̄, Q̄ the mean of Q_w.
+
+        One all-reduce of the products gives P̂ for all leaves, and one of the factors Q̄.
+        """
         matrices = [leaf.residual for leaf in leaves]
         products = list(map(_products, matrices, [leaf.state for leaf in leaves]))
-        bases = list(map(orthonormal, pmean_leaves(products, axis_name)))
+        bases = list(map(orthonormalize, pmean_leaves(products, axis_name)))
         local = list(map(_factor, bases, matrices))
 
-        def sent(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
+        def rebuild(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
             return LeafInExchange(_product(p, q), m - _product(p, local), q)
 
-        return list(map(sent, matrices, bases, local, pmean_leaves(local, axis_name)))
+        return list(map(rebuild, matrices, bases, local, pmean_leaves(local, axis_name)))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more, none of them empty."""
@@ -101,7 +104,7 @@ class PowerSgd(ShownAsCall):
         """For one worker: the packet (P̂ᵀ, Q); Q is the next shared factor."""
         if not self.accepts(x.shape):
             return x, state
-        p = orthonormal(_products(x, state))
+        p = orthonormalize(_products(x, state))
         q = _factor(p, x)
         return (p, q), q
 
@@ -134,8 +137,8 @@ def power_sgd(rank: int) -> PowerSgd:
         smaller, that counts instead.
 
     All axes before the last two count matrices, each with its factors: the layers of a
-    `Stacked`, and the places of a kernel (h, w, in, out). Of a kernel (out, in, h, w) the matrices
-    are those of (h, w), whose factors are larger than the kernel; exchange it densely. A leaf with
+    `Stacked`, and the places of a kernel (h, w, in, out). A kernel (out, in, h, w) would count as
+    matrices (h, w), whose factors are larger than the kernel; exchange it densely. A leaf with
     fewer than two axes is exchanged densely.
 
     Bytes of an (m, n) matrix: 4·r·(m + n), r = min(rank, m, n), through an all-reduce; of a leaf

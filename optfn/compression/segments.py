@@ -100,7 +100,7 @@ class RowChunks:
 
     @cached_property
     def flat(self) -> Chunks:
-        """The chunks as those of consecutive elements."""
+        """The chunks of the flat array."""
         chunks = chunks_of(math.prod(self.shape), self.chunk)
         if not self.rows:
             return chunks
@@ -113,13 +113,13 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return fn(x, chunks), a number for each chunk, (count,).
+        """Return fn's number for each chunk, (count,).
 
-        A program for a CPU, to which all views of x are one array, gets chunks of one row each, and
-        a shorter last one by itself. So does every program if no chunk has several rows.
+        `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
+        chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
         """
 
-        def of_each(x: jax.Array) -> jax.Array:
+        def reduce_each(x: jax.Array) -> jax.Array:
             flat, length = x.reshape(-1), self.flat.length
             end = flat.size // length * length
             views = flat[:end].reshape(-1, length), flat[end:].reshape(1, -1)
@@ -127,20 +127,20 @@ class RowChunks:
             return jnp.concatenate(found) if len(found) > 1 else found[0]
 
         if self.rows < 2:
-            return of_each(x) if x.size else jnp.zeros(0, jnp.float32)
-        result: jax.Array = xla.on_cpu(of_each, lambda x: fn(x, self), x)
+            return reduce_each(x) if x.size else jnp.zeros(0, jnp.float32)
+        result: jax.Array = xla.call_for_platform(reduce_each, lambda x: fn(x, self), x)
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
-        return self._reduced(x, partial(jnp.sum, dtype=x.dtype))
+        return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
-        return self._reduced(x, jnp.max)
+        return self._reduce_rows(x, jnp.max)
 
-    def _reduced(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-        of_rows = xla.reduced_rows(x, of_axis).reshape(-1)
+    def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+        of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
@@ -231,11 +231,11 @@ class Segments:
         """The index of the first entry of each row in its array, (rows,)."""
         return np.concatenate([rows.starts for rows in self.arrays])
 
-    def spread_over_rows(self, per_segment: jax.Array) -> jax.Array:
+    def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
         """Repeat a number per segment for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
-    def spread_over_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
+    def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
         """Repeat a number per segment for each of its k entries, (∑k,).
 
         It is broadcast, because a constant of this size would take seconds to compile.
@@ -254,13 +254,13 @@ class Segments:
         """Split an array with a number for each of the k entries of the segments, by array."""
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
-    def totals(self, per_row: jax.Array) -> jax.Array:
+    def sum_segments(self, per_row: jax.Array) -> jax.Array:
         """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""
         if self.chunk is not None:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
-    def padded(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the arrays as rows, (rows, row), with zeros for padding."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):

@@ -18,12 +18,12 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
-from optfn.transforms.in_place import when
+from optfn.transforms.in_place import run_if
 
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """How a worker sends its updates; the arguments are those of `exchange`."""
+    """How a worker sends its updates; the fields are arguments of `exchange`."""
 
     axis_name: Axes
     error_feedback: Number
@@ -63,10 +63,10 @@ class Sending:
                 [leaf.direction for leaf in leaves],
             )
             leaves = list(map(lambda leaf, mean: leaf._replace(direction=mean), leaves, means))
-        (sent,) = when(sends, [partial(self._sent, compressors)], (leaves,))
+        (sent,) = run_if(sends, [partial(self._send_accumulated, compressors)], (leaves,))
         return sent
 
-    def _sent(
+    def _send_accumulated(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
         """Send the accumulated updates, and keep their residuals."""
@@ -89,7 +89,10 @@ class Sending:
 def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Average the uncompressed leaves."""
+    """Average the dense leaves that are not compressed, in one all-reduce, and row-sparse leaves.
+
+    Means are 0 if `nonfinite`; compressed and masked leaves stay as they are.
+    """
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.where(nonfinite, 0.0, x)

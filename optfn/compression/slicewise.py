@@ -26,7 +26,7 @@ def slicewise_mean(
     axis_name: Axes,
     error_feedback: Number,
 ) -> list[LeafInExchange]:
-    """Send packets of slices to their owners, and packets of the means back.
+    """Return the mean of decoded packets: slices go to their owners, and means come back.
 
     Args:
       compressors: the compressor of each leaf.
@@ -42,43 +42,43 @@ def slicewise_mean(
     def decode(packets: PyTree) -> list[jax.Array]:
         return list(map(lambda c, *packet: c.decode(*packet), compressors, packets, shapes))
 
-    def unsent(xs: Sequence[jax.Array], packets: PyTree) -> list[jax.Array]:
+    def subtract_sent(xs: Sequence[jax.Array], packets: PyTree) -> list[jax.Array]:
         return list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
 
     def encode_slices(xs: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
-        return _unzipped(map(lambda c, x, s: c.encode_slices(x, s), compressors, xs, states))
+        return _unzip(map(lambda c, x, s: c.encode_slices(x, s), compressors, xs, states))
 
     def encode(xs: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
-        return _unzipped(encode_all(compressors, xs, states))
+        return _unzip(encode_all(compressors, xs, states))
 
     # 1. Every worker cuts its accumulated updates into N slices, (N, …).
-    slices = [_slices(leaf.residual, workers) for leaf in leaves]
+    slices = [_cut_slices(leaf.residual, workers) for leaf in leaves]
     # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices; the
     #    sender has its own N packets.
     means, packets, _ = mean_scatter_slices(slices, encode_slices, decode, axis_name)
     # 3. The sender keeps the difference between its slices and their packets, (N, …).
-    residuals = jax.vmap(unsent)(slices, packets)
+    residuals = jax.vmap(subtract_sent)(slices, packets)
     # 4. The owner adds to the mean what it did not publish of earlier means.
-    published = [_owned_slice(leaf, workers, worker) for leaf in leaves]
+    published = [_slice_of_owner(leaf, workers, worker) for leaf in leaves]
     totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
     # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, …), the same
     #    bits everywhere; the owner decodes its slice too.
     directions, packets, next_states = all_gather_slices(totals, encode, decode, axis_name)
     # 6. The owner keeps the difference between the total and its packet.
-    published = unsent(totals, packets)
+    published = subtract_sent(totals, packets)
 
-    def exchanged(
+    def rebuild(
         leaf: LeafInExchange, direction: jax.Array, residual: jax.Array, state: PyTree, x: jax.Array
     ) -> LeafInExchange:
-        direction = _leaf_of_slices(direction, leaf.direction.shape)
-        x = _replace_owned_slice(leaf, x.reshape(-1), worker)
-        return LeafInExchange(direction, _leaf_of_slices(residual, leaf.residual.shape), state, x)
+        direction = _join_slices(direction, leaf.direction.shape)
+        x = _replace_slice_of_owner(leaf, x.reshape(-1), worker)
+        return LeafInExchange(direction, _join_slices(residual, leaf.residual.shape), state, x)
 
-    return list(map(exchanged, leaves, directions, residuals, next_states, published))
+    return list(map(rebuild, leaves, directions, residuals, next_states, published))
 
 
-def _unzipped(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
-    """Return the packets, and the next states."""
+def _unzip(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
+    """Split pairs of packet and next state into all packets and all states."""
     packets, states = zip(*encoded, strict=True)
     return packets, states
 
@@ -90,7 +90,7 @@ def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
 
 
-def _slices(x: jax.Array, count: int) -> jax.Array:
+def _cut_slices(x: jax.Array, count: int) -> jax.Array:
     """Return an array as `count` slices, (count, …), padded with zeros where they are flat."""
     shape = slice_shape(x.shape, count)
     if x.size % count:
@@ -98,8 +98,8 @@ def _slices(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(count, *shape)
 
 
-def _leaf_of_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array that `_slices` cut."""
+def _join_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the array that `_cut_slices` cut."""
     size = math.prod(shape)
     return (slices if slices.size == size else slices.reshape(-1)[:size]).reshape(shape)
 
@@ -112,22 +112,20 @@ def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
     return leaf.published is not None and leaf.published.size != length
 
 
-def _owned_slice(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
+def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
     """Return the owner's residual of the mean, in the shape of a slice."""
     assert leaf.published is not None
     x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
     if _has_all_slices(leaf, math.prod(shape)):
-        x = lax.dynamic_index_in_dim(_slices(x, count), worker, keepdims=False)
+        x = lax.dynamic_index_in_dim(_cut_slices(x, count), worker, keepdims=False)
     return x.reshape(shape)
 
 
-def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
+def _replace_slice_of_owner(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
     """Return `published` of a leaf with x as the slice that the worker owns, and 0 in padding."""
     assert leaf.published is not None
     x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)
     if not _has_all_slices(leaf, x.size):
         return x
-    slices = _slices(leaf.published, -(-leaf.published.size // x.size))
-    return _leaf_of_slices(
-        lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape
-    )
+    slices = _cut_slices(leaf.published, -(-leaf.published.size // x.size))
+    return _join_slices(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape)

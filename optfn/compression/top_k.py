@@ -9,14 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from optfn.compression.compressors import ShownAsCall, show_call
-from optfn.compression.k_largest import num_selected, search_of
-from optfn.compression.packets import PacketFormat
+from optfn.compression.k_largest import make_search, num_selected
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
-from optfn.compression.values import BFLOAT16, FLOAT32, scaled
+from optfn.compression.values import BFLOAT16, FLOAT32, format_with_scales
 from optfn.core import checks
 from optfn.core.types import PyTree
 
-VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": scaled(8), "int2": scaled(2)}
+VALUES = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "int8": format_with_scales(8),
+    "int2": format_with_scales(2),
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,11 +53,12 @@ class TopK(ShownAsCall):
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the packets of flat leaves, none of them empty."""
+        # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
-        values, index = search_of(segments, k).largest(flat, k)
+        values, index = make_search(segments, k).largest(flat, k)
         sizes = [x.size for x in flat]
         return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 

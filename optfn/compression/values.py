@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.compilers.xla import quotient
+from optfn.compilers.xla import divide
 from optfn.compression.segments import RowChunks
 
 # The largest integer that stands for a value, by the number of bits.
@@ -46,11 +46,11 @@ class ValueFormat(NamedTuple):
     def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
-            return quotient(chunks.sum(jnp.abs(x)), counts)
+            return divide(chunks.sum(jnp.abs(x)), counts)
         if self.bits == 2 and not self.is_stochastic:
             return _two_bit_scales(x, chunks, counts)
         largest = chunks.max(jnp.abs(x))
-        return quotient(largest, np.float32(_LARGEST.get(self.bits, 1)))
+        return divide(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         """Return the codes of float32 values, uint32 of the same shape.
@@ -72,7 +72,7 @@ class ValueFormat(NamedTuple):
             return negative
         if self.bits == 2:
             return 2 * negative + _is_large(x, s).astype(jnp.uint32)
-        return self._code_of_integer(jnp.rint(quotient(x, jnp.where(s > 0, s, 1.0))))
+        return self._code_of_integer(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
     def _code_of_integer(self, ratio: jax.Array) -> jax.Array:
         # max|x|/s may exceed the largest integer by a rounding error.
@@ -82,13 +82,13 @@ class ValueFormat(NamedTuple):
         return code & np.uint32((1 << self.bits) - 1)
 
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
-        ratio = quotient(x, jnp.where(s > 0, s, 1.0))
+        ratio = divide(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
-            return self._code_of_integer(_rounded_at_random(ratio, noise))
+            return self._code_of_integer(_round_at_random(ratio, noise))
         # Number the values 0, 1, … in increasing order, from −s to s.
         last = 2**self.bits - 1
         place = jnp.clip((ratio + 1) * np.float32(last / 2), 0, last)
-        place = _rounded_at_random(place, noise).astype(jnp.uint32)
+        place = _round_at_random(place, noise).astype(jnp.uint32)
         if self.bits == 1:
             return 1 - place
         return jnp.where(place < 2, 3 - place, place - 2)
@@ -102,7 +102,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
-            size = jnp.where(codes & 1 == 1, s, quotient(s, np.float32(3)))
+            size = jnp.where(codes & 1 == 1, s, divide(s, np.float32(3)))
             return jnp.where(codes >= 2, -size, size)
         unused = np.uint32(32 - self.bits)
         signed = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused.astype(np.int32)
@@ -128,20 +128,20 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
     """
     largest = chunks.max(jnp.abs(x))
     # Measured in units of the largest entry, no sum overflows.
-    x = quotient(jnp.abs(x), chunks.broadcast(jnp.where(largest > 0, largest, 1.0)))
+    x = divide(jnp.abs(x), chunks.broadcast(jnp.where(largest > 0, largest, 1.0)))
     total = chunks.sum(x)
 
-    def improved(_: int, s: jax.Array) -> jax.Array:
+    def improve(_: int, s: jax.Array) -> jax.Array:
         is_large = _is_large(x, chunks.broadcast(s))
         of_large = chunks.sum(jnp.where(is_large, x, 0.0))
         number = chunks.sum(is_large.astype(jnp.float32))
-        return quotient(3 * (2 * of_large + total), 8 * number + counts)
+        return divide(3 * (2 * of_large + total), 8 * number + counts)
 
     ones = jnp.where(total >= 0, 1.0, total)  # NaN stays
-    return largest * lax.fori_loop(0, _IMPROVEMENTS, improved, ones)
+    return largest * lax.fori_loop(0, _IMPROVEMENTS, improve, ones)
 
 
-def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
+def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     """Return ⌊x⌋, or ⌊x⌋ + 1 with probability x − ⌊x⌋."""
     below = jnp.floor(x)
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -160,6 +160,6 @@ def _bfloat16_bits(values: jax.Array) -> jax.Array:
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
-def scaled(bits: int, stochastic: bool = False) -> ValueFormat:
+def format_with_scales(bits: int, stochastic: bool = False) -> ValueFormat:
     """Return the format with a scale per row for 8, 4, 2 or 1 bits."""
     return ValueFormat(bits, True, stochastic)

@@ -32,8 +32,8 @@ from optfn.core.protocol import check_transform as check_transform
 from optfn.core.protocol import describe as describe
 from optfn.core.protocol import first_step as first_step
 from optfn.core.protocol import links_of as links_of
-from optfn.core.protocol import named as named
 from optfn.core.protocol import next_step as next_step
+from optfn.core.protocol import record_call as record_call
 from optfn.core.protocol import rule as rule
 from optfn.core.protocol import stateless as stateless
 from optfn.core.protocol import strip_boundary as strip_boundary

@@ -1,7 +1,7 @@
-"""The boundary of a rule: one walk over gradients and params on the way in, one over updates out.
+"""The boundary: one walk over gradients and params on the way in, one over updates on the way out.
 
-Inside it all trees have `MaskedNode` in the same places: leaves that are not trained. To JAX that
-is an empty subtree, so `jax.tree.map` leaves them out.
+Inside it all trees have a `MaskedNode` in the place of each leaf that is not trained. To JAX a
+`MaskedNode` is an empty subtree, so `jax.tree.map` skips it.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,13 @@ MASKED = optax.MaskedNode()
 
 
 def mask_untrained(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays, masked where they are not trained; see `enter`."""
+    """Return `params` as arrays in their dtypes, masked where they are not trained; see `enter`.
+
+    They are not widened: a link of optax makes its state in the dtypes of the params that it gets.
+    """
     leaves, structure = tree.flatten(params)
     leaves = list(map(tree.as_array, leaves))
-    dtypes = list(map(partial(_wide, real_only), leaves, leaves))
+    dtypes = list(map(partial(_choose_dtype, real_only), leaves, leaves))
     if None in dtypes:
         errors.check_entering(name, real_only, params, None, "parameter")
     return structure.unflatten(p if d else MASKED for p, d in zip(leaves, dtypes, strict=True))
@@ -30,11 +33,11 @@ def mask_untrained(name: str, real_only: str, params: Params) -> Params:
 def enter(
     name: str, real_only: str, updates: Updates, params: Params | None
 ) -> tuple[Updates, Params | None, Callable[[Updates], Updates]]:
-    """Return gradients and params in float32 or wider, masked where they are not trained.
+    """Cast gradients and params to float32 or wider, and mask leaves that are not trained.
 
     Args:
       name: the name of the transformation in errors.
-      real_only: the name of the rule in it that is not defined for complex leaves, "" if none is.
+      real_only: the name of its link that is not defined for complex leaves, "" if all are.
       updates: the gradients.
       params: the parameters, if they are given.
 
@@ -52,7 +55,7 @@ def enter(
         errors.check_entering(name, real_only, updates, params)
         raise
     grads, like = list(map(tree.as_array, leaves)), list(map(tree.as_array, like))
-    dtypes = list(map(partial(_wide, real_only), grads, like))
+    dtypes = list(map(partial(_choose_dtype, real_only), grads, like))
     if None in dtypes or any(isinstance(g, LeafKind) for g in grads):
         errors.check_entering(name, real_only, updates, params)
 
@@ -65,19 +68,19 @@ def enter(
     return entering, wide, leave
 
 
-def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
-    """Return the dtype in which to compute with a leaf; None unless g and p are fit to train it.
+def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
+    """Return the dtype for computing with a leaf: float32 or wider; None if it is not trained.
 
     This test may reject a leaf that `errors.check_entering` accepts; the leaf is then masked. It
     must never accept a leaf that `errors.check_entering` rejects.
     """
     if not (tree.is_array(g) and tree.is_array(p)):
         return None
-    of_g, of_p = numerics.wide_dtype(g.dtype), numerics.wide_dtype(p.dtype)
-    if of_g is None or of_p is None or g.shape != p.shape:
+    wide_g, wide_p = numerics.wide_dtype(g.dtype), numerics.wide_dtype(p.dtype)
+    if wide_g is None or wide_p is None or g.shape != p.shape:
         return None
-    is_fit = not real_only if of_p.kind == "c" else of_g.kind != "c"
-    return of_p if is_fit else None
+    is_fit = not real_only if wide_p.kind == "c" else wide_g.kind != "c"
+    return wide_p if is_fit else None
 
 
 def _widen(x: Leaf, dtype: DType | None) -> Leaf:
@@ -86,11 +89,11 @@ def _widen(x: Leaf, dtype: DType | None) -> Leaf:
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
     fits = tree.is_array(u) and u.shape == g.shape
-    return numerics.cast(u, p.dtype) if fits else _untrained_update(name, new, u, g, p)
+    return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
 
 
-def _untrained_update(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf that the rule did not get; an error if the rule returned one."""
+def _replace_masked(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a masked leaf; raise an error unless `u`, its new update, is masked."""
     if not tree.is_masked(u):
         raise errors.update_error(name, new, u, g)
     return frozen_update(g, p)
@@ -106,5 +109,5 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
         if jnp.issubdtype(p.dtype, jnp.inexact):
             return jnp.full(p.shape, -0.0, p.dtype)
         return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    # Without params the dtype is unknown; int8 promotes no integer.
     return numerics.integer_zeros(g.shape, np.int8) if tree.is_float0(g) else g

@@ -28,7 +28,7 @@ Scalar: TypeAlias = float | jax.Array
 Schedule: TypeAlias = Callable[[Any], Any]
 
 
-def shown(value: object, most: int = 100) -> str:
+def show(value: object, most: int = 100) -> str:
     """Return `value` and its type for an error message, cut after `most` characters."""
     text = " ".join(repr(value).split())
     text = text if len(text) <= most else f"{text[:most]}…"
@@ -36,7 +36,7 @@ def shown(value: object, most: int = 100) -> str:
 
 
 def package(module: str) -> str:
-    """Return the name of the package in which a module of this name is."""
+    """Return the first word of a module's name: the package of the module."""
     return module.partition(".")[0]
 
 
@@ -60,10 +60,10 @@ def is_host_number(value: object) -> TypeGuard[float]:
 
 def is_traced(values: Any) -> bool:
     """Tell whether an array of a tree is traced: under `jit`, `vmap` or a derivative."""
-    return any_traced(jax.tree.leaves(values))
+    return has_tracer(jax.tree.leaves(values))
 
 
-def any_traced(arrays: Iterable[Any]) -> bool:
+def has_tracer(arrays: Iterable[Any]) -> bool:
     """Tell whether one of some arrays is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
@@ -110,7 +110,7 @@ def _real_scalar(name: str, value: object) -> Scalar:
         if jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer):
             return cast("jax.Array", value)  # a NumPy array here is one of JAX's own dtypes
         raise TypeError(f"{name} must be a real number; got an array of dtype {value.dtype}")
-    raise TypeError(f"{name} must be a number; got {shown(value)}")
+    raise TypeError(f"{name} must be a number; got {show(value)}")
 
 
 def nonnegative(name: str, value: object) -> Scalar:
@@ -132,7 +132,7 @@ def count(name: str, value: object, *, low: int = 1) -> int:
     """Return `value`, a Python integer ≥ `low`; static, because shapes depend on it."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
-        raise TypeError(f"{name} must be a Python integer{hint}; got {shown(value)}")
+        raise TypeError(f"{name} must be a Python integer{hint}; got {show(value)}")
     if value < low:
         raise ValueError(f"{name} must be >= {low}; got {value}")
     return int(value)
@@ -141,11 +141,11 @@ def count(name: str, value: object, *, low: int = 1) -> int:
 def flag(name: str, value: object) -> bool:
     """Return `value`, a Python bool; static, because the program depends on it."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {shown(value)}")
+        raise TypeError(f"{name} must be True or False; got {show(value)}")
     return bool(value)
 
 
-def takes(
+def check_signature(
     name: str,
     function: object,
     arguments: Sequence[str],
@@ -189,7 +189,7 @@ def choice(name: str, value: T, options: Sequence[T]) -> T:
 def path(name: str, value: object) -> Path:
     """Return `value`, the path of a file."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name} must be a path; got {shown(value)}")
+        raise TypeError(f"{name} must be a path; got {show(value)}")
     return Path(value)
 
 

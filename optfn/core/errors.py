@@ -18,7 +18,7 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
     Args:
       name: the name of the transformation.
       params: a tree; masked leaves, integers and bools are accepted, and frozen.
-      real_only: the name of the rule in it that is not defined for complex leaves, "" if none is.
+      real_only: the name of its link that is not defined for complex leaves, "" if all are.
       kind: "gradient" where `params` are gradients, because there are no params.
     """
     for place, x in tree.items(params):
@@ -35,8 +35,10 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
         if is_complex:
             who = name if name == real_only else f"{name}: {real_only}"
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
-        came = f"dtype {x.dtype}" if tree.is_array(x) else checks.shown(x)
-        raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
+        came = f"dtype {x.dtype}" if tree.is_array(x) else checks.show(x)
+        raise TypeError(
+            f"{name}: {leaf} must be a floating-point array; got {came}{_split_hint(x)}"
+        )
 
 
 def _is_of_another_library(x: object) -> bool:
@@ -52,9 +54,10 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
     return is_integer and (kind != "gradient" or numerics.is_known_zero(x))
 
 
-def _hint(x: object) -> str:
+def _split_hint(x: object) -> str:
     if not (callable(x) or isinstance(x, str)):
         return ""
+    # The leaves of an equinox module are its functions and names too, unless it is split.
     noun = "text" if isinstance(x, str) else "function"
     return (
         f". A {noun} is not a parameter. Split the model, params, static = eqx.partition(model, "
@@ -79,10 +82,10 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             if not tree.is_inexact(p):
                 needed += ": an integer leaf cannot be trained (its gradient may be None or float0)"
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
-        raise error(f"{name}: the gradient of {place!r} is {_came(g)}; the parameter {needed}")
+        raise error(f"{name}: the gradient of {place!r} is {_kind_of(g)}; the parameter {needed}")
 
 
-def _came(g: Leaf) -> str:
+def _kind_of(g: Leaf) -> str:
     """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
     if not tree.is_array(g):
         return "None" if g is None else type(g).__name__
@@ -94,7 +97,7 @@ def _came(g: Leaf) -> str:
 def name_integer_leaves(updates: Updates) -> Iterator[None]:
     """Name the integer leaves in the error of an update that computes with float0 gradients.
 
-    Transformations of optfn freeze such leaves; those of optax may not.
+    Transformations of optfn freeze integer leaves; transformations of optax may not.
     """
     try:
         yield
@@ -104,8 +107,8 @@ def name_integer_leaves(updates: Updates) -> Iterator[None]:
             raise
         raise TypeError(
             "the optimizer computes with the gradients of the integer leaves "
-            f"{tree.listed(integers)}, which are float0. Wrap it in optax.masked, or leave these "
-            "leaves out of params"
+            f"{tree.list_names(integers)}, which are float0. Wrap it in optax.masked, or leave "
+            "these leaves out of params"
         ) from error
 
 
@@ -118,7 +121,7 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
     """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
     if type(expected) is not tuple:
-        # Exactly that type: one derived from it keeps other arrays.
+        # Exactly this type: a type derived from it keeps different arrays.
         fits = type(state) is type(expected) or (is_empty(expected) and is_empty(state))
         if hasattr(expected, "_fields") and not fits:
             raise _state_error(name, f"a {type(expected).__name__}", state)
@@ -182,13 +185,16 @@ def result_error(rule: partial[object], result: object, accumulators: Sequence[L
     values = result if isinstance(result, tuple | list) else (result,)
     came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
     return ValueError(
-        f"{checks.shown(rule.func)} must return an update and accumulators of "
+        f"{checks.show(rule.func)} must return an update and accumulators of "
         f"shapes {[x.shape for x in accumulators]}; it returned {came}"
     )
 
 
 def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
-    """Return the error of trees of a state of which one lacks the structure of `updates`."""
+    """Raise the error of the first state tree whose structure is not that of `updates`.
+
+    Return `error`, which JAX raised, if all have it.
+    """
     for state in states:
         tree.check_same_structure("update", "the state", state, "updates", updates)
     return error
@@ -204,7 +210,7 @@ def check_row_sparse(updates: Updates) -> None:
 def check_entering(
     name: str, real_only: str, updates: Updates, params: Params | None, kind: str = "gradient"
 ) -> None:
-    """Raise the error of gradients or params that may not enter a rule; nothing if they may."""
+    """Raise an error that names the first leaf that may not cross the boundary; else do nothing."""
     updates = tree.map_arrays(tree.as_array, updates)
     if params is None:
         check_params(name, updates, real_only, kind)

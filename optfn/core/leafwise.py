@@ -65,11 +65,11 @@ def apply(
         because it belongs to other params.
       TypeError: the indices of a row-sparse gradient are not int32.
     """
-    # Python numbers are no arguments of the program: 1 − 0.999 is taken in float64.
+    # Python numbers stay outside the jitted program's arguments: 1 − 0.999 is taken in float64.
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
-    leaves, columns, structure = _aligned(updates, state, params)
-    is_traced = checks.any_traced(map(numbers_of, leaves))
+    leaves, columns, structure = _align_trees(updates, state, params)
+    is_traced = checks.has_tracer(map(numbers_of, leaves))
     program = jit_if_traced(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
     def apply_at(i: int, g: Leaf, *row: Leaf) -> Any:
@@ -87,10 +87,13 @@ def apply(
     return tuple(trees) if state else trees[0]
 
 
-def _aligned(
+def _align_trees(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
-    """Return the leaves of updates, and of state and params in their places; and the structure."""
+    """Return the leaves of `updates`, a list of leaves for each further tree, and the structure.
+
+    A list has the subtree of its tree in the place of each leaf of `updates`.
+    """
     leaves, structure = tree.flatten(updates)
     if any(isinstance(g, LeafKind) for g in leaves):
         errors.check_row_sparse(updates)
@@ -116,16 +119,16 @@ def _apply_to_leaf(
 
 
 def jit_if_traced(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
-    """Return the program of one leaf, jitted while tracing.
+    """Return `program`, jitted if its arguments are traced.
 
-    Leaves of one shape are then traced and lowered once. A model of many small leaves would
-    otherwise spend most of the time before its first step on that.
+    JAX then traces and lowers it once for all leaves of one shape. Otherwise a model of many small
+    leaves spends most of the time before its first step on that.
     """
     return jax.jit(program) if is_traced else program
 
 
 def numbers_of(g: Leaf) -> Any:
-    """Return the array of a leaf, or that of the values of a row-sparse one."""
+    """Return the array of a leaf; of a row-sparse leaf, its values."""
     return g.values if isinstance(g, LeafKind) else g
 
 
@@ -142,10 +145,10 @@ def _broadcast(scalar: Any, shape: tuple[int, ...]) -> Any:
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
     """Return factor·updates, in the dtypes of the updates."""
 
-    def scaled(g: jax.Array, *, factor: Scalar) -> jax.Array:
+    def multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
         return numerics.scalar(factor, g) * g
 
-    return apply(scaled, updates, rows="touched", factor=factor)
+    return apply(multiply, updates, rows="touched", factor=factor)
 
 
 def zeros_like(
@@ -165,15 +168,15 @@ def zeros_like(
     def zeros(p: jax.Array) -> jax.Array:
         wide = numerics.accumulator_dtype(p.dtype)
         wide = numerics.real_dtype(wide) if real else wide
-        # Made like p and then broadcast, so that it is sharded as p is.
+        # full_like and a broadcast: the accumulator then gets the sharding of p.
         filled = jnp.full_like(p, fill, dtype=wide if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return jax.tree.map(zeros, params)
 
 
-def inexact(params: Params) -> Params:
-    """Return a tree in which the leaves that are not floating point are masked."""
+def keep_inexact(params: Params) -> Params:
+    """Keep floating-point leaves, as arrays; mask all others."""
     return tree.map(
         lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
     )
@@ -183,7 +186,7 @@ def merge_rows(updates: Updates) -> Updates:
     """Add up the repeated rows of row-sparse leaves, as norms need it; other leaves stay."""
     if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
-    return _map_row_sparse(lambda place, g: g.merged(), updates)
+    return _map_row_sparse(lambda place, g: g.merge(), updates)
 
 
 def densify_rows(updates: Updates, warning: str = "") -> Updates:
@@ -220,7 +223,7 @@ def global_norm(updates: Updates) -> jax.Array:
     """
 
     arrays = [jnp.asarray(numbers_of(g)) for g in tree.arrays(updates)]
-    square = jit_if_traced(_square, checks.any_traced(arrays))
+    square = jit_if_traced(_square, checks.has_tracer(arrays))
     squares = [square(x) for x in arrays]
     if not squares:
         return jnp.zeros((), jnp.float32)

@@ -17,7 +17,7 @@ from optfn.core.checks import Number, Scalar
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which to compute and keep moments of a leaf: float32 or wider.
+    """Return the dtype for arithmetic and moments of a leaf: its own from float32 on, else float32.
 
     Squares underflow to zero in float16, and 0.999·ν + 0.001·g² rounds back to ν in bfloat16.
     """
@@ -26,19 +26,20 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.cache
 def wide_dtype(dtype: object) -> np.dtype[Any] | None:
-    """Return the dtype in which to compute with leaves of `dtype`, None if they are not floats."""
+    """Return the dtype for arithmetic with leaves of `dtype`; None for integers and keys."""
     if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact):
         return accumulator_dtype(dtype)
     return None
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return x.astype(dtype); x itself where it has that dtype, since a no-op cast costs a call."""
+    """Return x.astype(dtype); if x has this dtype, x itself."""
+    # `astype` to the same dtype costs a call of JAX, for each leaf in each step.
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def accumulated_bytes(x: jax.Array) -> int:
-    """Return the bytes of an array in the dtype in which it is computed with."""
+def accumulator_bytes(x: jax.Array) -> int:
+    """Return the bytes of an accumulator of the shape of `x`: at least 4 per element."""
     return x.size * accumulator_dtype(x.dtype).itemsize
 
 
@@ -80,11 +81,9 @@ def moving_average(average: jax.Array, x: jax.Array, decay: Number) -> jax.Array
 
 
 def bias_correction(decay: Number, step: jax.Array) -> jax.Array:
-    """Return 1 − decay^step, the sum of the weights of a moving average after `step` steps.
-
-    Computed as −expm1(step·log(decay)) in `scalar_dtype`, with the logarithm in float64 where
-    `decay` is a Python number: in float32, the relative error of 1 − 0.999 alone is 1e-5.
-    """
+    """Return 1 − decay^step, the sum of the weights of a moving average after `step` steps."""
+    # −expm1(step·log(decay)), with the logarithm of a Python number in float64: in float32 the
+    # relative error of 1 − 0.999 alone is 1e-5.
     if isinstance(decay, int | float):
         log_decay: Scalar = math.log(decay) if decay > 0 else -math.inf
     else:
@@ -113,11 +112,8 @@ def power(x: jax.Array, exponent: Number) -> jax.Array:
 
 
 def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Return integer zeros of `shape` that take no memory: the update of an integer leaf.
-
-    They are a NumPy array, so that the next transform of a chain can see that they are zero, also
-    while JAX traces it.
-    """
+    """Return integer zeros of `shape` that take no memory: the update of an integer leaf."""
+    # A NumPy array, so that the next transform of a chain sees zeros, also while JAX traces it.
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 

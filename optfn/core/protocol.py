@@ -119,7 +119,7 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
 
-def named(
+def record_call(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """Decorate a factory, so that the `repr` of its transformations is the call that made them."""
@@ -175,7 +175,7 @@ def transform(
     return decorate
 
 
-@named
+@record_call
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
@@ -358,13 +358,15 @@ def check_transform(
       tx: its value.
       factory: the factory that the error suggests for a number.
     """
-    return tx if isinstance(tx, Transform) else _accept(argument, tx, factory)
+    return tx if isinstance(tx, Transform) else _convert_transform(argument, tx, factory)
 
 
-def _accept(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
+def _convert_transform(
+    argument: str, tx: Any, factory: str
+) -> optax.GradientTransformationExtraArgs:
     from optfn.interop import third_party
 
-    tx = third_party.accepted(argument, tx, factory)
+    tx = third_party.convert_transform(argument, tx, factory)
     if not isinstance(tx, Transform):
-        tx = third_party.with_errors(argument, tx)
+        tx = third_party.explain_errors(argument, tx)
     return optax.with_extra_args_support(tx)

@@ -47,14 +47,14 @@ class Traits:
       transparent: the node does not change paths; its first field is the tree below it.
 
     Of a link of a chain, or a wrapper (`optfn.train.forms`):
-      link: its kind, which says what forms of an update it takes and gives; "" if unknown.
+      link: its kind, which decides the forms of an update that it takes and returns; "" if unknown.
 
     Of the names of a state (`optfn.state.names`):
       labels: its fields are labels, like the keys of a dict. The value is the field that accessors
         read if no path is given, or "*" if they read all.
       words: the words for its fields in names. The state itself then adds no word.
-      reports: the fields that only report on a run, so that a state also loads without them, with
-        how metrics show each, None where they do not.
+      reports: fields that hold measurements; a checkpoint may lack them. The value says how metrics
+        show the field; None hides it.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
       passes_own_gradients: the state is the same on all workers, even around a transform that
@@ -62,12 +62,12 @@ class Traits:
       passes_rows: row-sparse updates may pass through the transform.
 
     Of the arrays that a state has for each leaf:
-      made_of_params: the fields that follow params, with how each begins if a checkpoint lacks it:
-        "" at the param, as a copy; the name of another field at weight·param, as a weighted sum
-        whose weight is in that field; None if it cannot begin.
+      made_of_params: fields computed from params, and the start of a leaf that a checkpoint lacks:
+        "" copies the param; the name of a field w gives w·param, a weighted sum; None cannot start.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
         that begins late has its own count (`optfn.transforms.late_steps`).
-      spans_buffers: arrays like a packed buffer belong to one number for the whole buffer.
+      spans_buffers: one scale covers a whole packed buffer, so the buffer cannot be split into
+        leaves.
       whole_matrices: the word in `summary` for leaves whose rule needs the whole matrix to update
         a slice of it.
     """
@@ -104,7 +104,7 @@ def traits(**declared: Any) -> Callable[[T], T]:
 
 
 def traits_of(x: object) -> Traits:
-    """Return the traits of the type of `x`; those of a plain type are all off."""
+    """Return the traits of the type of `x`; for a type that declares none, all are off."""
     found = getattr(type(x), "traits", _NONE)
     return found if isinstance(found, Traits) else _NONE
 

@@ -1,9 +1,9 @@
 """Leaves and their paths: flatten trees, name leaves, compare structures.
 
-A tree here may have masked leaves: None, or optax's MaskedNode, with which `optax.masked` and
-`optax.partition` replace a leaf. Masked leaves count as leaves, so that trees that are masked in
-different places (such as a gradient that is None for an integer parameter) have the same structure.
-A row-sparse gradient is one leaf.
+A tree may have masked leaves: None, or the MaskedNode that `optax.masked` and `optax.partition` put
+in the place of a leaf. Masked leaves count as leaves, so that trees that are masked in different
+places (such as a gradient that is None for an integer parameter) have the same structure. A
+row-sparse gradient is one leaf.
 """
 
 import functools
@@ -59,7 +59,7 @@ def shape_of(x: Leaf) -> tuple[int, ...]:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Return a number or a floating-point NumPy array as a JAX array, else the leaf as it is."""
+    """Convert a number or a floating-point NumPy array to a JAX array; return any other leaf."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
 
@@ -144,16 +144,18 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     the tree with it at init and without it at update, and a leaf must have the same name in both.
     The key of a node that only marks the tree below it (`Stacked`, `PerWorker`) is left out too.
     """
+    # Whoever passes a variable of nnx has loaded flax; it is no dependency of optfn.
     variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
 
     def stop(x: object) -> bool:
         return is_leaf(x) or is_transparent(x) or isinstance(x, variable)
 
     found: list[str] = []
+    # JAX knows nothing of transparent nodes, so a walk stops at each and goes on inside it.
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(key_name(key) for key in keys)
         if is_transparent(node):
-            found.extend(join(name, path) for path in paths(inside(node), is_leaf))
+            found.extend(join(name, path) for path in paths(inner_tree(node), is_leaf))
         elif isinstance(node, variable) and not is_masked(node):
             found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
         else:
@@ -181,7 +183,7 @@ def is_transparent(x: object) -> bool:
     return traits_of(x).transparent
 
 
-def inside(node: PyTree) -> PyTree:
+def inner_tree(node: PyTree) -> PyTree:
     """Return the tree in a node that adds no word to paths."""
     children, _ = jax.tree_util.default_registry.flatten_one_level(node)
     return next(iter(children))
@@ -200,13 +202,13 @@ def key_name(key: object) -> str:
     return str(key)
 
 
-def listed(names: Sequence[str], most: int = 20) -> str:
-    """Return `names` as text for an error message, at most the first `most` of them."""
-    return first_of([repr(name) for name in names], most)
+def list_names(names: Sequence[str], most: int = 20) -> str:
+    """Return the first `most` names in quotes, for an error; of more, say how many there are."""
+    return list_words([repr(name) for name in names], most)
 
 
-def first_of(words: Sequence[str], most: int) -> str:
-    """Return words as a list in a text, at most the first `most`, and how many there are."""
+def list_words(words: Sequence[str], most: int) -> str:
+    """Join at most `most` words by commas; of more words, say how many there are."""
     shown = ", ".join(words[:most])
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 
@@ -227,6 +229,6 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
     lists = {"missing": missing, "not expected": extra}
-    where = "; ".join(f"{word} {listed(absent)}" for word, absent in lists.items() if absent)
+    where = "; ".join(f"{word} {list_names(absent)}" for word, absent in lists.items() if absent)
     where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

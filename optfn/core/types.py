@@ -51,11 +51,11 @@ class LeafKind(abc.ABC):
         """Return the mean over the workers along mesh axes, where these axes are bound."""
 
     @abc.abstractmethod
-    def joined(self) -> "LeafKind":
+    def sum_leading(self) -> "LeafKind":
         """Return the sum over the leading axis of its arrays, which counts leaves."""
 
     @property
-    def divided_over(self) -> tuple[Any, ...]:
+    def mesh_axes(self) -> tuple[Any, ...]:
         """The mesh axes over whose devices its arrays are divided."""
         return ()
 
@@ -72,7 +72,7 @@ class LeafKind(abc.ABC):
         """Raise an error that begins with `subject` unless the leaf is well formed."""
 
     @abc.abstractmethod
-    def merged(self) -> "LeafKind":
+    def merge(self) -> "LeafKind":
         """Return the same leaf with no element twice in `values`, as norms need it."""
 
     @abc.abstractmethod

@@ -1,1 +1,1 @@
-"""Checks of what other libraries made: models as params, and transformations."""
+"""Models and transformations of other libraries: checks, and errors with a remedy."""

@@ -18,14 +18,14 @@ def check_split(name: str, params: Params) -> None:
 
     Args:
       name: the function that takes the params.
-      params: a tree, in which modules of these libraries may lie.
+      params: a tree, which may contain modules of these libraries.
     """
     _check_nnx(name, params)
     _check_linen(name, params)
     _check_equinox(name, params)
 
 
-def _nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
+def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
     """Yield the nodes of a type and the leaves outside of them, each after its path."""
     for keys, x in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, kind)
@@ -39,13 +39,13 @@ def _check_nnx(name: str, params: Params) -> None:
         return
     untrained = [
         f"{path!r} of type {type(x).__name__}"
-        for path, x in _nodes(params, nnx.Variable)
+        for path, x in _iterate_nodes(params, nnx.Variable)
         if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
     ]
     if untrained:
         raise TypeError(
             f"{name}: the only flax.nnx variables in params must be nnx.Param; got "
-            f"{tree.first_of(untrained, 5)}. Split the model: graphdef, params, rest = "
+            f"{tree.list_words(untrained, 5)}. Split the model: graphdef, params, rest = "
             "nnx.split(model, nnx.Param, ...). Train params, pass rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
@@ -60,7 +60,7 @@ def _check_linen(name: str, params: Params) -> None:
         state = f'variables["{untrained[0]}"]' if len(untrained) == 1 else "the others"
         raise TypeError(
             f"{name}: params must be one collection of a flax.linen model; got all variables, with "
-            f'{tree.first_of(untrained, 5)} beside "params". Train variables["params"], pass '
+            f'{tree.list_words(untrained, 5)} beside "params". Train variables["params"], pass '
             f"{state} as the model_state, and put both together in the loss. (If this is a tree of "
             'your own, use another key than "params")'
         )
@@ -72,7 +72,7 @@ def _check_equinox(name: str, params: Params) -> None:
         return
     untrained = [
         f"{tree.join(path, inner)!r} of type {type(x).__name__}"
-        for path, node in _nodes(params, eqx.Module)
+        for path, node in _iterate_nodes(params, eqx.Module)
         if isinstance(node, eqx.Module)
         for inner, x in tree.leaves_with_paths(node)
         if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))
@@ -80,7 +80,7 @@ def _check_equinox(name: str, params: Params) -> None:
     if untrained:
         raise TypeError(
             f"{name}: an equinox module in params must have only floating-point arrays; got "
-            f"{tree.first_of(untrained, 5)}. Split the model: params, static = "
+            f"{tree.list_words(untrained, 5)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"
         )

@@ -17,7 +17,7 @@ from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Update
 from optfn.leaves.nodes import Stacked
 
 
-def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
+def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
     """Return `tx`, or the transformation that it makes; see `core.check_transform`."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
@@ -33,12 +33,12 @@ def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformati
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
-            f"got {checks.shown(tx)}"
+            f"got {checks.show(tx)}"
         )
     return tx
 
 
-def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `tx`, a third-party transformation, with errors that begin with `argument`.
 
     Raises, at init and update:
@@ -51,8 +51,8 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
         try:
             return tx.init(params)
         except (TypeError, ValueError) as error:
-            inner = _without_stacked(params)
-            if inner is not params and _is_defined(lambda: tx.init(inner)):
+            inner = _unwrap_stacked_params(params)
+            if inner is not params and _is_traceable(lambda: tx.init(inner)):
                 raise ValueError(
                     f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
                     "it into an optfn.Stacked, like the params, or pass a function of params"
@@ -69,17 +69,17 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             return result
         except (TypeError, ValueError) as error:
             sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
-            if sparse and _is_defined(update_dense):
+            if sparse and _is_traceable(update_dense):
                 raise TypeError(
                     f"{argument} takes no row-sparse gradients, but the gradient of "
-                    f"{tree.listed(sparse)} is row-sparse: put optfn.sparse.densify() before it"
+                    f"{tree.list_names(sparse)} is row-sparse: put optfn.sparse.densify() before it"
                 ) from error
             raise
 
     return tx._replace(init=init, update=update)
 
 
-def _without_stacked(params: Params) -> Params:
+def _unwrap_stacked_params(params: Params) -> Params:
     """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
 
     def is_stacked(x: object) -> bool:
@@ -88,11 +88,13 @@ def _without_stacked(params: Params) -> Params:
     if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
         return params
     return jax.tree.map(
-        lambda x: _without_stacked(x.layers) if is_stacked(x) else x, params, is_leaf=is_stacked
+        lambda x: _unwrap_stacked_params(x.layers) if is_stacked(x) else x,
+        params,
+        is_leaf=is_stacked,
     )
 
 
-def _is_defined(fn: Callable[[], PyTree]) -> bool:
+def _is_traceable(fn: Callable[[], PyTree]) -> bool:
     """Tell whether `fn` can be traced."""
     try:
         jax.eval_shape(fn)

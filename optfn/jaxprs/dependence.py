@@ -12,15 +12,17 @@ from optfn.jaxprs.equations import (
     Equation,
     Jaxpr,
     bindings,
-    called_jaxpr,
-    in_groups,
-    scan_groups,
+    count_scan_groups,
+    find_called_jaxpr,
+    split_operands,
 )
 
 Flags = Sequence[bool]
 
 
-def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]) -> PyTree:
+def find_dependent_leaves(
+    fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]
+) -> PyTree:
     """Tell for each leaf of fn(*args) whether it may depend on a marked leaf.
 
     Args:
@@ -32,11 +34,11 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
       A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    found = _jaxpr_flags(closed.jaxpr, jax.tree.leaves(tuple(varying)))
+    found = _propagate_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
-def _jaxpr_flags(jaxpr: Jaxpr, inputs: Flags) -> Flags:
+def _propagate_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     """Return which outputs of a jaxpr depend on the inputs that are marked."""
     marked = bindings(jaxpr.invars, inputs)
 
@@ -46,58 +48,60 @@ def _jaxpr_flags(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     for equation in jaxpr.eqns:
         given = flags(equation.invars)
         if any(given):
-            marked |= bindings(equation.outvars, _equation_flags(equation, given))
+            marked |= bindings(equation.outvars, _propagate_equation(equation, given))
     return flags(jaxpr.outvars)
 
 
-def _equation_flags(equation: Equation, given: Flags) -> Flags:
-    rule, inner = _RULES.get(equation.primitive.name), called_jaxpr(equation)
+def _propagate_equation(equation: Equation, given: Flags) -> Flags:
+    rule, inner = _RULES.get(equation.primitive.name), find_called_jaxpr(equation)
     if inner is not None:
-        return _jaxpr_flags(inner, given)
+        return _propagate_jaxpr(inner, given)
     found = rule(equation.params, given) if rule else None
     return [any(given)] * len(equation.outvars) if found is None else found
 
 
-def _scan_flags(params: Mapping[str, Any], given: Flags) -> Flags | None:
-    groups = scan_groups(params)
+def _propagate_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
+    groups = count_scan_groups(params)
     if groups is None:
         return None
     num_carry = groups[1]
-    consts, carry, xs = in_groups(given, groups)
+    consts, carry, xs = split_operands(given, groups)
 
     def body(carry: Flags) -> Flags:
-        return _jaxpr_flags(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        return _propagate_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
 
-    carry = _fixed_point(lambda carry: body(carry)[:num_carry], carry)
+    carry = _find_fixed_point(lambda carry: body(carry)[:num_carry], carry)
     return [*carry, *body(carry)[num_carry:]]
 
 
-def _while_flags(params: Mapping[str, Any], given: Flags) -> Flags:
+def _propagate_while(params: Mapping[str, Any], given: Flags) -> Flags:
     groups = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, consts, carry = in_groups(given, groups)
+    cond_consts, consts, carry = split_operands(given, groups)
 
     def once(carry: Flags) -> Flags:
         # All results depend on the number of iterations.
-        (condition,) = _jaxpr_flags(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
-        return [condition | x for x in _jaxpr_flags(params["body_jaxpr"].jaxpr, [*consts, *carry])]
+        (condition,) = _propagate_jaxpr(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
+        return [
+            condition | x for x in _propagate_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
+        ]
 
-    return _fixed_point(once, carry)
+    return _find_fixed_point(once, carry)
 
 
-def _cond_flags(params: Mapping[str, Any], given: Flags) -> Flags:
-    branches = [_jaxpr_flags(branch.jaxpr, given[1:]) for branch in params["branches"]]
+def _propagate_cond(params: Mapping[str, Any], given: Flags) -> Flags:
+    branches = [_propagate_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
     return [any([given[0], *flags]) for flags in zip(*branches, strict=True)]
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
-    "scan": _scan_flags,
-    "while": _while_flags,
-    "cond": _cond_flags,
+    "scan": _propagate_scan,
+    "while": _propagate_while,
+    "cond": _propagate_cond,
     "optimization_barrier": lambda params, given: given,
 }
 
 
-def _fixed_point(step: Callable[[Flags], Flags], carry: Flags) -> Flags:
+def _find_fixed_point(step: Callable[[Flags], Flags], carry: Flags) -> Flags:
     """Return the flags of a loop's carry when another iteration marks no more."""
     while True:
         new = [a | b for a, b in zip(carry, step(carry), strict=True)]

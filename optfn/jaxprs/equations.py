@@ -59,7 +59,7 @@ class Equations:
         """Whether an equation has a side effect (writes to a reference, prints)."""
         return any(e.effects for e in self.equations)
 
-    def computable_from(self, sources: Iterable[Variable]) -> set[Variable]:
+    def find_computable(self, sources: Iterable[Variable]) -> set[Variable]:
         """Return the variables that `sources` and the constants alone determine."""
         known = {*sources, *self.constants}
         for equation in self.equations:
@@ -67,7 +67,7 @@ class Equations:
                 known.update(equation.outvars)
         return known
 
-    def needed_for(self, targets: Iterable[Atom]) -> list[Equation]:
+    def find_equations(self, targets: Iterable[Atom]) -> list[Equation]:
         """Return the equations that compute `targets`, in order."""
         needed = set(variables(targets))
         found = []
@@ -77,16 +77,16 @@ class Equations:
                 found.append(equation)
         return found[::-1]
 
-    def dependencies(self, targets: Iterable[Atom]) -> set[Variable]:
+    def find_dependencies(self, targets: Iterable[Atom]) -> set[Variable]:
         """Return the variables that `targets` depend on, themselves included."""
         targets = list(targets)
-        equations = self.needed_for(targets)
+        equations = self.find_equations(targets)
         return set(variables([*targets, *(a for e in equations for a in e.invars)]))
 
-    def live(self) -> list[Equation]:
+    def find_live_equations(self) -> list[Equation]:
         """Return the equations that the outputs and side effects need, in order."""
         effects = [e for e in self.equations if e.effects]
-        needed = self.needed_for([*self.outputs, *(a for e in effects for a in e.invars)])
+        needed = self.find_equations([*self.outputs, *(a for e in effects for a in e.invars)])
         found = {id(e) for e in [*needed, *effects]}
         return [e for e in self.equations if id(e) in found]
 
@@ -137,13 +137,13 @@ def function_of_arrays(
         return isinstance(x, jax.Array)
 
     def call(arrays: list[jax.Array]) -> PyTree:
-        bound_args, bound_kwargs = replaced(is_array, (args, kwargs), arrays)
+        bound_args, bound_kwargs = replace_leaves(is_array, (args, kwargs), arrays)
         return fn(*bound_args, **bound_kwargs)
 
     return call, list(filter(is_array, jax.tree.leaves((args, kwargs))))
 
 
-def replaced(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
+def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
     """Return `tree` with its chosen leaves replaced by `leaves`, in order."""
     remaining = iter(leaves)
     return jax.tree.map(lambda x: next(remaining) if chosen(x) else x, tree)
@@ -174,19 +174,19 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
     return dict(zip(names, values, strict=True))
 
 
-def called_jaxpr(equation: Equation) -> Jaxpr | None:
+def find_called_jaxpr(equation: Equation) -> Jaxpr | None:
     """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
     if equation.primitive.name not in _CALLS:
         return None
-    inner = _inner(equation)
+    inner = _get_jaxpr(equation)
     return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
 
 
-def _inner(equation: Equation) -> Any:
+def _get_jaxpr(equation: Equation) -> Any:
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
-def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
+def count_scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return how many operands of a scan are constants, which come first, and how many carries.
 
     None if this version of JAX has params of a scan in an unknown form.
@@ -199,7 +199,7 @@ def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def in_groups(
+def split_operands(
     operands: Sequence[T], groups: tuple[int, int]
 ) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
     """Return two groups of operands with these lengths, and the remaining ones."""
@@ -242,16 +242,16 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)
     instead = {
-        id(e): partial(_run_inlined, _inner(e))
+        id(e): partial(_run_inlined, _get_jaxpr(e))
         for e in equations
-        if e.primitive.name in JITTED and isinstance(_inner(e), jex.ClosedJaxpr)
+        if e.primitive.name in JITTED and isinstance(_get_jaxpr(e), jex.ClosedJaxpr)
     }
     return read(run_equations(equations, values, instead), closed.jaxpr.outvars)
 
 
-def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
+def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     """Return `program` with each scan split in two: the first computes all that `targets` need."""
-    needed = program.dependencies(targets)
+    needed = program.find_dependencies(targets)
     scans = [e for e in program.equations if e.primitive.name == "scan"]
     instead = {id(e): partial(_run_split_scan, e, needed) for e in scans}
     return program.retrace(instead, shapes_of(program.inputs))
@@ -265,13 +265,13 @@ def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value)
     scan = _Scan.of(equation.params, operands)
     if scan is None:
         return bind(equation, *operands)
-    early = scan.closure({i for i, a in enumerate(equation.outvars) if a in needed})
-    body = with_split_scans(scan.body, (scan.body.outputs[i] for i in early))
+    early = scan.close_over_carries({i for i, a in enumerate(equation.outvars) if a in needed})
+    body = split_scans(scan.body, (scan.body.outputs[i] for i in early))
     scan = scan._replace(body=body)
     late = set(range(len(body.outputs))) - early
-    first = body.needed_for(scan.outputs(early))
+    first = body.find_equations(scan.outputs(early))
     in_first = set(map(id, first))
-    second = [e for e in body.needed_for(scan.outputs(late)) if id(e) not in in_first]
+    second = [e for e in body.find_equations(scan.outputs(late)) if id(e) not in in_first]
     if not early or not second:
         return bind(equation, *operands)
     # The intermediate values of the first scan that the second reads are stacked, one entry per
@@ -301,12 +301,12 @@ class _Scan(NamedTuple):
     @classmethod
     def of(cls, params: dict[str, Any], operands: Sequence[Value]) -> "_Scan | None":
         """Return the scan, or None if the layout of its params is unknown or it has effects."""
-        closed, groups = params["jaxpr"], scan_groups(params)
+        closed, groups = params["jaxpr"], count_scan_groups(params)
         if groups is None or closed.effects:
             return None
         body = Equations(jex.jaxpr_as_fun(closed), *shapes_of(closed.jaxpr.invars))
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        return cls(body, options, *in_groups(operands, groups))
+        return cls(body, options, *split_operands(operands, groups))
 
     def outputs(self, positions: Iterable[int]) -> list[Atom]:
         """Return the body's output variables at these positions."""
@@ -317,10 +317,10 @@ class _Scan(NamedTuple):
         start = len(self.constants)
         return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
 
-    def closure(self, positions: set[int]) -> set[int]:
+    def close_over_carries(self, positions: set[int]) -> set[int]:
         """Return `positions` and those of all carries that these outputs depend on."""
         while True:
-            needed = self.body.dependencies(self.outputs(positions))
+            needed = self.body.find_dependencies(self.outputs(positions))
             carries = range(len(self.init))
             more = {i for i in carries if needed.issuperset(self.carry_inputs([i]))}
             if more <= positions:

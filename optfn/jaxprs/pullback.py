@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.equations import replaced
+from optfn.jaxprs.equations import replace_leaves
 
 # A random key, typed or as raw bits, or None.
 Key: TypeAlias = jax.Array | None
@@ -17,14 +17,14 @@ StageFn: TypeAlias = Callable[[Params, PyTree, Key], PyTree]
 Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 
-def inexact_leaves(tree: PyTree) -> list[Leaf]:
+def select_inexact_leaves(tree: PyTree) -> list[Leaf]:
     """Return the real and complex floating-point leaves of `tree`: those that have a gradient."""
     return list(filter(_is_inexact, jax.tree.leaves(tree)))
 
 
-def with_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
+def replace_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
     """Return `tree` with `replacements` in place of its inexact leaves, in order."""
-    return replaced(_is_inexact, tree, replacements)
+    return replace_leaves(_is_inexact, tree, replacements)
 
 
 def _is_inexact(x: Leaf) -> bool:
@@ -35,8 +35,12 @@ def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree,
     """Return y, and the function (cotangent of y) -> (gradient of weights, cotangent of x)."""
 
     def run(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
-        y = fn(with_inexact_leaves(weights, weight_leaves), with_inexact_leaves(x, x_leaves), key)
-        return inexact_leaves(y), y
+        y = fn(
+            replace_inexact_leaves(weights, weight_leaves), replace_inexact_leaves(x, x_leaves), key
+        )
+        return select_inexact_leaves(y), y
 
-    _, pull, y = jax.vjp(run, inexact_leaves(weights), inexact_leaves(x), has_aux=True)
+    _, pull, y = jax.vjp(
+        run, select_inexact_leaves(weights), select_inexact_leaves(x), has_aux=True
+    )
     return y, pull

@@ -34,11 +34,11 @@ from optfn.jaxprs.equations import (
     Variable,
     bind,
     bindings,
-    called_jaxpr,
-    in_groups,
+    count_scan_groups,
+    find_called_jaxpr,
     read,
     run_equations,
-    scan_groups,
+    split_operands,
     type_of,
     variables,
 )
@@ -201,16 +201,16 @@ def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
     return _run_equation(equation, *operands, by_name=False)
 
 
-def scans_arrays(equations: Iterable[Equation]) -> bool:
+def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
     """Tell whether some equation is a scan over arrays, which `run_on_shards` would find."""
     for equation in equations:
-        inner = called_jaxpr(equation)
+        inner = find_called_jaxpr(equation)
         if equation.primitive.name == "scan":
-            groups = scan_groups(equation.params)
+            groups = count_scan_groups(equation.params)
             if groups is not None and len(equation.invars) > sum(groups):
                 return True
         is_entered = equation.primitive.name in (*JITTED, *CHECKPOINTS)
-        if is_entered and inner is not None and scans_arrays(inner.eqns):
+        if is_entered and inner is not None and has_scan_over_arrays(inner.eqns):
             return True
     return False
 
@@ -233,7 +233,7 @@ def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[V
         return bind(equation, *operands)
     if (waiting := _delay(equation, operands)) is not None:
         return [waiting]
-    inner = called_jaxpr(equation)
+    inner = find_called_jaxpr(equation)
     if name in JITTED and inner is not None:
         closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         return _run_jaxpr(inner, [*getattr(closed, "consts", ()), *operands], by_name)
@@ -280,10 +280,10 @@ def _run_checkpoint(equation: Equation, operands: Sequence[Value]) -> list[Value
 def _run_scan(equation: Equation, operands: Sequence[Value], by_name: bool) -> list[Value]:
     """Return the results of a scan, whose body gathers its layer of each stack of shards."""
     options = equation.params
-    groups, closed, length = scan_groups(options), options["jaxpr"], options["length"]
+    groups, closed, length = count_scan_groups(options), options["jaxpr"], options["length"]
     if groups is None:
         return bind(equation, *gather_params(operands, by_name))
-    constants, init, elements = in_groups(operands, groups)
+    constants, init, elements = split_operands(operands, groups)
     constants, init = gather_params(constants, by_name), gather_params(init, by_name)
     stacks: list[Value] = []
     for x in elements:
@@ -357,7 +357,7 @@ def _run_body(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
 
 def _run_in_body(equation: Equation, *operands: Value) -> list[Value]:
     """Return the results of an equation that has a checkpoint; a jitted function runs as a body."""
-    inner = called_jaxpr(equation)
+    inner = find_called_jaxpr(equation)
     if equation.primitive.name not in JITTED or inner is None:
         return run_on_shards(equation, *operands)
     closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))

@@ -9,10 +9,10 @@ import jax
 
 from optfn.core.tree import is_array, is_leaf, join, leaves, paths
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves.layout import BufferLayout, Run, plain
+from optfn.leaves.layout import BufferLayout, Run, single_leaf
 
 
-def describes_leaves(x: object) -> bool:
+def has_leaf_layouts(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
     return hasattr(type(x), "leaf_layouts")
 
@@ -20,17 +20,17 @@ def describes_leaves(x: object) -> bool:
 def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
     """Return the layout of each leaf, in the order of `flatten`."""
     found: list[BufferLayout] = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
-        found += node.leaf_layouts() if describes_leaves(node) else [layout_of_leaf(node)]
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: has_leaf_layouts(x) or is_leaf(x)):
+        found += node.leaf_layouts() if has_leaf_layouts(node) else [layout_of_leaf(node)]
     return found
 
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
     """Return the layout of a leaf that is one tensor."""
-    return plain(tuple(x.shape) if is_array(x) else ())
+    return single_leaf(tuple(x.shape) if is_array(x) else ())
 
 
-def stacked_axes(tree: PyTree) -> list[int]:
+def count_stacked_axes(tree: PyTree) -> list[int]:
     """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
     return [layout.runs[0].stacked for layout in leaf_layouts(tree)]
 

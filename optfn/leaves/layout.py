@@ -87,7 +87,7 @@ class BufferLayout:
         """Whether the array is a single tensor."""
         return len(self.runs) == 1 and self.runs[0].num_tensors == 1
 
-    def tensors(self, x: jax.Array) -> list[jax.Array]:
+    def split_tensors(self, x: jax.Array) -> list[jax.Array]:
         """Return the tensors in an array, run by run, each run (num_tensors, *shape)."""
         pieces = [x]
         if len(self.runs) > 1:
@@ -98,27 +98,29 @@ class BufferLayout:
         ]
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors run by run as `tensors` does, those of a buffer as rows of a matrix.
+        """Return the tensors of each run: of a buffer, as rows of a matrix; else as `tensors` does.
 
-        A buffer has one axis, and a view of more would be laid out anew on a TPU.
+        A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
         if x.ndim > 1:
-            return self.tensors(x)
+            return self.split_tensors(x)
         return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
 
-    def joined(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Undo `tensors`: return the array of `shape` in which these tensors lie."""
+    def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Undo `tensors`: put these tensors back into one array of `shape`."""
         if len(tensors) == 1:
             return tensors[0].reshape(shape)
         return jnp.concatenate([x.reshape(-1) for x in tensors]).reshape(shape)
 
-    def stacked_once(self) -> "BufferLayout":
-        """Return the layout with one more leading axis of each leaf counting tensors."""
+    def stack_once(self) -> "BufferLayout":
+        """Let one more leading axis of each leaf count tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
 
 
-def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:
+def make_buffer_layout(
+    dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]
+) -> BufferLayout:
     """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
     runs: list[Run] = []
     for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
@@ -127,7 +129,7 @@ def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) ->
     return BufferLayout(dtype, tuple(runs))
 
 
-def plain(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
+def single_leaf(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
     """Return the layout of an array that is a single leaf."""
     return BufferLayout("", (Run(shape, (0,), 0, stacked),))
 
@@ -166,23 +168,23 @@ class PackedLayout:
 
 
 @lru_cache(maxsize=64)
-def only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
-    """Return the layout of the chosen leaves alone, which are numbers in the tree."""
+def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+    """Keep the chosen leaves, by their numbers in the tree; a buffer without any goes."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
         kept = [(run.shape, run.stacked, i) for i, run in runs if i in chosen]
-        buffers += [buffer_of(buffer.dtype, kept)] if kept else []
+        buffers += [make_buffer_layout(buffer.dtype, kept)] if kept else []
     frozen = tuple(i for i in layout.frozen if i in chosen)
     return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
 
 
 @lru_cache(maxsize=64)
-def marked_stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
-    """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
+def mark_layout(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
+    """Let axes[i] leading axes of leaf i count tensors; a leaf that has more already keeps them."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
         leaves = [(run.shape, max(axes[i], run.stacked), i) for i, run in runs]
-        buffers.append(buffer_of(buffer.dtype, leaves))
+        buffers.append(make_buffer_layout(buffer.dtype, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))

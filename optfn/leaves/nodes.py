@@ -30,7 +30,7 @@ class Stacked(NamedTuple):
 
     def leaf_layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf: a tensor for each index of one more axis."""
-        return [layout.stacked_once() for layout in contents.leaf_layouts(self.layers)]
+        return [layout.stack_once() for layout in contents.leaf_layouts(self.layers)]
 
     def __getitem__(self, key: Any) -> Any:
         return self.layers[key]

@@ -14,7 +14,13 @@ from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
 from optfn.leaves import contents
-from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of, marked_stacked, only
+from optfn.leaves.layout import (
+    BufferLayout,
+    PackedLayout,
+    make_buffer_layout,
+    mark_layout,
+    select_leaves,
+)
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
@@ -26,23 +32,23 @@ from optfn.leaves.nodes import Packed, Stacked, is_packed
 #                     0 and 2. The derivative joins their cotangents, as step 2 does.
 #   4. subset {2}     the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its number
 #                     and path, so that patterns find it.
-#   5. filled         from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
+#   5. fill           from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
 #                     the subset's offset advances with chosen spans only.
 
 
-def packed_layout(params: Params) -> PackedLayout:
+def make_packed_layout(params: Params) -> PackedLayout:
     """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
     leaves, structure = tree.flatten(params)
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
-    for i, (x, stacked) in enumerate(zip(leaves, contents.stacked_axes(params), strict=True)):
+    for i, (x, stacked) in enumerate(zip(leaves, contents.count_stacked_axes(params), strict=True)):
         if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
             dtype, kind = str(jax.dtypes.canonicalize_dtype(x.dtype)), (x.shape, stacked)
             groups.setdefault(dtype, {}).setdefault(kind, []).append((*kind, i))
     buffers = tuple(
-        buffer_of(dtype, list(itertools.chain(*by_kind.values())))
+        make_buffer_layout(dtype, list(itertools.chain(*by_kind.values())))
         for dtype, by_kind in sorted(groups.items())
     )
     return PackedLayout(structure, tuple(tree.paths(params)), buffers, tuple(frozen))
@@ -88,7 +94,7 @@ def pack(params: Params) -> Packed:
         return x
 
     params = tree.map_named(array, params)
-    return pack_like(packed_layout(params), params)
+    return pack_like(make_packed_layout(params), params)
 
 
 def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
@@ -161,10 +167,10 @@ def unpack(packed: PyTree) -> PyTree:
     >>> jax.grad(lambda p: jnp.sum(optfn.unpack(p)["w"]))(packed).buffers[0].tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    return jax.tree.map(lambda x: _unpack(x) if fits(x) else x, packed, is_leaf=is_packed)
+    return jax.tree.map(lambda x: _unpack(x) if is_unpackable(x) else x, packed, is_leaf=is_packed)
 
 
-def fits(x: object) -> bool:
+def is_unpackable(x: object) -> bool:
     """Tell whether `x` is a Packed whose buffers have one number for each element of the leaves.
 
     The scale of 8-bit moments is one number, so it cannot be unpacked.
@@ -181,13 +187,13 @@ def _unpack(packed: Packed) -> PyTree:
     for buffer, x in packed.buffer_items():
         if tree.is_masked(x):
             continue
-        on_device = _pieces if checks.is_traced(x) else _compiled_pieces
-        split = _leaves_of if isinstance(x, np.ndarray) else on_device
+        on_device = _split_buffer if checks.is_traced(x) else _compiled_pieces
+        split = _split_leaves if isinstance(x, np.ndarray) else on_device
         leaves |= dict(zip(buffer.leaves, split(buffer, x), strict=True))
     return layout.structure.unflatten(leaves.values())
 
 
-def _leaves_of(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
+def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
     """Return the leaves of a buffer, on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = xla.split(x, [run.size for run in runs])
@@ -195,13 +201,13 @@ def _leaves_of(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pieces(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
+def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
     """Return the leaves of a buffer; the derivative joins their cotangents in one step."""
-    return _leaves_of(buffer, x)
+    return _split_leaves(buffer, x)
 
 
 def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
-    return _pieces(buffer, x), None
+    return _split_buffer(buffer, x), None
 
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
@@ -210,8 +216,8 @@ def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> 
     return (x,)
 
 
-_pieces.defvjp(_forward, _backward)
-_compiled_pieces = jax.jit(_pieces, static_argnums=0)
+_split_buffer.defvjp(_forward, _backward)
+_compiled_pieces = jax.jit(_split_buffer, static_argnums=0)
 
 
 def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTree:
@@ -229,16 +235,17 @@ def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTr
 
 
 def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
-    """Return the tree in which axes(path) leading axes of each leaf count tensors.
+    """Put each leaf into as many `Stacked` as it has axes(path): leading axes that count tensors.
 
-    See `Stacked`; the axes that the tree already marks are included in the numbers.
+    Axes that the tree already marks are included in the numbers. In a Packed the layout changes
+    instead. Leaves that are not floating point stay.
     """
     runs = contents.runs_by_name(values)
 
     def mark(path: str, node: PyTree) -> PyTree:
         if is_packed(node):
             counts = tuple(axes(tree.join(path, name)) for name in node.layout.paths)
-            return Packed(node.buffers, node.frozen, marked_stacked(node.layout, counts))
+            return Packed(node.buffers, node.frozen, mark_layout(node.layout, counts))
         for _ in range(axes(path) - runs[path].stacked):
             node = Stacked(node) if tree.is_inexact(node) else node
         return node
@@ -246,11 +253,11 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
     return map_nodes(mark, values)
 
 
-def subset(whole: Packed, chosen: frozenset[int]) -> Packed:
+def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     """Return the chosen leaves of a Packed, by their numbers."""
-    layout = only(whole.layout, chosen)
+    layout = select_leaves(whole.layout, chosen)
     buffers = [
-        _chosen_elements(buffer, chosen, x)
+        _select_elements(buffer, chosen, x)
         for buffer, x in whole.buffer_items()
         if not chosen.isdisjoint(buffer.leaves)
     ]
@@ -258,11 +265,11 @@ def subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 
 
-def filled(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
-    """Return `whole` with its chosen leaves replaced by those of `new`, a `subset`."""
+def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
+    """Replace the chosen leaves of `whole` by the leaves of `new`, a `take_subset`."""
     arrays = {buffer.dtype: x for buffer, x in new.buffer_items()}
     buffers = [
-        _merged_elements(buffer, chosen, arrays.get(buffer.dtype), x)
+        _fill_elements(buffer, chosen, arrays.get(buffer.dtype), x)
         for buffer, x in whole.buffer_items()
     ]
     frozen = whole.frozen_leaves() | new.frozen_leaves()
@@ -270,14 +277,14 @@ def filled(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
 
 
 def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
-    """Yield (chosen, number of elements) for neighbouring leaves that are both chosen or not."""
+    """Yield (is chosen, number of elements) for each group of neighbours that are alike in it."""
     sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
     for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
         yield is_chosen, sum(size for _, size in group)
 
 
-def _chosen_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of a buffer that belong to chosen leaves."""
+def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
+    """Return the elements of the chosen leaves of a buffer; of a masked buffer, the mask."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0
@@ -288,8 +295,8 @@ def _chosen_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> L
     return jnp.concatenate(pieces)
 
 
-def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, whole: Leaf) -> Leaf:
-    """Return the buffer `whole` with the elements of its chosen leaves from `new`."""
+def _fill_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, whole: Leaf) -> Leaf:
+    """Replace the elements of the chosen leaves in the buffer `whole` by `new`, in order."""
     if chosen.isdisjoint(buffer.leaves):
         return whole
     if chosen.issuperset(buffer.leaves):
@@ -298,5 +305,7 @@ def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, wh
     for is_chosen, size in _spans(buffer, chosen):
         array, at = (new, new_start) if is_chosen else (whole, start)
         pieces.append(array[at : at + size])
-        start, new_start = start + size, new_start + size * is_chosen
+        start += size
+        if is_chosen:
+            new_start += size
     return jnp.concatenate(pieces)

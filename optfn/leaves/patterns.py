@@ -8,7 +8,7 @@ import jax
 
 from optfn.core import checks
 from optfn.core.checks import T
-from optfn.core.tree import is_masked, leaves, listed
+from optfn.core.tree import is_masked, leaves, list_names
 from optfn.core.types import PyTree
 from optfn.leaves.contents import has_names, leaf_names
 
@@ -17,14 +17,13 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
-    """Return the names of the leaves of `tree` that `pattern` selects.
+    """Return the names of the leaves of `tree` that `pattern` selects; None selects nothing.
 
-    A regular expression must match a name of the tree, or a name that it had before leaves were
-    taken out of a Packed, unless all leaves are masked.
+    A regular expression that matches no name is an error. Names of leaves that were removed from a
+    Packed count; a fully masked tree is exempt.
 
     Args:
-      pattern: a regular expression that must match a whole path, or a function path -> bool; None
-        selects nothing.
+      pattern: a regular expression that must match a whole path, or a function path -> bool.
       tree: the tree whose leaves are selected; masked leaves have paths too.
       argument: the name of the pattern in errors.
 
@@ -37,19 +36,21 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
     known = list(itertools.chain(*leaf_names(tree)))
     if callable(pattern):
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
-    return _match_regex(pattern, {*known, *_names_before(tree)}, tree, argument).intersection(known)
+    return _match_regex(pattern, {*known, *_find_packed_names(tree)}, tree, argument).intersection(
+        known
+    )
 
 
 def _match_regex(
     pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
 ) -> frozenset[str]:
-    """Return the names that a regular expression matches; none only if all leaves are masked."""
+    """Return the names that match; no match is an error unless all leaves are masked."""
     compiled = re.compile(pattern)
     matched = frozenset(name for name in among if compiled.fullmatch(name))
     if not (matched or all(is_masked(x) for x in leaves(tree))):
         raise ValueError(
             f"{argument}: the pattern {compiled.pattern!r} matches no leaf; it must match a whole "
-            f"path. The paths are: {listed(list(itertools.chain(*leaf_names(tree))))}"
+            f"path. The paths are: {list_names(list(itertools.chain(*leaf_names(tree))))}"
         )
     return matched
 
@@ -65,15 +66,15 @@ def first_matches(
     """
     earlier: dict[str, frozenset[str]] = {}
     known, taken = frozenset(itertools.chain(*leaf_names(tree))), frozenset[str]()
-    among = known.union(_names_before(tree))
+    among = known.union(_find_packed_names(tree))
     for pattern, value in choice.items():
         matched = _match_regex(pattern, among, tree, argument)
         wider = next((p for p, before in earlier.items() if matched and matched < before), None)
         if wider is not None:
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "
-                f"and {wider!r} before it matches all its leaves, {listed(sorted(matched))}. Put "
-                f"{pattern!r} first"
+                f"and {wider!r} before it matches all its leaves, {list_names(sorted(matched))}. "
+                f"Put {pattern!r} first"
             )
         yield (matched & known) - taken, value
         earlier[pattern], taken = matched, taken | matched
@@ -86,7 +87,7 @@ def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool
     return chosen
 
 
-def _names_before(tree: PyTree) -> Iterator[str]:
+def _find_packed_names(tree: PyTree) -> Iterator[str]:
     """Yield the names of the leaves that nodes of named leaves had when they were packed."""
     nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
     return (path for node in nodes for path in node.layout.paths)
@@ -99,7 +100,7 @@ def check_pattern(argument: str, pattern: object) -> Pattern | None:
     if not isinstance(pattern, str):
         raise TypeError(
             f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
-            f"got {checks.shown(pattern)}"
+            f"got {checks.show(pattern)}"
         )
     try:
         re.compile(pattern)

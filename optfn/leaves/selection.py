@@ -28,17 +28,17 @@ class Selection:
 
         def keep(path: str, node: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.subset(node, self._numbers(path, node))
+                return packed.take_subset(node, self._numbers(path, node))
             return node if path in self.paths else optax.MaskedNode()
 
         return map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: return `whole` with its selected leaves replaced by the leaves of `kept`."""
+        """Undo `keep`: replace the selected leaves of `whole` by the leaves of `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.filled(node, selected, self._numbers(path, node))
+                return packed.fill(node, selected, self._numbers(path, node))
             return selected if path in self.paths else node
 
         return map_nodes(fill, whole, kept)

@@ -34,17 +34,18 @@ class PerTensor:
         """Return an array of `shape` with the scalar of its tensor at each element."""
         layout, values = self.layout, list(self.values)
         in_units, in_tensors = (
-            partial(_in_units, layout, shape),
-            partial(_in_tensors, layout, shape),
+            partial(_broadcast_units, layout, shape),
+            partial(_broadcast_tensors, layout, shape),
         )
-        spread: jax.Array = xla.on_cpu(in_units, in_tensors, values)
-        return spread
+        wide: jax.Array = xla.call_for_platform(in_units, in_tensors, values)
+        return wide
 
 
-def _in_units(
+def _broadcast_units(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
-    # Joined in units that divide all tensors: XLA on CPU keeps the joined array in memory.
+    # XLA on CPU keeps a joined array in memory, so join units, which are as long as the greatest
+    # common divisor of all tensors, and broadcast after that.
     unit = max(1, math.gcd(*(run.tensor_size for run in layout.runs)))
     units = []
     for of_run, run in zip(values, layout.runs, strict=True):
@@ -54,10 +55,10 @@ def _in_units(
     return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
 
 
-def _in_tensors(
+def _broadcast_tensors(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
-    # An axis of a few elements would be padded to the 128 lanes of a TPU.
+    # Units of a few elements would be padded to the 128 lanes of a TPU, so broadcast each tensor.
     if len(shape) > 1:
         stacked = layout.runs[0].shape[: layout.runs[0].stacked]
         ones = (1,) * (len(shape) - len(stacked))
@@ -71,7 +72,7 @@ def _in_tensors(
 
 
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
-    """Return the scalars of all leaves that are not masked, those of tensors as arrays."""
+    """Return the scalars of all leaves that are not masked; a PerTensor gives an array per run."""
     lists = [v.values if isinstance(v, PerTensor) else [v] for v in per_leaf.values]
     return [v for values in lists for v in values if v is not None]
 
@@ -85,7 +86,7 @@ def tensor_norms(
     """Return the L2 norm of each tensor of of(g, *trees, **scalars); None for a masked leaf.
 
     Args:
-      updates: the gradients; of a row-sparse leaf, the norm is that of its values.
+      updates: the gradients; a row-sparse leaf gives the norm of its values.
       *trees: trees of arrays, structured as `updates`.
       of: an elementwise function of arrays, the gradient itself by default.
       **scalars: numbers and 0-d arrays, the same for all leaves, or a PerLeaf.
@@ -119,7 +120,7 @@ def _norms_of_runs(
     axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
     value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
     runs = enumerate(zip(*map(layout.rows, arrays), strict=True))
-    return [xla.row_norms(value(tensors, _at_run(k, scalars))) for k, tensors in runs]
+    return [xla.row_norms(value(tensors, _scalars_of_run(k, scalars))) for k, tensors in runs]
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
@@ -142,13 +143,13 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
             return None
         if not layouts:
             return fn(*args, **named)
-        runs = (_at_run(k, (args, named)) for k in range(len(layouts[0].runs)))
+        runs = (_scalars_of_run(k, (args, named)) for k in range(len(layouts[0].runs)))
         return PerTensor(layouts[0], [fn(*args, **named) for args, named in runs])
 
     return PerLeaf(list(map(leaf_value, range(len(numbers[0].values)))))
 
 
-def _at_run(k: int, scalars: PyTree) -> PyTree:
+def _scalars_of_run(k: int, scalars: PyTree) -> PyTree:
     """Return a tree of scalars with the numbers of the tensors in run k for each PerTensor."""
 
     def is_split(x: object) -> bool:
@@ -157,8 +158,8 @@ def _at_run(k: int, scalars: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.values[k] if is_split(x) else x, scalars, is_leaf=is_split)
 
 
-def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
-    """Return the scalar of(path) for each leaf of `like`, also of those that lie in one array."""
+def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
+    """Return of(name) for each leaf: one scalar, or a PerTensor if leaves of a buffer differ."""
 
     def leaf_scalar(names: Sequence[str], layout: BufferLayout) -> Any:
         scalars = [of(name) for name in names]
@@ -186,12 +187,14 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
         if tree.is_masked(g) or not g.size:
             return g
         layout = layouts[place.number]
-        return layout.joined([program(x) for x in layout.tensors(g)], g.shape)
+        return layout.join([program(x) for x in layout.split_tensors(g)], g.shape)
 
     return tree.map_named(map_leaf, updates)
 
 
 def all_finite(updates: Updates) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
-    finite = [jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.inexact(updates))]
-    return xla.computed_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)
+    finite = [
+        jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.keep_inexact(updates))
+    ]
+    return xla.compute_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)

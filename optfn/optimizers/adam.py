@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from optfn.wrappers.attributes import ParamAttrs
 
 
-def scale_by_adam_in(
+def choose_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Unchecked:
-    """Return the rule of `scale_by_adam`, or of its variant for this storage and laziness."""
+    """Return Adam's rule: `scale_by_adam`, unless moments are stored narrow or lazy is "exact"."""
     if moment_dtype is None and isinstance(lazy, bool):
         return scale_by_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
-    from optfn.optimizers.adam_moments import other_moments
+    from optfn.optimizers.adam_moments import exact_lazy_or_quantized_adam
 
-    return other_moments(b1, b2, eps, eps_hat, moment_dtype, lazy)
+    return exact_lazy_or_quantized_adam(b1, b2, eps, eps_hat, moment_dtype, lazy)
 
 
 @optimizer
@@ -67,6 +67,6 @@ def adam(
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return [
-        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        choose_adam(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate.unchecked(learning_rate),
     ]

@@ -5,7 +5,7 @@ import optax
 from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.leaves.patterns import Pattern
-from optfn.optimizers.adam import scale_by_adam_in
+from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.adamax import scale_by_adamax
 from optfn.transforms.lamb import scale_by_lamb
@@ -56,7 +56,7 @@ def adamw(
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
     return [
-        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        choose_adam(b1, b2, eps, eps_hat, moment_dtype, lazy),
         add_decayed_weights.unchecked(weight_decay, exclude=exclude),
         scale_by_learning_rate.unchecked(learning_rate),
     ]

@@ -7,10 +7,14 @@ from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.stored import check_moment_dtype
 
 
-def other_moments(
+def exact_lazy_or_quantized_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: object
 ) -> core.Unchecked:
-    """Return the rule of moments that `scale_by_adam` does not keep."""
+    """Return Adam's rule for lazy="exact", or with moments stored in `moment_dtype`.
+
+    Raises:
+      ValueError: both are asked for, or `lazy` is another value.
+    """
     if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
         raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
     dtype = check_moment_dtype("moment_dtype", moment_dtype)

@@ -48,8 +48,9 @@ def optimizer(
         bound.apply_defaults()
         fields = {"call": (name, args, kwargs), "module": factory.__module__}
         clip, penalty, attrs, masters = (bound.arguments[name] for name in COMMON)
-        clip = _optional("grad_clip", clip, "optfn.clip_by_global_norm")
-        penalty = _optional("regularization", penalty, "optfn.l2_decay")
+        clip = _check_optional("grad_clip", clip, "optfn.clip_by_global_norm")
+        penalty = _check_optional("regularization", penalty, "optfn.l2_decay")
+        # Only an optimizer with attributes or masters imports them.
         if attrs is None and masters is False:
             rules = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
             return core.with_boundary(name, core.chain_unchecked([*rules, *links]), **fields)
@@ -63,7 +64,7 @@ def optimizer(
     return make
 
 
-def _optional(
+def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
     return None if tx is None else core.check_transform(argument, tx, usual)
@@ -76,7 +77,7 @@ class DenseRowsState(NamedTuple):
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Unchecked:
-    """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
+    """Make row-sparse gradients dense, with a warning; dense ones pass. For rules of all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 
     return core.stateless(

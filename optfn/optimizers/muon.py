@@ -14,7 +14,7 @@ from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import restrict
-from optfn.optimizers.adam import scale_by_adam_in
+from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.muon import Scale, matrix_paths, scale_by_muon
@@ -67,7 +67,7 @@ def muon(
         decay.
       coefficients: the coefficients of the iteration, see `scale_by_muon`.
       scale: "jordan", "moonlight" or a function, see `scale_by_muon`. With "jordan" the right rate
-        is some 20 times that of adamw (0.02), so pass `others` with its rate. With "moonlight"
+        is some 20 times the rate of adamw (0.02), so pass `others` with its rate. With "moonlight"
         the rate of adamw fits both.
       eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration; None is float32, whose products a
@@ -101,7 +101,7 @@ def muon(
     ]
     links = [dense_rows.unchecked("muon"), direction]
     if others is None:
-        adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        adam = choose_adam(0.9, 0.999, 1e-8, False, moment_dtype, False)
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
@@ -118,7 +118,10 @@ class MatricesAndOthers(NamedTuple):
 def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
-    """Chain `links`, for the leaves that `matrices` selects, with `others`, for the rest."""
+    """Chain two rules: `links` for the leaves that `matrices` selects, `others` for the rest.
+
+    The second gets the directions of the first, and passes them unchanged.
+    """
 
     def other_paths(values: PyTree) -> frozenset[str]:
         names = itertools.chain(*contents.leaf_names(values))

@@ -6,7 +6,7 @@ import optax
 
 from optfn import core
 from optfn.wrappers.attributes import apply_attributes
-from optfn.wrappers.master_weights import masters_of
+from optfn.wrappers.master_weights import choose_masters
 
 
 def apply_options(
@@ -17,10 +17,13 @@ def apply_options(
     param_attrs: object,
     multi_precision: object,
 ) -> optax.GradientTransformation:
-    """Return the optimizer of these rules, with its common arguments applied."""
-    masters = masters_of(multi_precision)
+    """Return the optimizer of these rules with masters, and with attributes if any are given.
 
-    def built(
+    Masters are inside: attributes freeze a parameter together with its master.
+    """
+    masters = choose_masters(multi_precision)
+
+    def build(
         before: Sequence[optax.GradientTransformation],
     ) -> optax.GradientTransformationExtraArgs:
         return masters(
@@ -30,6 +33,6 @@ def apply_options(
         )
 
     if param_attrs is None:
-        return built([tx for tx in (clip, penalty) if tx is not None])
+        return build([tx for tx in (clip, penalty) if tx is not None])
     decays = any(link.decays for link in links)
-    return apply_attributes(name, param_attrs, clip, penalty, built, decays)
+    return apply_attributes(name, param_attrs, clip, penalty, build, decays)

@@ -1,8 +1,8 @@
 """Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
 The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
-workers. If its state says that it exchanges gradients itself (`per_worker.exchanges`), it gets each
-worker's own gradient instead.
+workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it gets
+each worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
-from optfn.collectives.mesh import make_sharding
+from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
-from optfn.state.placement import num_workers, specs_of
+from optfn.state.per_worker import find_exchange_axes, has_exchange, join_exchange_axes
+from optfn.state.placement import specs_of
 
 
 def shard_map_step(
@@ -33,7 +33,7 @@ def shard_map_step(
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes of the workers, over which the batch is split.
+      data_axis: the mesh axes of the workers, which split the batch.
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
@@ -41,8 +41,8 @@ def shard_map_step(
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
-        # An exchange may run over axes along which the batch is not split. They must be bound too.
-        names = join_axes(data_axis, axes_of_exchanges(state.opt_state))
+        # An exchange may run over axes that do not split the batch. They must be bound too.
+        names = join_axes(data_axis, join_exchange_axes(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
@@ -74,13 +74,13 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
         (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
         traced arrays pass through.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes over which it is split.
+      data_axis: the mesh axes that split it.
       local_steps: for how many steps each worker splits its shard evenly.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
-    workers = num_workers(mesh, data_axis)
+    workers = count_devices(mesh, data_axis)
 
     def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
@@ -122,7 +122,7 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except those over which a transform exchanges a leaf.
+    """Average gradients over the worker axes, except where a transform exchanges a leaf itself.
 
     Metrics are averaged over all worker axes.
 
@@ -131,9 +131,9 @@ def reduce_gradients(
       with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
     axes = workers.axes
-    if not axes or not exchanges(opt_state):
+    if not axes or not has_exchange(opt_state):
         return *mean_over_shard_groups(grads, metrics, workers), {}
-    remaining = [exclude_axes(axes, done) for done in exchanged_axes(opt_state, grads)]
+    remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
     for names in dict.fromkeys([axes, *remaining]):

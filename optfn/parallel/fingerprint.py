@@ -23,7 +23,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 
 _GOLDEN = np.uint32(0x9E3779B1)
-# Odd multipliers of the two sums: those of MurmurHash3's finalizer.
+# Odd multipliers of the two sums, from MurmurHash3's finalizer.
 _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 
@@ -42,7 +42,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-    return jnp.stack(xla.sums(*mixed))
+    return jnp.stack(xla.sum_arrays(*mixed))
 
 
 def _bit_words(x: jax.Array) -> jax.Array:
@@ -78,20 +78,20 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
     """Begin to compute `fingerprints`, and return a function that waits for them."""
-    wait = _begin(_fingerprints, leaves)
+    wait = _begin_program(_fingerprints, leaves)
     return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
 
 
-def begin_are_finite(leaves: Sequence[Leaf]) -> Callable[[], bool]:
+def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
     """Begin to check floating-point arrays; return a function that tells whether all are finite.
 
     In a run of several processes, all must call both functions, and all get the same answer.
     """
-    wait = _begin(_have_nonfinite, leaves)
+    wait = _begin_program(_have_nonfinite, leaves)
     return lambda: not any(wait())
 
 
-def _begin(
+def _begin_program(
     program: Callable[[list[jax.Array]], jax.Array], leaves: Sequence[Leaf]
 ) -> Callable[[], list[np.ndarray]]:
     """Begin to compute a row of a program for each array, and return a function that waits."""
@@ -147,7 +147,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
     if not copied:
         return
     names, arrays, specs = zip(*copied, strict=True)
-    differ = np.asarray(_differ(arrays, specs, mesh).addressable_data(0))
+    differ = np.asarray(_compare_copies(arrays, specs, mesh).addressable_data(0))
     if differ.any():
         raise RuntimeError(
             f"the copies of {names[differ.argmax()]!r} differ between the devices of the mesh: all "
@@ -156,12 +156,12 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the axes along which devices hold copies of a shard: the spec leaves them out."""
+    """Return the axes of the devices that hold copies of a shard: the spec leaves them out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _differ(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
+def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
     """Tell for each array whether the copies of a shard differ."""
 
     def compare(*shards: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ everything else (the training step, checkpoints, plans of memory) asks the layou
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
     data axes = worker axes + shard axes (params or state are divided over them)
 
-Along the worker axes, each group of devices is a worker. It has a private gradient and, if the
-optimizer declares it (`optfn.state.per_worker`), a private state. The devices of a group lie along
-all remaining axes, and divide this gradient and state among them.
+Along the worker axes, each shard group is a worker. It has a private gradient and, if the optimizer
+declares it (`optfn.state.per_worker`), a private state. The devices of the group lie along all
+remaining axes, and divide this gradient and state among them.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.devices import Devices
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -38,9 +39,9 @@ from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
-from optfn.state.padded import Padded, cut, map_padded, padded
-from optfn.state.per_worker import axes_of_exchanges, check_wrappers, map_divided
-from optfn.state.placement import num_workers, on_workers_of, spec_over_workers, specs_of
+from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
+from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
+from optfn.state.placement import spec_over_workers, specs_of, widen_init
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -48,11 +49,11 @@ class Layout:
     """How each leaf of a training run is divided over a mesh.
 
     mesh: the mesh.
-    worker_axes: the data axes along which each group of devices has a private gradient.
-    shard_axes: the data axes over which params or state are divided.
+    worker_axes: the data axes of the workers, each a shard group with a private gradient.
+    shard_axes: the data axes that divide params or state.
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
-      reduced, over the shard axes; None sends them as they are.
+      reduced, over the shard axes; None sends arrays as they are.
     """
 
     mesh: Mesh
@@ -62,17 +63,17 @@ class Layout:
     gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
         return tree.map_arrays(lambda x: P(), params)
 
-    def dense_gradients(self, params: Params) -> PyTree:
+    def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
-        return self.dense_params(params)
+        return self.dense_param_specs(params)
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is split, worker axes first."""
+        """The axes that split the batch, worker axes first."""
         return join_axes(self.worker_axes, self.shard_axes)
 
     @property
@@ -81,32 +82,32 @@ class Layout:
         return exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
-    def divides(self) -> bool:
+    def is_divided(self) -> bool:
         """Whether the devices of a worker keep shards of arrays."""
         return bool(self.shard_axes)
 
     @property
     def num_shards(self) -> int:
         """The number of devices that share a divided leaf: the product of the shard axes."""
-        return num_workers(self.mesh, self.shard_axes)
+        return count_devices(self.mesh, self.shard_axes)
 
     def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
-        return self._add_tables(self.dense_params(params), params)
+        return self._add_tables(self.dense_param_specs(params), params)
 
     def gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
-        return self._add_tables(self.dense_gradients(params), params)
+        return self._add_tables(self.dense_gradient_specs(params), params)
 
     def is_table(self, params: Params) -> PyTree:
-        """Tell for each leaf of params whether its rows are divided."""
+        """Return for each leaf of params whether it is a table; masked leaves stay masked."""
         paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
 
     def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
+        """Replace the specs of tables, whose rows the shard axes divide; nothing without tables."""
         if self.tables is None:
             return specs
         paths = patterns.match_names(self.tables, params, "tables")
@@ -120,15 +121,15 @@ class Layout:
         params: Params,
         argument: str = "shard",
     ) -> PyTree:
-        """Return `specs`, with `spec` for the leaves at these paths."""
+        """Replace the specs of the leaves at these paths by `spec`; raise where it does not fit."""
 
-        def chosen(place: tree.Place, x: Leaf, old: P) -> P:
+        def choose(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
                 return old
             _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
             return spec
 
-        return tree.map_named(chosen, params, specs)
+        return tree.map_named(choose, params, specs)
 
     def state_specs(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
@@ -138,7 +139,7 @@ class Layout:
         gradient of that parameter, also behind further leading axes such as that of a history. An
         array of another shape is divided along its first dimension that the shard axes divide.
         """
-        if not self.divides:
+        if not self.is_divided:
             return specs_of(state, self.worker_axes)
         check_wrappers("the optimizer", state)
         owners = self._specs_by_path(params)
@@ -156,22 +157,22 @@ class Layout:
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
-            padded = self.padded_shape(jnp.shape(p), spec)
-            leading = _leading(shape, padded)
+            padded = self.pad_shape(jnp.shape(p), spec)
+            leading = _count_leading(shape, padded)
             # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
-                return _over_both(over, P(*[None] * leading, *spec) if any(spec) else P())
+                return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
             # 5. x has only the padded layers in common with it: a device keeps those of its layers.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
             # 6. x has a number for each index of leading axes, such as the scale of a row: a device
             #    keeps those of its shard.
             if shape == padded[: len(shape)]:
-                return _over_both(over, P(*spec[: len(shape)]))
+                return _join_specs(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
             #    x, along any dimension that fits; else it is whole on each device of a worker.
-            return _over_both(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
+            return _join_specs(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
 
         return map_entries(state_spec, state, owners)
 
@@ -191,14 +192,14 @@ class Layout:
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions of an array that are divided over shard axes."""
+        """Return the dimensions that a spec divides over shard axes, with these axes."""
         return divisions_of(spec, self.shard_axes)
 
-    def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array, padded so that all shards have one size."""
+    def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """Return the shape of an array with padding, so that all shards have one size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
-            count = num_workers(self.mesh, names)
+            count = count_devices(self.mesh, names)
             sizes[dimension] = -(-shape[dimension] // count) * count
         return tuple(sizes)
 
@@ -214,26 +215,26 @@ class Layout:
             if entry.param is None:
                 return x
             p, spec = owners[entry.param]
-            shape = self.padded_shape(jnp.shape(p), spec)
-            leading = _leading(x.shape, jnp.shape(p))
+            shape = self.pad_shape(jnp.shape(p), spec)
+            leading = _count_leading(x.shape, jnp.shape(p))
             end = leading + len(spec)
             if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            return padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
+            return wrap_padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
 
         return map_entries(pad, state, owners)
 
-    def unpadded(self, state: OptState) -> OptState:
+    def unpad_state(self, state: OptState) -> OptState:
         """Return a stored state without padding, as an update takes it inside jit."""
 
-        def without_padding(x: Padded) -> jax.Array:
+        def unpad_leaf(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
-            return meshes.constrain_sharding(cut(x), self.mesh, spec)
+            return meshes.constrain_sharding(unwrap_padded(x), self.mesh, spec)
 
-        return map_padded(without_padding, state)
+        return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the devices of a worker, which divide gradients; None if it is one device."""
+        """Return the shard group of a worker, which divides gradients; None for one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
@@ -244,13 +245,13 @@ class Layout:
         ]
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
-    def bound_specs(self, specs: PyTree) -> PyTree:
-        """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
+    def restrict_specs(self, specs: PyTree) -> PyTree:
+        """Keep only the shard axes in specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the sharding of each of some arrays, as a step returns it."""
+        """Return the NamedSharding of each array, as a step returns it."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
@@ -267,19 +268,19 @@ class Layout:
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def put(self, params: Params) -> Params:
-        """Return copies of params, placed by their specs."""
+    def place_params(self, params: Params) -> Params:
+        """Copy params to the mesh, each divided by its spec."""
         placements = self.shardings(self.param_specs(params), params)
         return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
-        """Return copies of arrays on every device."""
+        """Copy arrays to every device."""
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
         """Return the state of step 0, each leaf placed by its spec.
 
-        Divided leaves are made in shards: no device ever has a whole one.
+        Each device makes only its shards of divided leaves, so no device ever has a whole one.
 
         Args:
           init: returns the state of one worker.
@@ -288,24 +289,24 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = self.stored_init(init)
+        all_workers = self.make_padded_init(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = self.shardings(self.state_specs(shapes, params), shapes)
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
-    def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers.
 
         Args:
           init: the function from params to the state of one worker.
         """
-        widened = on_workers_of(self._leaf_shaped(init), self.mesh, self.worker_axes)
+        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
         return lambda params: self.stored(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
-        divided = [axis for axis in axes_of_exchanges(state) if axis in self.shard_axes]
+        divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -320,13 +321,15 @@ class Layout:
                 "axes that divide them, shard=sharded(..., axis=), or leave shard out"
             )
 
-    def _leaf_shaped(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def _reshape_to_leaves(
+        self, init: Callable[[Params], OptState]
+    ) -> Callable[[Params], OptState]:
         """Wrap `init`: reshape flat per-worker arrays to their leaf, so that specs can divide them.
 
         A shard of a leaf is not a contiguous range of the flat array.
         """
 
-        def reshaped(params: Params) -> OptState:
+        def init_in_shapes(params: Params) -> OptState:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
@@ -342,14 +345,14 @@ class Layout:
             state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
             return map_entries(shape, state, owners)
 
-        return reshaped if self.worker_axes and self.divides else init
+        return init_in_shapes if self.worker_axes and self.is_divided else init
 
 
 class Replicated(Layout):
-    """Params and state are whole on every device of a worker, but for the rows of tables."""
+    """Params and state are whole on every device of a worker; only rows of tables are divided."""
 
 
-def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
     """Return how many leading axes `shape` has in front of `of`; 0 if it does not end with `of`."""
     extra = len(shape) - len(of)
     return extra if extra > 0 and shape[extra:] == of else 0
@@ -357,10 +360,10 @@ def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of the array of one worker; `over` is its spec over the workers."""
-    return (shape[0] // num_workers(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
+    return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
-def _over_both(over: P, spec: P) -> P:
+def _join_specs(over: P, spec: P) -> P:
     """Return the spec of an array that is divided over workers, and by `spec` within each."""
     if not any(over):
         return spec
@@ -374,7 +377,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = num_workers(mesh, to_axes(entry))
+        count = count_devices(mesh, to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

@@ -88,7 +88,7 @@ def compare_params(params: Params) -> None:
     if not arrays or checks.is_traced(arrays):
         return
     _check_same("versions", f"optfn {_version.__version__}, jax {jax.__version__}")
-    _check_same("params", spec_of(params))
+    _check_same("params", describe_shapes(params))
     names, leaves = zip(*tree.arrays_with_paths(params), strict=True)
     digests = gather_values([_digest(_content(x)) for x in leaves])
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
@@ -100,10 +100,10 @@ def compare_params(params: Params) -> None:
 
 def compare_batch(batch: Batch) -> None:
     """Raise a ValueError unless all processes pass batches of the same structure and shapes."""
-    _check_same("batches", spec_of(batch))
+    _check_same("batches", describe_shapes(batch))
 
 
-def spec_of(values: PyTree) -> str:
+def describe_shapes(values: PyTree) -> str:
     """Return the names, shapes and dtypes of a tree in words."""
     words = [
         f"{name or 'one array'} {np.shape(x)} {x.dtype if tree.is_array(x) else type(x).__name__}"

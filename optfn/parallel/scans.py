@@ -13,14 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import Division, is_spec, join_axes
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
-from optfn.core.checks import shown
+from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.sharded import LAYER, ShardedParam
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import compiler_slices, gather_shard
-from optfn.state.placement import num_workers
 
 
 @partial(
@@ -51,7 +51,9 @@ class LeafShard:
         divisions = tuple(layout.divisions(spec))
         if not divisions:
             return None
-        size = array.size * num_workers(layout.mesh, join_axes(*(names for _, names in divisions)))
+        size = array.size * count_devices(
+            layout.mesh, join_axes(*(names for _, names in divisions))
+        )
         if (layout.gather is None and layout.reduce is None) or size < MIN_SIZE:
             return cls(array, None, divisions, compiler_slices(spec, layout), layout)
         return cls(array, step, divisions, compiler_slices(spec, layout), layout)
@@ -79,7 +81,7 @@ class LeafShard:
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
             return self
-        count = num_workers(self.layout.mesh, names)
+        count = count_devices(self.layout.mesh, names)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
         sizes = enumerate(self.array.shape)
@@ -152,13 +154,13 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
     """
     if not callable(fn):
-        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {show(fn)}")
     if isinstance(stacked, list):
         raise TypeError(
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    layers = _unmark(stacked)
+    layers = _unwrap_stacked(stacked)
     shapes = [np.shape(x) for x in jax.tree.leaves(layers)]
     if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(
@@ -172,10 +174,10 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     return lax.scan(body, x, layers)[0]
 
 
-def _unmark(stacked: PyTree) -> PyTree:
+def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
-    def unmark(x: PyTree) -> PyTree:
-        return _unmark(tree.inside(x)) if tree.is_transparent(x) else x
+    def unwrap(x: PyTree) -> PyTree:
+        return _unwrap_stacked(tree.inner_tree(x)) if tree.is_transparent(x) else x
 
-    return jax.tree.map(unmark, stacked, is_leaf=tree.is_transparent)
+    return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)

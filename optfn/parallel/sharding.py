@@ -26,7 +26,7 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.means import SMALL_BYTES
-from optfn.collectives.mesh import are_in_order
+from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -34,7 +34,6 @@ from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
 from optfn.parallel.whole import find_layer_axes
-from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def sharded(
 
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
-      axis: the mesh axis, or axes, over which params or state are divided; some of `data_axis`.
+      axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
         None: all of them, or for a mapping those that its PartitionSpecs name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
@@ -156,7 +155,7 @@ class ShardState(Layout):
 
     whole: Pattern | None = None
 
-    def dense_gradients(self, params: Params) -> PyTree:
+    def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return specs that divide each floating-point leaf along one dimension.
 
         A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
@@ -173,7 +172,7 @@ class ShardState(Layout):
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
         """
-        stacked = contents.stacked_axes(params)
+        stacked = contents.count_stacked_axes(params)
         axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
         small = find_small_leaves(params, self.num_shards)
 
@@ -207,7 +206,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
     latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
     or, with more than 100 devices, a ten-thousandth of params.
     """
-    stacked = contents.stacked_axes(params)
+    stacked = contents.count_stacked_axes(params)
     sizes: dict[int, int] = {}
     layers: dict[int, int] = {}
     for place, x in tree.items(params):
@@ -235,7 +234,7 @@ class ShardParams(ShardState):
     name = "params"
     keeps_params = False
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
@@ -250,13 +249,13 @@ class ShardBySpec(Layout):
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
 
     @property
-    def divides(self) -> bool:
+    def is_divided(self) -> bool:
         """Whether the devices of a worker keep shards of arrays."""
         return True
 
-    def dense_params(self, params: Params) -> PyTree:
+    def dense_param_specs(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf; P() if none does."""
-        specs = super().dense_params(params)
+        specs = super().dense_param_specs(params)
         for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
         return specs
@@ -281,7 +280,7 @@ def init_state(
       mesh: a mesh, such as `data_mesh()`.
       axis_name: the mesh axes of the workers, for per-worker arrays that name none.
     """
-    num_workers(mesh, axis_name)  # it has these axes
+    count_devices(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
     return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
 

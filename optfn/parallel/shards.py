@@ -171,7 +171,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
 
     def spec_before(x: Leaf, spec: P, of_update: P) -> P:
         is_gathered = layout.divisions(of_update) and not layout.divisions(spec)
-        is_padded = layout.padded_shape(jnp.shape(x), of_update) != jnp.shape(x)
+        is_padded = layout.pad_shape(jnp.shape(x), of_update) != jnp.shape(x)
         return of_update if is_gathered and not is_padded else spec
 
     before = jax.tree.map(spec_before, params, specs, of_updates)
@@ -184,7 +184,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
     def run(params: Params) -> Params:
         return jax.tree.map(gather, specs, before, params, is_leaf=is_spec)
 
-    in_specs, out_specs = (layout.bound_specs(x) for x in (before, specs))
+    in_specs, out_specs = (layout.restrict_specs(x) for x in (before, specs))
     names = layout.shard_axes
     whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
     return whole

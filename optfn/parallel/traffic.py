@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from optfn.collectives.axes import Axes, axis_size, exclude_axes
+from optfn.collectives.mesh import count_devices
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
-from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
-from optfn.state.placement import num_workers
+from optfn.state.per_worker import Exchanged, find_exchange_axes, find_nodes
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
@@ -50,13 +50,13 @@ def traffic_metrics(
     """
     leaves = tree.leaves(grads)
     states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
-    is_known = len(states) == len(nodes_of(Exchanged, after)) and all(
+    is_known = len(states) == len(find_nodes(Exchanged, after)) and all(
         new.exchanged.traffic != () for _, new in states
     )
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}
     total = jnp.zeros((), jnp.float32)
-    for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
+    for g, done in zip(leaves, find_exchange_axes(before, grads), strict=True):
         if not tree.is_masked(g) and tree.is_inexact(g):
             workers = axis_size(exclude_axes(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
@@ -79,12 +79,12 @@ def exchange_bytes(state: OptState, mesh: Mesh) -> float:
     """
     late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
     known = [x for x in marks if x.traffic != ()]
-    return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
+    return sum(float(x.traffic.bytes_sent(late, count_devices(mesh, x.axes))) for x in known)
 
 
 def warn_if_nothing_compressed(state: OptState) -> None:
     """Warn if a transform compresses no leaf, because all are smaller than its `min_size`."""
-    if any(getattr(x.traffic, "compresses_nothing", False) for x in nodes_of(Exchanged, state)):
+    if any(getattr(x.traffic, "compresses_nothing", False) for x in find_nodes(Exchanged, state)):
         warn(
             "tx: gradients are sent as they are, although it has deep gradient compression: every "
             "leaf has fewer elements than its min_size. Pass a smaller min_size, or leave it out"

@@ -11,7 +11,7 @@ from optfn.leaves.patterns import Pattern
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Choose the axis of layers along which each leaf that `whole` selects is divided, by path.
+    """Choose the axis of layers that divides each leaf that `whole` selects, by path.
 
     The choice is the first axis of layers that `count` divides, or else the axis that needs the
     least padding. Masked leaves and integers are left out.
@@ -20,7 +20,7 @@ def find_layer_axes(
       whole: the pattern of the leaves.
       tables: the pattern of the leaves whose rows are divided.
       params: arrays or their shapes.
-      count: the number of devices over which a leaf is divided.
+      count: the number of devices that divide a leaf.
 
     Raises:
       ValueError: the pattern selects a leaf that is not stacked, does not consist of matrices, or
@@ -28,13 +28,13 @@ def find_layer_axes(
     """
     chosen = patterns.match_names(whole, params, "whole")
     rows = patterns.match_names(tables, params, "tables")
-    stacked_axes, found = contents.stacked_axes(params), {}
+    stacked_axes, found = contents.count_stacked_axes(params), {}
     for place, x in tree.items(params):
         path = str(place)
         if path not in chosen or tree.is_masked(x) or not tree.is_inexact(x):
             continue
         shape, stacked = jnp.shape(x), stacked_axes[place.number]
-        if problem := _problem(shape, stacked, path in rows):
+        if problem := _find_layer_problem(shape, stacked, path in rows):
             raise ValueError(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
             )
@@ -42,7 +42,7 @@ def find_layer_axes(
     return found
 
 
-def _problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
+def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
     """Return the reason why a leaf cannot be divided by layers, or ""."""
     if is_table:
         return "a table, whose rows are divided"

@@ -19,7 +19,7 @@ Lengths: TypeAlias = dict[str, int]
 Buffers: TypeAlias = dict[str, jax.Array]
 
 
-def lengths_for(trees: Iterable[PyTree]) -> Lengths:
+def find_lengths(trees: Iterable[PyTree]) -> Lengths:
     """Return the lengths of buffers that can hold any one of `trees`."""
     longest: Lengths = {}
     for tree in trees:
@@ -31,12 +31,12 @@ def lengths_for(trees: Iterable[PyTree]) -> Lengths:
     return dict(sorted(longest.items()))
 
 
-def shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
+def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of buffers of these lengths."""
     return {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()}
 
 
-def inexact_lengths(lengths: Lengths) -> Lengths:
+def select_inexact(lengths: Lengths) -> Lengths:
     """Return the entries of `lengths` whose dtype can have a gradient."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from optfn.core import numerics
 from optfn.core.types import PyTree
-from optfn.jaxprs.pullback import Key, inexact_leaves
+from optfn.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash
@@ -47,9 +47,9 @@ class Carry(NamedTuple):
     loss: jax.Array  # the sum over the microbatches
 
 
-def work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
+def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
     """Return the work of a `stage` of the model on the microbatch at `index`."""
-    model_input, target = _at((microbatches.inputs, microbatches.targets), index)
+    model_input, target = _take((microbatches.inputs, microbatches.targets), index)
     key = microbatches.rng
     if key is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, microbatches.first + index), stage)
@@ -84,42 +84,44 @@ class Engine:
 
     def run(self) -> tuple[jax.Array, Gradient]:
         """Return the sums over the microbatches of the loss (in the last stage) and gradients."""
-        carry = self._initial_carry()
+        carry = self._init_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
-            carry, _ = lax.scan(partial(self._tick, phase.work), carry, ticks)
+            carry, _ = lax.scan(partial(self._run_tick, phase.work), carry, ticks)
         return carry.loss, carry.gradient
 
-    def _initial_carry(self) -> Carry:
-        item, weights = work_item(self.microbatches, 0, 0), self._chunk_weights(0)
+    def _init_carry(self) -> Carry:
+        item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         stash = jax.eval_shape(self.model.forward, item, weights, activation)[1]
         loss, _, cotangent, context = jax.eval_shape(
-            self.model.backward, item, weights, stash, inexact_leaves(activation)
+            self.model.backward, item, weights, stash, select_inexact_leaves(activation)
         )
-        sums = Gradient(*(jax.tree.map(_accumulator, inexact_leaves(w)) for w in self.weights))
+        sums = Gradient(
+            *(jax.tree.map(_zeros_for_sum, select_inexact_leaves(w)) for w in self.weights)
+        )
         return Carry(
             activation,
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cotangent),
-            _ring_buffers(stash, self.plan.stash_slots),
-            _ring_buffers(context, self.plan.context_slots),
+            _init_ring(stash, self.plan.stash_slots),
+            _init_ring(context, self.plan.context_slots),
             sums,
-            _accumulator(loss),
+            _zeros_for_sum(loss),
         )
 
-    def _tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
+    def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
         if "F" in work:
-            carry = self._forward(carry, tick)
+            carry = self._run_forward(carry, tick)
         if "B" in work:
             carry = self._backward(carry, tick)
         if "W" in work:
-            carry = self._weight_gradient(carry, tick)
+            carry = self._run_weight_gradient(carry, tick)
         return carry, None
 
-    def _forward(self, carry: Carry, tick: jax.Array) -> Carry:
+    def _run_forward(self, carry: Carry, tick: jax.Array) -> Carry:
         k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
         index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
-        task = self._task(index, chunk, valid)
+        task = self._make_task(index, chunk, valid)
         activation, stash = self.model.forward(task.item, task.weights, carry.activation)
         ring = _write(carry.stash, stash, k, self.plan.stash_slots, valid)
         return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
@@ -129,8 +131,8 @@ class Engine:
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
         index, chunk, forward_k = plan.backward_order(k)
-        task = self._task(index, chunk, valid)
-        stash = _at(carry.stash, forward_k % plan.stash_slots)
+        task = self._make_task(index, chunk, valid)
+        stash = _take(carry.stash, forward_k % plan.stash_slots)
         loss, shared_gradient, cotangent, context = self.model.backward(
             task.item, task.weights, stash, carry.cotangent
         )
@@ -145,12 +147,12 @@ class Engine:
             return carry._replace(context=ring)
         return self._add_gradient(carry, task, context)
 
-    def _weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
+    def _run_weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
         plan = self.plan
         k, valid = self._position("W", tick)
         index, chunk, _ = plan.backward_order(k)
-        context = _at(carry.context, k % plan.context_slots)
-        return self._add_gradient(carry, self._task(index, chunk, valid), context)
+        context = _take(carry.context, k % plan.context_slots)
+        return self._add_gradient(carry, self._make_task(index, chunk, valid), context)
 
     def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
         item, chunk, weights, valid = task
@@ -170,13 +172,13 @@ class Engine:
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
-    def _task(self, index: Index, chunk: Index, valid: jax.Array) -> Task:
+    def _make_task(self, index: Index, chunk: Index, valid: jax.Array) -> Task:
         stage = chunk * self.plan.num_stages + lax.axis_index(self.axis_name)
-        item = work_item(self.microbatches, index, stage)
-        return Task(item, chunk, self._chunk_weights(chunk), valid)
+        item = make_work_item(self.microbatches, index, stage)
+        return Task(item, chunk, self._get_chunk_weights(chunk), valid)
 
-    def _chunk_weights(self, chunk: Index) -> Weights:
-        return Weights(_at(self.weights.stage, chunk), self.weights.shared)
+    def _get_chunk_weights(self, chunk: Index) -> Weights:
+        return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
         # Every device must call it in every tick, never inside a branch: a collective that some
@@ -186,11 +188,11 @@ class Engine:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), arrays)
 
 
-def _at(arrays: PyTree, i: Index) -> PyTree:
+def _take(arrays: PyTree, i: Index) -> PyTree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), arrays)
 
 
-def _ring_buffers(shapes: PyTree, slots: int) -> PyTree:
+def _init_ring(shapes: PyTree, slots: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes if slots else None)
 
 
@@ -204,7 +206,7 @@ def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array
     return jax.tree.map(write, ring, new)
 
 
-def _accumulator(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+def _zeros_for_sum(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(x.shape, numerics.accumulator_dtype(x.dtype))
 
 

@@ -29,7 +29,7 @@ class UserFunctions(NamedTuple):
     homogeneous: bool
 
     @classmethod
-    def checked(
+    def from_arguments(
         cls, stage_fn: StageFunction | Sequence[StageFunction], loss_fn: LossFn
     ) -> "UserFunctions":
         """Return the functions, or raise a TypeError that names the argument."""
@@ -57,17 +57,21 @@ class UserFunctions(NamedTuple):
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
         """Raise an error if no function takes `shared` or `rng`, or a function takes more."""
         given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
-        loss_keywords = _keywords(self.loss) - {"rng"}
-        for name in sorted(given.difference(loss_keywords, *map(_keywords, self.stages))):
+        loss_keywords = _find_keywords(self.loss) - {"rng"}
+        for name in sorted(given.difference(loss_keywords, *map(_find_keywords, self.stages))):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
         for fn in self.stages:
-            checks.takes("stage_fn", fn, ("params", "x"), given & _keywords(fn), _BY_NAME)
-        checks.takes("loss_fn", self.loss, ("outputs", "targets"), given & loss_keywords, _BY_NAME)
+            checks.check_signature(
+                "stage_fn", fn, ("params", "x"), given & _find_keywords(fn), _BY_NAME
+            )
+        checks.check_signature(
+            "loss_fn", self.loss, ("outputs", "targets"), given & loss_keywords, _BY_NAME
+        )
 
-    def model_functions(self) -> ModelFunctions:
+    def bind_keywords(self) -> ModelFunctions:
         """Return the functions as the model calls them."""
-        stages = [partial(_call_stage, fn, _keywords(fn)) for fn in self.stages]
-        return ModelFunctions(stages, partial(_call_loss, self.loss, _keywords(self.loss)))
+        stages = [partial(_call_stage, fn, _find_keywords(fn)) for fn in self.stages]
+        return ModelFunctions(stages, partial(_call_loss, self.loss, _find_keywords(self.loss)))
 
 
 _BY_NAME = (
@@ -76,7 +80,7 @@ _BY_NAME = (
 )
 
 
-def _keywords(fn: Callable[..., Any]) -> frozenset[str]:
+def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
     """Return which of `shared` and `rng` a function has as parameters."""
     try:
         parameters = inspect.signature(fn).parameters

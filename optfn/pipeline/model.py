@@ -14,7 +14,7 @@ from jax import lax
 
 from optfn.core import tree
 from optfn.core.types import DType, Params, PyTree
-from optfn.jaxprs.pullback import Key, StageFn, inexact_leaves, with_inexact_leaves
+from optfn.jaxprs.pullback import Key, StageFn, replace_inexact_leaves, select_inexact_leaves
 from optfn.pipeline import buffers
 from optfn.pipeline.stage import (
     Context,
@@ -22,8 +22,8 @@ from optfn.pipeline.stage import (
     Stage,
     Stash,
     input_stashing_stage,
+    make_split_backward_stage,
     residual_stashing_stage,
-    split_backward_stage,
 )
 
 # An integer that is known when tracing, or a traced one.
@@ -102,7 +102,7 @@ class StashPolicy(NamedTuple):
         """Return the stage of a function; the arguments are examples, to trace with."""
         stash_input = self.stash == "input"
         if self.splits_backward:
-            return split_backward_stage(
+            return make_split_backward_stage(
                 fn, weights, x, key, keep_output=keep_output, stash_input=stash_input
             )
         if stash_input:
@@ -110,7 +110,7 @@ class StashPolicy(NamedTuple):
         return residual_stashing_stage(fn, weights, x, key, keep_output=keep_output)
 
 
-def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
+def check_loss_dtype(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
     """Return the dtype of the loss, after checking that it is a real scalar."""
     loss = jax.eval_shape(loss_fn, y, target, shared)
     is_array = isinstance(loss, jax.ShapeDtypeStruct)
@@ -124,33 +124,35 @@ def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Param
     return loss.dtype
 
 
-def _loss_and_gradients(
+def _differentiate_loss(
     loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
 ) -> tuple[jax.Array, Leaves, Leaves]:
     """Return (loss, gradient of shared, cotangent of y)."""
 
     def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
-        outputs = with_inexact_leaves(y, y_leaves)
-        return loss_fn(outputs, target, with_inexact_leaves(shared, shared_leaves))
+        outputs = replace_inexact_leaves(y, y_leaves)
+        return loss_fn(outputs, target, replace_inexact_leaves(shared, shared_leaves))
 
     value_and_grad = jax.value_and_grad(loss_of, (0, 1))
-    loss, (cotangent, gradient) = value_and_grad(inexact_leaves(y), inexact_leaves(shared))
+    loss, (cotangent, gradient) = value_and_grad(
+        select_inexact_leaves(y), select_inexact_leaves(shared)
+    )
     return loss, gradient, cotangent
 
 
-def _no_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
+def _make_zero_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
     """Return the loss and its gradient of `shared` in a stage that is not the last: zeros."""
-    gradient = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
+    gradient = jax.tree.map(jnp.zeros_like, select_inexact_leaves(shared))
     return jnp.zeros((), dtype), gradient
 
 
 def _split_gradient(weights: Weights, leaves: Leaves) -> Gradient:
     """Return the gradient of `weights` from its leaves, those of the stage first."""
-    num_stage_leaves = len(inexact_leaves(weights.stage))
+    num_stage_leaves = len(select_inexact_leaves(weights.stage))
     return Gradient(list(leaves[:num_stage_leaves]), list(leaves[num_stage_leaves:]))
 
 
-def homogeneous_model(
+def make_homogeneous_model(
     functions: ModelFunctions,
     policy: StashPolicy,
     num_stages: int,
@@ -163,8 +165,8 @@ def homogeneous_model(
     """
     activation = jax.eval_shape(lambda x: x, item.model_input)
     (stage_fn,), loss_fn = functions
-    fn = _check_output(activation, stage_fn)
-    loss_dtype = loss_dtype_of(loss_fn, activation, item.target, weights.shared)
+    fn = _add_output_check(activation, stage_fn)
+    loss_dtype = check_loss_dtype(loss_fn, activation, item.target, weights.shared)
     stage = policy.make_stage(fn, weights, item.model_input, item.key, keep_output=True)
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
@@ -178,8 +180,8 @@ def homogeneous_model(
             # With a cond only the last stage computes the loss; in inner ones it may be NaN.
             loss, shared_gradient, cotangent = lax.cond(
                 item.stage == num_stages - 1,
-                lambda: _loss_and_gradients(loss_fn, y, item.target, weights.shared),
-                lambda: (*_no_loss(loss_dtype, weights.shared), received),
+                lambda: _differentiate_loss(loss_fn, y, item.target, weights.shared),
+                lambda: (*_make_zero_loss(loss_dtype, weights.shared), received),
             )
             return (loss, shared_gradient), cotangent
 
@@ -193,7 +195,7 @@ def homogeneous_model(
     return Model(activation, loss_dtype, forward, backward, weight_gradient)
 
 
-def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
+def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
     """Return `stage_fn` with a check that its output has the type of its input."""
 
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
@@ -219,7 +221,7 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
     return fn
 
 
-def heterogeneous_model(
+def make_heterogeneous_model(
     functions: ModelFunctions,
     policy: StashPolicy,
     params: Sequence[Params],
@@ -237,21 +239,23 @@ def heterogeneous_model(
     """
     stages = _RavelledStages(functions, policy, params, weights, item)
 
-    def branches(method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    def make_branches(method: Callable[..., Any]) -> list[Callable[..., Any]]:
         return [partial(method, i) for i in range(len(functions.stages))]
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
-        return lax.switch(item.stage, branches(stages.forward), item, weights, received)
+        return lax.switch(item.stage, make_branches(stages.forward), item, weights, received)
 
     def backward(
         item: WorkItem, weights: Weights, stash: Stash, received: Activation
     ) -> BackwardResult:
-        return lax.switch(item.stage, branches(stages.backward), item, weights, stash, received)
+        return lax.switch(
+            item.stage, make_branches(stages.backward), item, weights, stash, received
+        )
 
     def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
-        return lax.switch(item.stage, branches(stages.weight_gradient), weights, context)
+        return lax.switch(item.stage, make_branches(stages.weight_gradient), weights, context)
 
-    activation = buffers.shapes(stages.activation_lengths)
+    activation = buffers.make_shapes(stages.activation_lengths)
     return Model(activation, stages.loss_dtype, forward, backward, weight_gradient)
 
 
@@ -278,19 +282,19 @@ class _RavelledStages:
             y, stash = jax.eval_shape(self.stages[i].forward, *example)
             self.inputs.append(y)
             self.stashes.append(stash)
-        self.loss_dtype = loss_dtype_of(
+        self.loss_dtype = check_loss_dtype(
             self.loss_fn, self.inputs.pop(), item.target, weights.shared
         )
-        self.activation_lengths = buffers.lengths_for(self.inputs[1:])
-        self.cotangent_lengths = buffers.inexact_lengths(self.activation_lengths)
+        self.activation_lengths = buffers.find_lengths(self.inputs[1:])
+        self.cotangent_lengths = buffers.select_inexact(self.activation_lengths)
         weight_lengths = {k: x.size for k, x in weights.stage.items()}
-        self.gradient_lengths = buffers.inexact_lengths(weight_lengths)
-        self.stash_lengths = buffers.lengths_for(self.stashes)
+        self.gradient_lengths = buffers.select_inexact(weight_lengths)
+        self.stash_lengths = buffers.find_lengths(self.stashes)
         self.contexts = self._context_shapes(weights, item)
-        self.context_lengths = buffers.lengths_for(self.contexts)
+        self.context_lengths = buffers.find_lengths(self.contexts)
 
     def _context_shapes(self, weights: Weights, item: WorkItem) -> list[Context]:
-        cotangent = list(buffers.shapes(self.cotangent_lengths).values())
+        cotangent = list(buffers.make_shapes(self.cotangent_lengths).values())
         return [
             jax.eval_shape(partial(self._backward, i), item, weights, stash, cotangent)[-1]
             for i, stash in enumerate(self.stashes)
@@ -327,13 +331,13 @@ class _RavelledStages:
     ) -> BackwardResult:
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:
-                loss, gradient, cotangent = _loss_and_gradients(
+                loss, gradient, cotangent = _differentiate_loss(
                     self.loss_fn, y, item.target, weights.shared
                 )
                 return (loss, gradient), cotangent
-            no_loss = _no_loss(self.loss_dtype, weights.shared)
+            no_loss = _make_zero_loss(self.loss_dtype, weights.shared)
             ravelled = dict(zip(self.cotangent_lengths, received, strict=True))
-            return no_loss, buffers.unravel(ravelled, inexact_leaves(self.inputs[i + 1]))
+            return no_loss, buffers.unravel(ravelled, select_inexact_leaves(self.inputs[i + 1]))
 
         (loss, shared_gradient), cotangent, context = self.stages[i].backward(
             self._unravel_weights(i, weights), stash, item.key, seed

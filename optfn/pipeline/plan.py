@@ -188,7 +188,9 @@ class Plan:
     def __str__(self) -> str:
         """Draw the schedule as text: a line per stage, a column per tick and kind of work."""
         columns = [(t, w) for phase in self.phases for t in range(*phase[:2]) for w in phase.work]
-        labels = {(c.stage, c.tick, c.work): _label(c, self.virtual_stages) for c in self.cells()}
+        labels = {
+            (c.stage, c.tick, c.work): _format_label(c, self.virtual_stages) for c in self.cells()
+        }
         width = max(map(len, labels.values()))
         bytes_ = "" if self.activation_bytes is None else f" ({self.stash:,} bytes)"
         chunks = f", {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""
@@ -240,7 +242,7 @@ class Plan:
         return axes
 
 
-def _label(cell: Cell, virtual_stages: int) -> str:
+def _format_label(cell: Cell, virtual_stages: int) -> str:
     chunk = f".{cell.chunk}" if virtual_stages > 1 else ""
     return f"{cell.work}{cell.microbatch}{chunk}"
 

@@ -102,7 +102,7 @@ def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
             )
 
 
-def unmarked(stages: Params) -> tuple[Params, int]:
+def unwrap_stacked(stages: Params) -> tuple[Params, int]:
     """Return params without the `Stacked` around them, and how many there were."""
     count = 0
     while isinstance(stages, Stacked):
@@ -110,7 +110,7 @@ def unmarked(stages: Params) -> tuple[Params, int]:
     return stages, count
 
 
-def marked(stages: Params, count: int) -> Params:
+def wrap_stacked(stages: Params, count: int) -> Params:
     """Return params with `count` times `Stacked` around them."""
     for _ in range(count):
         stages = Stacked(stages)
@@ -133,19 +133,19 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     """
     v = checks.count("virtual_stages", virtual_stages)
     axes = 2 if v > 1 else 1
-    stacked = unmarked(stacked)[0]
+    stacked = unwrap_stacked(stacked)[0]
     leading = {jnp.shape(x)[:axes] for x in jax.tree.leaves(stacked)}
     if len(leading) != 1 or len(min(leading)) != axes or (v > 1 and min(leading)[0] != v):
         axes_needed = f"({v}, p)" if v > 1 else "(p,)"
         raise ValueError(
             f"stacked: with virtual_stages={v} all leaves must have the same leading axes, "
-            f"{axes_needed}; got {tree.listed(sorted(map(str, leading))) or 'no leaves'}"
+            f"{axes_needed}; got {tree.list_names(sorted(map(str, leading))) or 'no leaves'}"
         )
     shape = min(leading)
-    return [jax.tree.map(partial(_index, index), stacked) for index in np.ndindex(shape)]
+    return [jax.tree.map(partial(_take_stage, index), stacked) for index in np.ndindex(shape)]
 
 
-def _index(index: tuple[int, ...], x: Leaf) -> Leaf:
+def _take_stage(index: tuple[int, ...], x: Leaf) -> Leaf:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or not sharding.mesh.explicit_axes:
         return x[index]

@@ -23,8 +23,8 @@ from optfn.jaxprs.equations import (
     bindings,
     read,
     shapes_of,
+    split_scans,
     variables,
-    with_split_scans,
 )
 from optfn.jaxprs.pullback import Key, StageFn, pullback
 
@@ -96,7 +96,7 @@ def residual_stashing_stage(
     return Stage(program.forward, backward, lambda weights, context: context)
 
 
-def split_backward_stage(
+def make_split_backward_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool, stash_input: bool
 ) -> Stage:
     """Return a stage whose weight gradient is computed separately from the cotangent of x.
@@ -133,7 +133,7 @@ def split_backward_stage(
         return aux, cotangent, context
 
     def weight_gradient(weights: Params, context: Context) -> Leaves:
-        return split.weight_gradient(program.residuals_of_weights(weights), context)
+        return split.weight_gradient(program.compute_weight_residuals(weights), context)
 
     return Stage(forward, backward, weight_gradient)
 
@@ -158,9 +158,9 @@ class _ResidualProgram:
         self.y, self.residuals = program.outputs[:num_y], program.outputs[num_y:]
         self.weight_inputs = program.inputs[: len(jax.tree.leaves(weights))]
         restored = variables([*self.residuals, *(self.y if keep_output else [])])
-        weights_only = program.computable_from(self.weight_inputs)
+        weights_only = program.find_computable(self.weight_inputs)
         self.stashed = [a for a in restored if a not in weights_only]
-        self.from_weights = program.needed_for(a for a in restored if a in weights_only)
+        self.from_weights = program.find_equations(a for a in restored if a in weights_only)
         self.keep_output = keep_output
 
     def forward(self, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
@@ -173,16 +173,16 @@ class _ResidualProgram:
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
         """Return y (None if it is not kept) and all residuals."""
-        values = self._weight_values(weights) | bindings(self.stashed, stash)
+        values = self._run_on_weights(weights) | bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)
 
-    def residuals_of_weights(self, weights: Params) -> dict[int, Value]:
+    def compute_weight_residuals(self, weights: Params) -> dict[int, Value]:
         """Return the residuals that depend only on the weights, by their positions."""
-        values = self._weight_values(weights)
+        values = self._run_on_weights(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 
-    def _weight_values(self, weights: Params) -> dict[Variable, Value]:
+    def _run_on_weights(self, weights: Params) -> dict[Variable, Value]:
         known = bindings(self.weight_inputs, jax.tree.leaves(weights))
         return self.program.run(self.from_weights, known)
 
@@ -210,15 +210,15 @@ class _SplitPullback:
         _, targets = jax.tree.unflatten(unsplit.structure, unsplit.outputs)
         # Effects may order equations that share no variable. Then backward runs all of them.
         ordered = unsplit.has_effects
-        self.program = program = unsplit if ordered else with_split_scans(unsplit, targets)
+        self.program = program = unsplit if ordered else split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
-        self.first = program.equations if ordered else program.needed_for(self.cotangent)
+        self.first = program.equations if ordered else program.find_equations(self.cotangent)
         # Compute values that depend only on the weights in both halves: in the context they would
         # take the same memory again for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
-        from_weights = program.computable_from(() if ordered else weight_inputs)
+        from_weights = program.find_computable(() if ordered else weight_inputs)
         in_first = {id(e) for e in self.first if ordered or not from_weights.issuperset(e.outvars)}
-        self.second = [e for e in program.needed_for(self.gradients) if id(e) not in in_first]
+        self.second = [e for e in program.find_equations(self.gradients) if id(e) not in in_first]
         available: set[Variable] = {a for e in self.second for a in e.outvars} | from_weights
         reads = [a for e in self.second for a in e.invars]
         self.context = [a for a in variables([*reads, *self.gradients]) if a not in available]

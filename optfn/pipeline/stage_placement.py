@@ -27,13 +27,13 @@ from optfn.collectives.axes import (
 )
 from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_scatter
+from optfn.collectives.mesh import count_devices
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.jaxprs.pullback import inexact_leaves
+from optfn.jaxprs.pullback import select_inexact_leaves
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
-from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StagePlacement:
     param_specs: PyTree = None
     marks: int = 0
 
-    def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
+    def reshard_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
         shard_map itself reshards its arguments only along the remaining axes.
@@ -79,8 +79,8 @@ class StagePlacement:
         if structures[0] != structures[1]:
             raise ValueError(
                 "param_specs must be a tree of PartitionSpecs like the params of a stage; its "
-                f"paths are {tree.listed(tree.paths(self.param_specs))}, but those of params are "
-                f"{tree.listed(tree.paths(stages))}"
+                f"paths are {tree.list_names(tree.paths(self.param_specs))}, but those of params "
+                f"are {tree.list_names(tree.paths(stages))}"
             )
         for place, x, spec in tree.items(stages, self.param_specs):
             if not tree.is_masked(x):
@@ -93,7 +93,7 @@ class StagePlacement:
                 f"shape in a stage is {shape}"
             )
         for size, entry in zip(shape, spec, strict=False):
-            devices = num_workers(self.mesh, to_axes(entry))
+            devices = count_devices(self.mesh, to_axes(entry))
             if size % devices:
                 raise ValueError(
                     f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
@@ -105,7 +105,7 @@ class StagePlacement:
         """Return the PartitionSpecs of the leaves that have gradients."""
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
-    def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
+    def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
         """Return the gradients of inexact leaves as a tree like `params`; integers get float0."""
         remaining = iter(gradients)
         return jax.tree.map(
@@ -137,14 +137,14 @@ class StackedStages(StagePlacement):
     def _weight_spec(self, spec: P) -> P:
         """Return the PartitionSpec (v, p, …) of a leaf from its PartitionSpec in a stage.
 
-        The data axis is the innermost axis of a dimension: the blocks that `whole_along_data`
+        The data axis is the innermost axis of a dimension: the blocks that `gather_along_data`
         gathers are then consecutive.
         """
         names = (self.data_axis,)
         entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
-    def whole_along_data(self, weights: Params) -> Params:
+    def gather_along_data(self, weights: Params) -> Params:
         """Return a device's weights (v, …), with those divided over the data axis gathered."""
         if self.param_specs is None or self.data_axis is None:
             return weights
@@ -154,7 +154,7 @@ class StackedStages(StagePlacement):
 
         return jax.tree.map(gather, weights, self.param_specs)
 
-    def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
+    def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
         """Return a device's shards of the means of gradients (v, …) over the data axis.
 
         Args:
@@ -186,7 +186,7 @@ class StackedStages(StagePlacement):
         if self.plan.virtual_stages == 1:
             return jax.tree.map(lambda x: x[None], stages)
         v, p = self.plan.virtual_stages, self.plan.num_stages
-        stages = self.along_explicit_axes(stages, P())
+        stages = self.reshard_explicit_axes(stages, P())
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
@@ -196,9 +196,9 @@ class StackedStages(StagePlacement):
         elif self.plan.virtual_stages == 1:
             gradients = [jnp.squeeze(g, 0) for g in gradients]
         else:
-            gradients = self.along_explicit_axes(gradients, P())
+            gradients = self.reshard_explicit_axes(gradients, P())
             gradients = [g.reshape(-1, *g.shape[2:]) for g in gradients]
-        return self.gradient_tree(stages, gradients)
+        return self.build_gradient_tree(stages, gradients)
 
     def _is_folded(self, stages: Params) -> bool:
         v, p = self.plan.virtual_stages, self.plan.num_stages
@@ -222,7 +222,7 @@ class ListedStages(StagePlacement):
     """The placement of heterogeneous stages: their params are in buffers (v, p, longest).
 
     There is one buffer per dtype. If leaves are divided over further axes, each device has a buffer
-    of its shards, and a whole buffer is the concatenation of those of all devices.
+    of its shards, and a whole buffer is the concatenation of the buffers of all devices.
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
@@ -240,7 +240,7 @@ class ListedStages(StagePlacement):
             )
         if self.param_specs is not None:
             self.check_specs(stages, 0)
-        lengths = buffers.lengths_for(self.shapes(stages))
+        lengths = buffers.find_lengths(self.shapes(stages))
 
         def ravel(stages: Params) -> buffers.Buffers:
             rows = [buffers.ravel(params, lengths) for params in stages]
@@ -248,7 +248,7 @@ class ListedStages(StagePlacement):
             device = lax.axis_index(self.axis_name)
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)
 
-        return self._map_shards(ravel, self._seen_specs(stages), self.weight_specs(stages), stages)
+        return self._map_shards(ravel, self._stage_specs(stages), self.weight_specs(stages), stages)
 
     def shapes(self, stages: Params) -> PyTree:
         """Return the shapes of the shards that stage functions see."""
@@ -257,7 +257,7 @@ class ListedStages(StagePlacement):
             shape = NamedSharding(self.mesh, spec).shard_shape(x.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        return jax.tree.map(shard, stages, self._seen_specs(stages))
+        return jax.tree.map(shard, stages, self._stage_specs(stages))
 
     def weight_specs(self, stages: Params) -> P:
         """Return the PartitionSpec of the buffers."""
@@ -265,11 +265,11 @@ class ListedStages(StagePlacement):
 
     gradient_specs = weight_specs
 
-    def whole_along_data(self, weights: Params) -> Params:
+    def gather_along_data(self, weights: Params) -> Params:
         """Return a device's weights; those divided over the data axis are already gathered."""
         return weights
 
-    def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
+    def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
         """Return the means over the data axis of a device's gradients."""
         return list(lax.pmean(gradients, self.data_axis))
 
@@ -277,28 +277,28 @@ class ListedStages(StagePlacement):
         """Return gradients from buffers (v, p, longest), structured like `stages`."""
         p = self.plan.num_stages
         shapes = self.shapes(stages)
-        names = buffers.inexact_lengths(buffers.lengths_for(shapes))
+        names = buffers.select_inexact(buffers.find_lengths(shapes))
 
         def unravel(gradients: list[jax.Array]) -> list[Leaves]:
             # Give every device all stages, in one collective per dtype.
             whole = lax.all_gather(gradients, self.axis_name, axis=1, tiled=True)
             by_dtype = dict(zip(names, whole, strict=True))
             trees = []
-            for s, like in enumerate(map(inexact_leaves, shapes)):
+            for s, like in enumerate(map(select_inexact_leaves, shapes)):
                 row = {name: x[s // p, s % p] for name, x in by_dtype.items()}
                 trees.append(buffers.unravel(row, like=like))
             return trees
 
-        out_specs = list(map(self._inexact_specs, stages, self._seen_specs(stages)))
+        out_specs = list(map(self._inexact_specs, stages, self._stage_specs(stages)))
         found = self._map_shards(unravel, self.gradient_specs(stages), out_specs, gradients)
         placed = jax.tree.map(
-            self._placed, found, list(map(self._inexact_specs, stages, self._specs(stages)))
+            self._place_gradient, found, list(map(self._inexact_specs, stages, self._specs(stages)))
         )
-        return type(stages)(map(self.gradient_tree, stages, placed))
+        return type(stages)(map(self.build_gradient_tree, stages, placed))
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes besides the data axis over which leaves are divided."""
+        """The axes besides the data axis that divide leaves."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
         names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)
@@ -309,7 +309,7 @@ class ListedStages(StagePlacement):
             return jax.tree.map(lambda x: P(), stages)
         return self.param_specs
 
-    def _seen_specs(self, stages: Params) -> PyTree:
+    def _stage_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs that stage functions see: whole along the data axis."""
         return jax.tree.map(
             lambda spec: restrict_spec(spec, self._further_axes),
@@ -322,9 +322,9 @@ class ListedStages(StagePlacement):
     ) -> Any:
         """Run `fn` on each device's shards of the arrays."""
         run = meshes.shard_map(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
-        return run(self.along_explicit_axes(arrays, in_specs))
+        return run(self.reshard_explicit_axes(arrays, in_specs))
 
-    def _placed(self, x: jax.Array, spec: P) -> jax.Array:
-        x = self.along_explicit_axes(x, spec)
+    def _place_gradient(self, x: jax.Array, spec: P) -> jax.Array:
+        x = self.reshard_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
         return meshes.constrain_sharding(x, self.mesh, restrict_spec(spec, implicit))

@@ -18,8 +18,8 @@ from optfn.collectives.axes import is_spec, join_axes, manual_axes
 from optfn.collectives.mesh import shard_map
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
-from optfn.jaxprs.pullback import Key, inexact_leaves
-from optfn.pipeline.engine import Engine, Microbatches, work_item
+from optfn.jaxprs.pullback import Key, select_inexact_leaves
+from optfn.pipeline.engine import Engine, Microbatches, make_work_item
 from optfn.pipeline.functions import StageFunction, UserFunctions
 from optfn.pipeline.model import (
     Gradient,
@@ -27,11 +27,11 @@ from optfn.pipeline.model import (
     StashPolicy,
     Weights,
     WorkItem,
-    heterogeneous_model,
-    homogeneous_model,
+    make_heterogeneous_model,
+    make_homogeneous_model,
 )
 from optfn.pipeline.plan import Plan, plan
-from optfn.pipeline.stacking import PipelineParams, marked, unmarked
+from optfn.pipeline.stacking import PipelineParams, unwrap_stacked, wrap_stacked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
@@ -136,7 +136,7 @@ def pipeline_value_and_grad(
     Source: as `plan`. That the phases are scans, with the vjp of each stage taken explicitly, is of
     this library: differentiating through one scan yields only gpipe.
     """
-    functions = UserFunctions.checked(stage_fn, loss_fn)
+    functions = UserFunctions.from_arguments(stage_fn, loss_fn)
     _check_axes(mesh, axis_name, data_axis)
     pipeline_plan = plan(mesh.shape[axis_name], num_microbatches, virtual_stages, schedule)
     functions.check_number(pipeline_plan, axis_name)
@@ -171,7 +171,7 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
         if name not in mesh.axis_names and not (argument == "data_axis" and name is None):
-            names = tree.listed(mesh.axis_names)
+            names = tree.list_names(mesh.axis_names)
             raise ValueError(
                 f"{argument} must be an axis of the mesh, which has {names}; got {name!r}"
             )
@@ -189,7 +189,7 @@ def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
             )
         for name in join_axes(*spec):
             if name not in mesh.axis_names or name == axis_name:
-                allowed = tree.listed([a for a in mesh.axis_names if a != axis_name])
+                allowed = tree.list_names([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
                     f"param_specs: {name!r} at {path!r} must be an axis of the mesh other than "
                     f"that of the stages: {allowed}"
@@ -224,10 +224,10 @@ class _Pipeline:
     ) -> tuple[jax.Array, Updates]:
         """Return the loss, and the gradients in the structure of `params`."""
         self._check_batch(inputs, targets)
-        self._check_enclosing()
+        self._check_bound_axes()
         has_shared = isinstance(params, PipelineParams)
         stages, shared = params if has_shared else (params, None)
-        stages, marks = unmarked(stages)
+        stages, marks = unwrap_stacked(stages)
         self.functions.check_keywords(has_shared, rng is not None)
         placement = dataclasses.replace(self.placement, marks=marks)
         weights = Weights(placement.weights(stages), shared)
@@ -236,11 +236,11 @@ class _Pipeline:
         out_specs = P(), (placement.gradient_specs(stages), P())
         run_on_device = partial(self._run_on_device, placement.shapes(stages))
         run = shard_map(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
-        arguments = placement.along_explicit_axes(arguments, specs)
+        arguments = placement.reshard_explicit_axes(arguments, specs)
         loss, (stage_gradients, shared_gradients) = run(*arguments)
-        grads = marked(placement.gradients(stages, stage_gradients), marks)
+        grads = wrap_stacked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
-            grads = PipelineParams(grads, placement.gradient_tree(shared, shared_gradients))
+            grads = PipelineParams(grads, placement.build_gradient_tree(shared, shared_gradients))
         return loss, grads
 
     def _run_on_device(
@@ -256,22 +256,22 @@ class _Pipeline:
         inputs, targets = jax.tree.map(split, batch)
         microbatches = Microbatches(inputs, targets, worker * m, rng)
         local = jax.tree.map(lambda x: x[:, 0], weights.stage)
-        weights = weights._replace(stage=self.placement.whole_along_data(local))
+        weights = weights._replace(stage=self.placement.gather_along_data(local))
         example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
-        model = self._model(shapes, example, work_item(microbatches, 0, 0))
+        model = self._make_model(shapes, example, make_work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
-        loss, gradients = self._reduce(*engine.run(), weights)
+        loss, gradients = self._average_over_batch(*engine.run(), weights)
         return loss.astype(model.loss_dtype), gradients
 
-    def _model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
+    def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
         """Return the model; `weights` and `item` are examples to trace with."""
-        functions, policy = self.functions.model_functions(), self.stash_policy
+        functions, policy = self.functions.bind_keywords(), self.stash_policy
         if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
-            return homogeneous_model(functions, policy, num_stages, weights, item)
-        return heterogeneous_model(functions, policy, shapes, weights, item)
+            return make_homogeneous_model(functions, policy, num_stages, weights, item)
+        return make_heterogeneous_model(functions, policy, shapes, weights, item)
 
-    def _reduce(
+    def _average_over_batch(
         self, loss: jax.Array, gradient: Gradient, weights: Weights
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
         """Return means over the batch from this device's sums; all reductions are made here."""
@@ -279,16 +279,16 @@ class _Pipeline:
         gradient = gradient._replace(shared=shared)
         if self.data_axis is not None:
             loss, shared = lax.pmean((loss, gradient.shared), self.data_axis)
-            stage = self.placement.mean_over_data(weights.stage, gradient.stage)
+            stage = self.placement.average_over_data(weights.stage, gradient.stage)
             gradient = Gradient(stage, shared)
         m = self.plan.num_microbatches
         stage, shared = (
-            [(g / m).astype(w.dtype) for g, w in zip(sums, inexact_leaves(of), strict=True)]
+            [(g / m).astype(w.dtype) for g, w in zip(sums, select_inexact_leaves(of), strict=True)]
             for sums, of in zip(gradient, weights, strict=True)
         )
         return loss / m, ([g[:, None] for g in stage], shared)
 
-    def _check_enclosing(self) -> None:
+    def _check_bound_axes(self) -> None:
         """Raise a ValueError for data axes that an enclosing training step has bound."""
         bound = manual_axes()
         if self.data_axis in bound:

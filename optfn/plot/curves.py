@@ -10,7 +10,7 @@ import numpy as np
 from optfn.compression.bytes_sent import ramp_step
 from optfn.core import checks
 from optfn.core.checks import Schedule
-from optfn.plot.axes import named_values, styled_axes
+from optfn.plot.figure import check_mapping, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,33 +33,33 @@ def schedules(
       steps: how many steps, ≥ 1.
       ax: where to draw; None for a new figure.
     """
-    named = _named_schedules(schedules)
+    named = _check_schedules(schedules)
     at = np.unique(np.linspace(0, checks.count("steps", steps) - 1, _SAMPLES).round())
-    ax = styled_axes(ax)
+    ax = style_axes(ax)
     for name, schedule in named.items():
-        ax.plot(at, _values(name, schedule, at.astype(np.int32)), label=name)
+        ax.plot(at, _sample_schedule(name, schedule, at.astype(np.int32)), label=name)
     ax.set(xlabel="step", ylabel="learning rate")
     ax.legend(frameon=False, fontsize="small")
     return ax
 
 
-def _named_schedules(
+def _check_schedules(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
     if callable(schedules):
         schedules = [schedules]
     if isinstance(schedules, Sequence) and not isinstance(schedules, str):
         schedules = {repr(schedule): schedule for schedule in schedules}
-    named = named_values("schedules", schedules)
+    named = check_mapping("schedules", schedules)
     for name, schedule in named.items():
         if not callable(schedule):
             raise TypeError(
-                f"schedules[{name!r}] must be a function of the step; got {checks.shown(schedule)}"
+                f"schedules[{name!r}] must be a function of the step; got {checks.show(schedule)}"
             )
     return named
 
 
-def _values(name: str, schedule: Schedule, at: np.ndarray) -> np.ndarray:
+def _sample_schedule(name: str, schedule: Schedule, at: np.ndarray) -> np.ndarray:
     values = np.asarray(jax.vmap(lambda i: jnp.asarray(schedule(i), jnp.float32))(at))
     if values.shape != at.shape:
         raise ValueError(
@@ -96,7 +96,7 @@ def dgc_ramp(
     step = jnp.arange(checks.count("steps", steps))
     i = np.asarray(ramp_step(step, begin, length, len(sent)))
     share = np.where(step < begin, 100.0, sent[i])
-    ax = styled_axes(ax)
+    ax = style_axes(ax)
     ax.step(step, share, where="post")
     ax.set(xlabel="step", ylabel="entries sent, %", yscale="log")
     for at in np.flatnonzero(np.diff(share, prepend=np.inf)):

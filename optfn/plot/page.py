@@ -17,7 +17,7 @@ import numpy as np
 
 from optfn._version import __version__
 from optfn.core import checks
-from optfn.plot.run import RunHistory, checked
+from optfn.plot.run import RunHistory, check_history
 from optfn.plot.run import history as draw_history
 
 if TYPE_CHECKING:
@@ -71,22 +71,22 @@ def report(
       ImportError: matplotlib is not installed.
       TypeError, ValueError: `history` is not the history of a run.
     """
-    series = checked(history)
+    series = check_history(history)
     if not isinstance(about, Mapping | None):
-        raise TypeError(f"about must be a mapping from names; got {checks.shown(about)}")
+        raise TypeError(f"about must be a mapping from names; got {checks.show(about)}")
     facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"} | dict(about or {})
     body = [
         f"<h1>{escape(title)}</h1>",
-        _facts(facts),
+        _format_facts(facts),
         "<h2>Curves</h2>",
-        _svg(series, local_steps),
+        _draw_svg(series, local_steps),
         "<h2>Numbers</h2>",
-        _html_table(_HEAD, _table_rows(series, local_steps)),
+        _format_table(_HEAD, _summarize_series(series, local_steps)),
     ]
     if summary:
         body += ["<h2>State of the optimizer</h2>", f"<pre>{escape(summary)}</pre>"]
-    body += ["<h2>Environment</h2>", _facts(environment())]
-    return _write_page(checks.path("path", path), _page(title, body))
+    body += ["<h2>Environment</h2>", _format_facts(environment())]
+    return _write_page(checks.path("path", path), _format_page(title, body))
 
 
 def environment() -> dict[str, str]:
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _page(title: str, body: Iterable[str]) -> str:
+def _format_page(title: str, body: Iterable[str]) -> str:
     head = (
         '<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -114,7 +114,7 @@ def _page(title: str, body: Iterable[str]) -> str:
     return "\n".join([*lines, "</body>", "</html>", ""])
 
 
-def _facts(facts: Mapping[str, object]) -> str:
+def _format_facts(facts: Mapping[str, object]) -> str:
     rows = (
         f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in facts.items()
@@ -125,7 +125,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 _HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not finite")
 
 
-def _table_rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
+def _summarize_series(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
     """Return the rows of the table of numbers: a row for each array of the history."""
     rows = []
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
@@ -138,17 +138,17 @@ def _table_rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
         if finite.size:
             of_finite = values[finite]
             at = finite[of_finite.argmin()], finite[of_finite.argmax()]
-            extremes = [text for i in at for text in (_number(values[i]), f"{steps[i]:,}")]
+            extremes = [text for i in at for text in (_format_number(values[i]), f"{steps[i]:,}")]
         bad = f"{values.size - finite.size:,}"
-        rows.append((name, _number(values[0]), *extremes, _number(values[-1]), bad))
+        rows.append((name, _format_number(values[0]), *extremes, _format_number(values[-1]), bad))
     return rows
 
 
-def _number(x: float) -> str:
+def _format_number(x: float) -> str:
     return f"{x:.6g}"
 
 
-def _html_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:
@@ -157,7 +157,7 @@ def _html_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([*lines, "</tbody>", "</table>"])
 
 
-def _svg(series: RunHistory, local_steps: int) -> str:
+def _draw_svg(series: RunHistory, local_steps: int) -> str:
     """Return the curves as an SVG element without a background."""
     matplotlib = checks.optional_module("matplotlib", "plot")
     settings = dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none", "text.usetex": False}

@@ -7,7 +7,7 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.pipeline.plan import Plan
-from optfn.plot.axes import named_values, styled_axes
+from optfn.plot.figure import check_mapping, style_axes
 from optfn.train.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
       plans: results of `optfn.distributed.plan_memory`, by name.
       ax: where to draw; None for a new figure.
     """
-    named = named_values("plans", plans, MemoryPlan)
-    ax = styled_axes(ax, (7, 1.2 + 0.5 * len(named)))
-    factor, unit = _unit(max(sum(plan[:3]) for plan in named.values()))
+    named = check_mapping("plans", plans, MemoryPlan)
+    ax = style_axes(ax, (7, 1.2 + 0.5 * len(named)))
+    factor, unit = _choose_unit(max(sum(plan[:3]) for plan in named.values()))
     end = np.zeros(len(named))
     for i, field in enumerate(MemoryPlan._fields[:3]):
         sizes = np.array([plan[i] for plan in named.values()]) / factor
         ax.barh(list(named), sizes, left=end, label=field)
         end = end + sizes
     for y, (x, plan) in enumerate(zip(end, named.values(), strict=True)):
-        sent_factor, sent_unit = _unit(plan.sent)
+        sent_factor, sent_unit = _choose_unit(plan.sent)
         text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent per step"
         ax.text(x, y, text, va="center", fontsize="small")
     ax.set(xlabel=f"{unit} on each device", xlim=(0, 1.35 * end.max() or 1))
@@ -44,7 +44,7 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
     return ax
 
 
-def _unit(size: float) -> tuple[float, str]:
+def _choose_unit(size: float) -> tuple[float, str]:
     """Return the power of 1,000 in which a number of bytes is read best, and its name."""
     power = min(int(np.log10(max(size, 1)) // 3), len(_UNITS) - 1)
     return 1000.0**power, _UNITS[power]
@@ -65,16 +65,18 @@ def recompute(
       budgets: (bytes, FLOPs) of gradients by `recompute(..., memory_budget=)`, joined by a line.
       ax: where to draw; None for a new figure.
     """
-    named = {k: _pair(f"costs[{k!r}]", pair) for k, pair in named_values("costs", costs).items()}
-    line = [_pair(f"budgets[{i}]", pair) for i, pair in enumerate(budgets)]
-    ax = styled_axes(ax, (7, 4))
+    named = {
+        k: _check_pair(f"costs[{k!r}]", pair) for k, pair in check_mapping("costs", costs).items()
+    }
+    line = [_check_pair(f"budgets[{i}]", pair) for i, pair in enumerate(budgets)]
+    ax = style_axes(ax, (7, 4))
     once = next(iter(named.values()))[1]
     largest = max(x for x, _ in [*named.values(), *line])
-    factor, unit = _unit(largest)
+    factor, unit = _choose_unit(largest)
     if line:
         xs, ys = np.array(sorted(line)).T
         ax.plot(xs / factor, ys / once, "o-", label="byte budgets")
-    for (x, y), names in _places(named, (0.01 * largest, 0.005 * once)).items():
+    for (x, y), names in _merge_marks(named, (0.01 * largest, 0.005 * once)).items():
         ax.plot(x / factor, y / once, "s", label="\n".join(names), clip_on=False)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     ax.set(xlabel=unit, ylabel="FLOPs, × without recomputation", xlim=(0, 1.05 * largest / factor))
@@ -82,14 +84,14 @@ def recompute(
     return ax
 
 
-def _pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
+def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
     if np.shape(pair) != (2,) or not np.all(np.asarray(pair) > 0):
         raise ValueError(f"{name} must be (bytes, FLOPs), both > 0; got {pair!r}")
     size, flops = pair
     return float(size), float(flops)
 
 
-def _places(
+def _merge_marks(
     named: Mapping[str, tuple[float, float]], near: tuple[float, float]
 ) -> dict[tuple[float, float], list[str]]:
     """Return the names at each point; points whose marks would overlap are one."""
@@ -108,5 +110,5 @@ def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
       ax: where to draw; None for a new figure.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan; got {checks.shown(plan)}")
+        raise TypeError(f"plan must be a Plan; got {checks.show(plan)}")
     return plan.draw(ax)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optfn.core import checks
-from optfn.plot.axes import curve, named_values, scale_axis, styled_axes
+from optfn.plot.figure import check_mapping, draw_curve, scale_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +33,9 @@ def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = Non
       local_steps: as for `minimize`: how many steps an entry of the history stands for.
       ax: where to draw; None for a new figure.
     """
-    series = checked(history)
-    ax = styled_axes(ax)
-    curve(ax, *_points(series, "loss", local_steps), "training batch")
+    series = check_history(history)
+    ax = style_axes(ax)
+    draw_curve(ax, *_points(series, "loss", local_steps), "training batch")
     found = [name for name in _OF_LOSS if name in series]
     for name in found:
         ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
@@ -54,7 +54,7 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
-    return _one_series(checked(history, "learning_rate"), "learning_rate", local_steps, ax)
+    return _draw_series(check_history(history, "learning_rate"), "learning_rate", local_steps, ax)
 
 
 def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
@@ -65,12 +65,12 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
-    series = checked(history, "grad_norm")
-    ax = styled_axes(ax)
+    series = check_history(history, "grad_norm")
+    ax = style_axes(ax)
     for name, label in NORMS.items():
         if name in series:
             steps, norm = _points(series, name, local_steps)
-            curve(ax, steps, np.where(norm > 0, norm, np.nan), label)
+            draw_curve(ax, steps, np.where(norm > 0, norm, np.nan), label)
     ax.set(xlabel="step", ylabel="norm", yscale="log")
     ax.legend(frameon=False, ncols=3)
     return ax
@@ -89,7 +89,7 @@ def history(
       local_steps: as for `minimize`.
       figure: an empty figure of matplotlib; None for a new one.
     """
-    panels = _panels(checked(history), checks.count("local_steps", local_steps))
+    panels = _make_panels(check_history(history), checks.count("local_steps", local_steps))
     if figure is None:
         pyplot = checks.optional_module("matplotlib.pyplot", "plot")
         figure = pyplot.figure(figsize=(7, 1 + 1.9 * len(panels)), layout="constrained")
@@ -101,7 +101,7 @@ def history(
     return figure
 
 
-def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
+def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
     """Return functions of `ax` that draw the panels for which `series` has arrays."""
     draws = {"loss": losses, "learning_rate": learning_rate, "grad_norm": norms}
     panels: list[Callable[..., Axes]] = [
@@ -113,19 +113,19 @@ def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]
     aux = [name for name in series if name.partition("/")[0] == "aux"]
     further = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
     names = [*clipped, *aux, *further]
-    return panels + [partial(_one_series, series, name, local_steps) for name in names]
+    return panels + [partial(_draw_series, series, name, local_steps) for name in names]
 
 
-def _one_series(
+def _draw_series(
     series: RunHistory, name: str, local_steps: int, ax: "Axes | None" = None
 ) -> "Axes":
     """Draw one array of a history, a curve of steps or the points of evaluations."""
-    ax = styled_axes(ax)
+    ax = style_axes(ax)
     label = _WORDS.get(name, name)
     if name.startswith("evaluation/"):
         ax.plot(*_evaluation(series, name), "o-", markersize=4)
     else:
-        curve(ax, *_points(series, name, local_steps), label)
+        draw_curve(ax, *_points(series, name, local_steps), label)
     ax.set_xlabel("step")
     # The names of users may have a $.
     ax.set_ylabel(label.removeprefix("aux/").removeprefix("evaluation/"), parse_math=False)
@@ -134,9 +134,9 @@ def _one_series(
     return ax
 
 
-def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
+def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     """Return a history as NumPy arrays, after checking that it has "loss" and those `needed`."""
-    arrays = {name: np.asarray(x) for name, x in named_values("history", history).items()}
+    arrays = {name: np.asarray(x) for name, x in check_mapping("history", history).items()}
     # The history of a checkpoint may have the position of the batches beside it, as bytes.
     series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}
     for name in ("loss", *needed):

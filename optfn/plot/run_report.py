@@ -45,7 +45,7 @@ class RunReport:
         self.since = time.monotonic()
         if self.path is not None:
             checks.optional_module("matplotlib", "plot")  # fail now, not after hours
-            self.summary = _summary(step, state)
+            self.summary = _summarize_state(step, state)
 
     def __enter__(self) -> "RunReport":
         return self
@@ -75,7 +75,7 @@ class RunReport:
             self._write(self.end if kind is None else f"by {kind.__name__}: {error}")
 
 
-def _summary(step: TrainStep, state: TrainState) -> str:
+def _summarize_state(step: TrainStep, state: TrainState) -> str:
     """Return the table of the bytes that the optimizer keeps, by parameter."""
     options, params = step.options, jax.eval_shape(unpack, state.params)
     if options.shard is None:

@@ -21,18 +21,18 @@ _writing: dict[Path, Future[Any]] = {}
 
 
 @functools.cache
-def _thread() -> ThreadPoolExecutor:
+def _get_thread() -> ThreadPoolExecutor:
     # `atexit` is too late: by then Python has shut down all pools, and orbax needs its own.
-    threading._register_atexit(wait)  # type: ignore[attr-defined]
+    threading._register_atexit(wait_for_writes)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
-def start(directory: Path, *calls: Callable[[], None]) -> None:
+def start_write(directory: Path, *calls: Callable[[], None]) -> None:
     """Begin to write a checkpoint by some calls; `wait` first for the previous one there."""
-    _writing[directory] = _thread().submit(lambda: [call() for call in calls])
+    _writing[directory] = _get_thread().submit(lambda: [call() for call in calls])
 
 
-def wait(directory: Path | None = None) -> None:
+def wait_for_writes(directory: Path | None = None) -> None:
     """Wait until all checkpoints, or those of a directory, are on the disk.
 
     If a checkpoint could not be written, in any directory, its error is raised once.
@@ -46,7 +46,7 @@ def wait(directory: Path | None = None) -> None:
                     del _writing[place]
 
 
-def copied(tree: PyTree) -> PyTree:
+def copy_to_host(tree: PyTree) -> PyTree:
     """Return a copy of the arrays of a tree; the arrays may be donated or overwritten at once.
 
     JAX arrays are copied in the background, to memory of the host if the devices can do that. The
@@ -58,12 +58,12 @@ def copied(tree: PyTree) -> PyTree:
             groups.setdefault(frozenset(x.sharding.device_set), []).append(x)
     copies: dict[int, jax.Array] = {}
     for arrays in groups.values():
-        made = _copier(tuple(map(_host_sharding, arrays)))(arrays)
+        made = _copier(tuple(map(_to_host_sharding, arrays)))(arrays)
         copies |= dict(zip(map(id, arrays), made, strict=True))
     return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
 
 
-def _host_sharding(x: jax.Array) -> jax.sharding.Sharding:
+def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
     """Return the sharding of an array, in memory of the host if its devices have such memory."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}

@@ -37,7 +37,7 @@ class Remaining:
         self.epoch: int | None = None
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
-        self._passes = self._numbered(found and self._at(found))
+        self._passes = self._iterate_epochs(found and self._resume_iterator(found))
         self._ahead: list[tuple[int, Batch]] = []  # at most one
         self._before_ahead: Position | None = None
 
@@ -61,7 +61,7 @@ class Remaining:
         self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
         return bool(self._ahead)
 
-    def _at(self, found: Position) -> Iterator[Batch] | None:
+    def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
         """Return an iterator that continues from the position of an earlier one, or None."""
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
@@ -87,7 +87,7 @@ class Remaining:
             return Position(self._pass, self._iterator.get_state())
         return None
 
-    def _numbered(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+    def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
         """Yield the batches of all passes, each with the number of its pass."""
         for epoch in range(self._pass, 1 + (self.epochs or 1)):
             self._pass = epoch
@@ -104,7 +104,7 @@ class Remaining:
                     "be something that can be iterated again, such as a list or a DataLoader"
                 )
 
-    def ends_epoch(self) -> bool:
+    def is_epoch_end(self) -> bool:
         """Tell whether the last batch was the last of its pass, by drawing the next one."""
         self._skip_used()
         if self.epochs is None or self.is_finished or self.given == self.most:
@@ -133,7 +133,7 @@ class Remaining:
                     "new one for each run"
                 )
             raise ValueError(
-                f"batches must hold at least one batch; got {checks.shown(self.batches)}{why}"
+                f"batches must hold at least one batch; got {checks.show(self.batches)}{why}"
             )
         words = "at least " if self.most is None else ""
         words += f"{needed} are needed"

@@ -16,23 +16,23 @@ import numpy as np
 import optax
 
 from optfn.core import checks, tree
-from optfn.core.tree import is_key, listed
+from optfn.core.tree import is_key, list_names
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.leaves.patterns import Pattern, check_pattern
 from optfn.parallel import processes
-from optfn.run.background import start, wait
-from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, suits
+from optfn.run.background import start_write, wait_for_writes
+from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, is_directory_default
 from optfn.run.checkpoint_file import NpzFile
-from optfn.run.finiteness import ends_finite
-from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
-from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
+from optfn.run.finiteness import has_finite_end
+from optfn.run.newest import OtherRun, backend_of, find_newest, remove_oldest
+from optfn.run.storage import NONFINITE, Backend, is_remote, to_path
 from optfn.sparse.sharded_table import unwrap_tables
-from optfn.state.names import named_leaves
-from optfn.state.per_worker import has_own_state
-from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
+from optfn.state.names import arrays_with_names
+from optfn.state.per_worker import has_per_worker_state
+from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
-from optfn.train.loading import ABOUT, host_array, load_named
-from optfn.train.packed_state import placeholders, unpack_state
+from optfn.train.loading import ABOUT, load_named, to_host
+from optfn.train.packed_state import make_placeholders, unpack_state
 from optfn.train.state import TrainState
 from optfn.train.state_dict import RESERVED, check_names
 
@@ -97,37 +97,37 @@ def save_checkpoint(
       ValueError: two arrays have the same name, or a name that cannot be saved.
     """
     _check_tree("save_checkpoint: state", state)
-    number = _step_in(state) if step is None else checks.count("step", step, low=0)
+    number = _find_step(state) if step is None else checks.count("step", step, low=0)
     if not isinstance(history, Mapping | None):
         raise TypeError(
             "save_checkpoint: history must be a mapping from names to arrays; "
-            f"got {checks.shown(history)}"
+            f"got {checks.show(history)}"
         )
     for name, value in (("sharded", sharded), ("background", background)):
         if value is not None:
             checks.flag(name, value)
-    directory = directory_of(directory)
+    directory = to_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    wait(directory)
+    wait_for_writes(directory)
     if is_remote(directory) and sharded is False:
         raise ValueError(
             f"sharded=False writes a file, but the store of {directory} takes only directories: "
             "pass sharded=True"
         )
     if sharded is None:
-        sharded = is_remote(directory) or suits(state)
+        sharded = is_remote(directory) or is_directory_default(state)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     beside = {f"{_HISTORY}{name}": np.array(x) for name, x in (history or {}).items()}
     write = backend.writer(
         path,
-        jax.tree.map(_without_key, state),
+        jax.tree.map(_to_key_data, state),
         beside,
-        is_finite=ends_finite(state, history or {}),
+        is_finite=has_finite_end(state, history or {}),
     )
-    start(directory, write, functools.partial(remove_oldest, path, keep))
+    start_write(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):
-        wait(directory)
+        wait_for_writes(directory)
     return path
 
 
@@ -137,26 +137,27 @@ def _check_tree(who: str, state: PyTree) -> None:
         if not tree.is_array(x):
             raise TypeError(
                 f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
-                f"{name or 'at the top'} is {checks.shown(x)}"
+                f"{name or 'at the top'} is {checks.show(x)}"
             )
-    names = [name for name, _ in named_leaves(unwrap_tables(unpack_state(placeholders(state))))]
+    shapes = unwrap_tables(unpack_state(make_placeholders(state)))
+    names = [name for name, _ in arrays_with_names(shapes)]
     if "" in names:
         raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
     check_names(names, _RESERVED)
 
 
-def _step_in(state: PyTree) -> int:
+def _find_step(state: PyTree) -> int:
     step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
     if not tree.is_array(step) or step.shape or not np.issubdtype(step.dtype, np.integer):
         raise TypeError(
             "save_checkpoint: state must be a TrainState, or have another field or key `step` that "
             "is a scalar integer; else pass step=, the number in the name; "
-            f"got {checks.shown(state)}"
+            f"got {checks.show(state)}"
         )
     return int(step)
 
 
-def _without_key(x: Leaf) -> Leaf:
+def _to_key_data(x: Leaf) -> Leaf:
     return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
 
 
@@ -183,10 +184,10 @@ def load_checkpoint(
       ValueError: the checkpoint is truncated, damaged, or from another run; or `only` matches
         nothing.
     """
-    wait()
+    wait_for_writes()
     _check_tree("load_checkpoint: state", state)
     loader = _Loader(state, checks.flag("strict", strict), check_pattern("only", only))
-    return loader.told(path, loader.load(directory_of(path)))
+    return loader.warn_of_changes(path, loader.load(to_path(path)))
 
 
 class _Loader(NamedTuple):
@@ -198,7 +199,7 @@ class _Loader(NamedTuple):
 
     def load(self, path: Path) -> _Loaded:
         """Return the state and the history at a path, and the differences of names."""
-        like = jax.tree.map(_without_key, self.template)
+        like = jax.tree.map(_to_key_data, self.template)
         try:
             saved = backend_of(path).read(path, like, self._is_read)
         except ImportError:
@@ -206,13 +207,15 @@ class _Loader(NamedTuple):
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
         names = [name for name in saved if not _is_beside(name)]
-        chosen = {*filter(self.has, names)}
+        chosen = {*filter(self.is_selected, names)}
         if not chosen:
             raise OtherRun(
                 f"only={self.only!r} matches no name in {path}; it has "
-                f"{listed([_public_name(name) for name in names])}"
+                f"{list_names([_public_name(name) for name in names])}"
             )
-        found = _rescaled(self.template, {k: x for k, x in saved.items() if x is not None})
+        found = _rescale_to_template(
+            self.template, {k: x for k, x in saved.items() if x is not None}
+        )
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
         history = {k.removeprefix(_HISTORY): found[k] for k in found if k.startswith(_HISTORY)}
         try:
@@ -229,7 +232,7 @@ class _Loader(NamedTuple):
         lists = changes.carried, changes.new, [*changes.dropped, *left_out]
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
-    def has(self, name: str) -> bool:
+    def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded."""
         name = _public_name(name)
         if callable(self.only):
@@ -238,9 +241,11 @@ class _Loader(NamedTuple):
 
     def _is_read(self, name: str) -> bool:
         """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
-        return _is_beside(name) or self.has(name) or name.endswith("/num_workers")
+        return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
 
-    def told(self, path: object, loaded: _Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
+    def warn_of_changes(
+        self, path: object, loaded: _Loaded
+    ) -> tuple[PyTree, dict[str, np.ndarray]]:
         """Return state and history; warn of differences that strict loading does not allow."""
         state, history, changes = loaded
         if changes and (not self.strict or self.only is not None):
@@ -272,13 +277,13 @@ def _remedy(error: ValueError) -> str:
     return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
 
-def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
+def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     """Return a mapping whose arrays are those of as many workers as `state` has."""
-    if PER_WORKER_KEY not in mapping or not has_own_state(state):
+    if PER_WORKER_KEY not in mapping or not has_per_worker_state(state):
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = dict(named_leaves(state)), mapping
-    now, before = ({int(host_array(x[name])) for name in count_names(x, names)} for x in both)
+    both = dict(arrays_with_names(state)), mapping
+    now, before = ({int(to_host(x[name])) for name in find_count_names(x, names)} for x in both)
     if now == before or len(now) != 1 or not names:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())
@@ -301,19 +306,21 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
     """
     if isinstance(params, TrainState):
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
-    wait()
+    wait_for_writes()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
     loader = _Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
 
     def read(path: Path) -> Params:
         state, _, changes = loader.load(path)
-        missing, extra = (list(filter(loader.has, x)) for x in (changes.new, changes.dropped))
+        missing, extra = (
+            list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)
+        )
         if wrong := misfits(missing, extra):
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
         return state.params
 
-    place = directory_of(path)
-    found = newest(place, read)
+    place = to_path(path)
+    found = find_newest(place, read)
     if found is not None:
         return found[1]
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
@@ -357,9 +364,9 @@ def restore_checkpoint(
     Raises:
       ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
     """
-    wait()
-    place = directory_of(directory)
+    wait_for_writes()
+    place = to_path(directory)
     loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
     _check_tree("restore_checkpoint: template", template)
-    found = newest(place, loader.load, processes.has_state_on_all_processes(template))
-    return None if found is None else loader.told(*found)
+    found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
+    return None if found is None else loader.warn_of_changes(*found)

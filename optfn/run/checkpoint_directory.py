@@ -20,15 +20,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optfn.core import checks
-from optfn.core.tree import listed
+from optfn.core.tree import list_names
 from optfn.core.types import PyTree
-from optfn.parallel.fingerprint import begin_are_finite, begin_fingerprints, fingerprints
-from optfn.run.background import copied
+from optfn.parallel.fingerprint import begin_fingerprints, begin_finite_check, fingerprints
+from optfn.run.background import copy_to_host
 from optfn.run.directory_arrays import read_arrays
-from optfn.run.finiteness import params_of
+from optfn.run.finiteness import select_params
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
-from optfn.sparse.sharded_table import natural, unwrap_tables
-from optfn.state.names import named_leaves
+from optfn.sparse.sharded_table import to_logical, unwrap_tables
+from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
@@ -39,7 +39,7 @@ from optfn.train.state_dict import VERSION, leaves_by_name, per_worker_names
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 
-def suits(state: PyTree) -> bool:
+def is_directory_default(state: PyTree) -> bool:
     """Tell whether arrays besides per-worker ones are divided over devices, and orbax is there."""
 
     def is_divided(x: Any) -> bool:
@@ -48,30 +48,30 @@ def suits(state: PyTree) -> bool:
 
     shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     try:
-        return any(map(is_divided, shared)) and bool(_orbax())
+        return any(map(is_divided, shared)) and bool(_import_orbax())
     except ImportError:
         return False
 
 
-def _orbax() -> Any:
+def _import_orbax() -> Any:
     return checks.optional_module("orbax.checkpoint", "orbax")
 
 
 @functools.cache
-def _checkpointer() -> Any:
+def _get_checkpointer() -> Any:
     """Return orbax's checkpointer of this process.
 
     It synchronizes processes through the coordinator. A collective of devices, from the thread that
     writes, could meet the collectives of the training in another order in each process.
     """
-    ocp = _orbax()
+    ocp = _import_orbax()
     every = set(range(jax.process_count())) if jax.process_count() > 1 else None
     processes = ocp.options.MultiprocessingOptions(active_processes=every)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     return ocp.Checkpointer(handler, multiprocessing_options=processes)
 
 
-_published = itertools.count()  # the same in all processes, which all save
+_publish_numbers = itertools.count()  # the same in all processes, which all save
 
 
 class OrbaxDirectory:
@@ -83,8 +83,8 @@ class OrbaxDirectory:
         self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
-        ocp = _orbax()
-        state = natural(unpack_state(state))
+        ocp = _import_orbax()
+        state = to_logical(unpack_state(state))
         arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
@@ -94,11 +94,11 @@ class OrbaxDirectory:
             "beside": list(beside),
         }
         beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
-        copies, checksums = copied(arrays), begin_fingerprints(list(arrays.values()))
-        params_are_finite = begin_are_finite(params_of(arrays.items()))
+        copies, checksums = copy_to_host(arrays), begin_fingerprints(list(arrays.values()))
+        params_are_finite = begin_finite_check(select_params(arrays.items()))
 
         def write() -> None:
-            sums = np.concatenate([checksums(), _digests(beside.values())])
+            sums = np.concatenate([checksums(), _hash_arrays(beside.values())])
             saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
             marks = [] if params_are_finite() and is_finite else [NONFINITE]
             if is_remote(path):
@@ -106,7 +106,7 @@ class OrbaxDirectory:
                 return
             # Orbax does not wait until the disk has its metadata, so it writes under another name.
             unsynced = path.absolute().with_suffix(".unsynced")
-            _checkpointer().save(unsynced, args=saved, force=True)
+            _get_checkpointer().save(unsynced, args=saved, force=True)
             try:
                 if jax.process_index() == 0:  # the processes share the directory
                     for mark in marks:
@@ -114,7 +114,9 @@ class OrbaxDirectory:
                     self._publish(unsynced, path)
             finally:  # no process waits in vain
                 every = set(range(jax.process_count()))
-                ocp.multihost.sync_global_processes(f"optfn {next(_published)}", processes=every)
+                ocp.multihost.sync_global_processes(
+                    f"optfn {next(_publish_numbers)}", processes=every
+                )
 
         return write
 
@@ -141,8 +143,8 @@ class OrbaxDirectory:
         aside = path.with_name(path.name + ASIDE)
         is_saved_again = path.exists()
         if is_saved_again:  # a store cannot move it aside
-            _checkpointer().save(aside, args=saved, force=True)
-        _checkpointer().save(path, args=saved, force=True)
+            _get_checkpointer().save(aside, args=saved, force=True)
+        _get_checkpointer().save(path, args=saved, force=True)
         for mark in marks if jax.process_index() == 0 else ():
             (path / mark).write_text("")
         if is_saved_again:
@@ -150,7 +152,7 @@ class OrbaxDirectory:
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a directory by name, which have the checksums that were saved."""
-        templates = dict(named_leaves(unwrap_tables(unpack_state(template))))
+        templates = dict(arrays_with_names(unwrap_tables(unpack_state(template))))
         always = _HEADER, _CHECKSUMS
         saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
@@ -159,10 +161,10 @@ class OrbaxDirectory:
         beside = [_HEADER, *extra]
         sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict=True)
         found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
-        found |= zip(beside, _digests(saved[name] for name in beside), strict=True)
+        found |= zip(beside, _hash_arrays(saved[name] for name in beside), strict=True)
         damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]
         if damaged:
-            raise ValueError(f"the checksum of {listed(damaged)} is wrong")
+            raise ValueError(f"the checksum of {list_names(damaged)} is wrong")
         arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
         return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
@@ -181,7 +183,7 @@ class OrbaxDirectory:
             shutil.rmtree(path)
 
 
-def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
+def _hash_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Return a checksum of each array of the host, with its dtype and shape, uint32 (n, 2)."""
     native = (x.astype(x.dtype.newbyteorder("=")) for x in arrays)  # as orbax returns them
     contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in native]

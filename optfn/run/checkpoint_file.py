@@ -17,10 +17,10 @@ from jax.experimental import multihost_utils
 from numpy.lib import format as npy
 
 from optfn.core.types import Leaf, PyTree
-from optfn.run.background import copied
+from optfn.run.background import copy_to_host
 from optfn.run.finiteness import are_finite
 from optfn.run.storage import NONFINITE, Arrays, sync
-from optfn.train.state_dict import named_arrays
+from optfn.train.state_dict import name_host_arrays
 
 # A history and the headers of a small file may take this many bytes.
 _SMALL = 1 << 24
@@ -35,11 +35,11 @@ class NpzFile:
         self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
-        whole = copied(jax.tree.map(_gathered, state))
+        whole = copy_to_host(jax.tree.map(_gather_leaf, state))
 
         def write() -> None:
             host = jax.tree.map(np.asarray, whole)
-            arrays = {**named_arrays(host), **beside}
+            arrays = {**name_host_arrays(host), **beside}
             if not (is_finite and are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
@@ -64,7 +64,7 @@ class NpzFile:
             if "version" not in names:
                 raise ValueError("it lacks the version of its format")
             return {
-                name: _array(file, f"{name}.npy") if is_read(name) else None
+                name: _read_array(file, f"{name}.npy") if is_read(name) else None
                 for name in names
                 if name != NONFINITE
             }
@@ -82,7 +82,7 @@ class NpzFile:
         path.unlink(missing_ok=True)
 
 
-def _gathered(x: Leaf) -> Leaf:
+def _gather_leaf(x: Leaf) -> Leaf:
     """Return a whole array, gathered if this process holds only a shard of it."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
@@ -108,7 +108,7 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise OSError(error.errno, words, str(path)) from error
 
 
-def _array(file: zipfile.ZipFile, name: str) -> np.ndarray:
+def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
     """Return an entry of a file, if it has as many bytes as its header says."""
     with file.open(name) as stream:
         is_first = npy.read_magic(stream) == (1, 0)

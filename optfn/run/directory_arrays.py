@@ -42,10 +42,10 @@ def read_arrays(
       ValueError: an array cannot be read; in a run of several processes that divide an array, it is
         raised in all of them.
     """
-    is_shared = any(_is_spread(x) for x in templates.values())
+    is_shared = any(_is_multiprocess(x) for x in templates.values())
     found, error = {}, None
     try:
-        found = _read(path, templates, is_read)
+        found = _read_all(path, templates, is_read)
     except Exception as caught:
         error = caught
     if is_shared and np.any(processes.gather_values([error is not None])):
@@ -55,11 +55,11 @@ def read_arrays(
     return found
 
 
-def _is_spread(x: Leaf) -> bool:
+def _is_multiprocess(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def _read(
+def _read_all(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
     ts = checks.optional_module("tensorstore", "orbax")
@@ -78,24 +78,24 @@ def _read(
     size = 0
     for name, future in opened.items():
         store = future.result()
-        waiting[name] = _begin(store, templates.get(name))
-        size += _bytes(store)
+        waiting[name] = _begin_read(store, templates.get(name))
+        size += _store_bytes(store)
         if size > _AT_ONCE:
             found |= {name: finish() for name, finish in waiting.items()}
             waiting, size = {}, 0
     return found | {name: finish() for name, finish in waiting.items()}
 
 
-def _bytes(store: Any) -> int:
+def _store_bytes(store: Any) -> int:
     return int(store.size) * int(store.dtype.numpy_dtype.itemsize)
 
 
-def _begin(store: Any, template: Leaf) -> _Finish:
+def _begin_read(store: Any, template: Leaf) -> _Finish:
     """Begin to read an array; return a function that waits for it."""
     shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
     sharding: Any = getattr(template, "sharding", None)
     fits = sharding is not None and (template.shape, template.dtype) == (shape, dtype)
-    if not fits or _bytes(store) < _SMALL or not getattr(template, "committed", True):
+    if not fits or _store_bytes(store) < _SMALL or not getattr(template, "committed", True):
         whole = store.read()
         return lambda: np.asarray(whole.result())
 

@@ -14,8 +14,8 @@ from optfn.core.types import Batch
 from optfn.leaves.packed import unpack
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
-from optfn.run.progress import num_examples
-from optfn.sparse.sharded_table import natural
+from optfn.run.progress import count_examples
+from optfn.sparse.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
 
@@ -43,7 +43,7 @@ class Evaluator:
         self.options, self.history, self.per_call = options, history, per_call
         if options.evaluate is not None:
             arguments = ["params", *["model_state"] * has_model_state]
-            checks.takes("evaluate", options.evaluate, arguments)
+            checks.check_signature("evaluate", options.evaluate, arguments)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
@@ -55,7 +55,7 @@ class Evaluator:
                 n = int(earlier["evaluation_step"][i])
                 ends_epoch = functools.partial(ended_epoch, n)
                 regular = None in (options.patience, options.evaluate_every)
-                self._compare(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
+                self._record(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
 
     @property
     def worst(self) -> float:
@@ -93,18 +93,18 @@ class Evaluator:
         """
         values = self._numbers(state)
         if self.key in values:
-            self._compare(n, values[self.key])
+            self._record(n, values[self.key])
         self.history.evaluations.append({"evaluation_step": n, **values})
         return values
 
-    def was_due(self, n: int) -> bool:
+    def has_been_due(self, n: int) -> bool:
         """Tell whether an evaluation was due in the steps up to n."""
         every = self.options.evaluate_every
         return isinstance(every, int) and n >= every
 
-    def compare_first(self, state: TrainState) -> None:
+    def record_first(self, state: TrainState) -> None:
         """Compare the state that the run begins with; the history has evaluations of steps only."""
-        self._compare(int(state.step), self._numbers(state)[self.key], is_extra=True)
+        self._record(int(state.step), self._numbers(state)[self.key], is_extra=True)
 
     def _numbers(self, state: TrainState) -> dict[str, float]:
         """Return the numbers of a state by their names in the history.
@@ -114,12 +114,12 @@ class Evaluator:
         """
         assert self.options.evaluate is not None
         model_state = () if state.model_state is None else (state.model_state,)
-        result = self.options.evaluate(natural(unpack(state.params)), *model_state)
+        result = self.options.evaluate(to_logical(unpack(state.params)), *model_state)
         named = _numbers_by_key("evaluate", result)
         values = {"evaluation" + (f"/{k}" if k else ""): x for k, x in named.items()}
         if self.key in values:
             return values
-        if self._compares or self.options.monitor is not None:
+        if self._needs_monitor or self.options.monitor is not None:
             if not isinstance(result, Mapping):
                 raise ValueError(
                     f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
@@ -133,10 +133,10 @@ class Evaluator:
         return values
 
     @property
-    def _compares(self) -> bool:
+    def _needs_monitor(self) -> bool:
         return self.options.patience is not None or self.options.keep_best
 
-    def _compare(self, n: int, value: float, *, is_extra: bool = False) -> None:
+    def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
         """Record an evaluation; an extra one was only made because an earlier run ended there."""
         self.monitored[n] = value
         self.no_better += not is_extra
@@ -147,7 +147,7 @@ class Evaluator:
         """Warn if the monitored number went the wrong way in all of three or more evaluations."""
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
-        if self._compares and len(values) > 2 and wrong:
+        if self._needs_monitor and len(values) > 2 and wrong:
             way, opposite = ("rose", "max") if self.sign > 0 else ("fell", "min")
             checks.warn(
                 f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
@@ -156,13 +156,13 @@ class Evaluator:
             )
 
 
-def _real(who: str, key: str, value: Any) -> float:
+def _check_number(who: str, key: str, value: Any) -> float:
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
         name = f" for {key!r}" if key else ""
         raise TypeError(
-            f"{who} must return a number or a dict of numbers; got {checks.shown(value)}{name}"
+            f"{who} must return a number or a dict of numbers; got {checks.show(value)}{name}"
         )
     return float(value)
 
@@ -196,30 +196,30 @@ def over_batches(
     if not callable(fn):
         raise TypeError(f"over_batches: fn must be a function (params, batch); got {fn!r}")
     if not isinstance(batches, Iterable):
-        raise TypeError(f"over_batches: batches must be an iterable; got {checks.shown(batches)}")
+        raise TypeError(f"over_batches: batches must be an iterable; got {checks.show(batches)}")
     if isinstance(batches, Iterator):
         raise ValueError(
             "over_batches: each evaluation iterates over batches again, so pass a list or a "
-            f"DataLoader; got {checks.shown(batches)}, which ends after one pass"
+            f"DataLoader; got {checks.show(batches)}, which ends after one pass"
         )
     compiled = jax.jit(fn)
 
     def evaluate(*arguments: Any) -> float | dict[str, float]:
         names = ("params", "model_state")[: len(arguments)]
-        checks.takes("over_batches: fn", fn, (*names, "batch"))
+        checks.check_signature("over_batches: fn", fn, (*names, "batch"))
         rows = []
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
             numbers = _numbers_by_key("over_batches: fn", compiled(*arguments, batch))
-            rows.append((_num_examples(batch), numbers))
-        return _mean_of(rows)
+            rows.append((_check_num_examples(batch), numbers))
+        return _average_rows(rows)
 
     return evaluate
 
 
-def _num_examples(batch: Batch) -> int:
-    count = num_examples(batch)
+def _check_num_examples(batch: Batch) -> int:
+    count = count_examples(batch)
     if count is None:
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
         raise ValueError(
@@ -232,10 +232,10 @@ def _num_examples(batch: Batch) -> int:
 def _numbers_by_key(who: str, result: object) -> dict[str, float]:
     """Return the numbers that a function returned by key, or by "" for a single number."""
     named = result if isinstance(result, Mapping) else {"": result}
-    return {str(key): _real(who, str(key), value) for key, value in named.items()}
+    return {str(key): _check_number(who, str(key), value) for key, value in named.items()}
 
 
-def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
+def _average_rows(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
     """Return the means of numbers by key, each row with its weight; a single number without key."""
     total = sum(weight for weight, _ in rows)
     if not total:

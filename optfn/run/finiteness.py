@@ -9,7 +9,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState
 from optfn.run.history import History
-from optfn.state.names import named_leaves, nested
+from optfn.state.names import arrays_with_names, iterate_nodes
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
@@ -17,20 +17,22 @@ _COUNTERS = {"skipped", "total_notfinite"}
 
 def has_guard(opt_state: OptState) -> bool:
     """Tell whether the optimizer leaves steps out if gradients are not finite."""
-    return any(nested(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state))
+    return any(
+        iterate_nodes(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state)
+    )
 
 
-def params_of(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
+def select_params(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
     """Return the floating-point arrays of a field or key "params", given by name."""
     return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
 
 
 def are_finite(state: OptState) -> bool:
     """Tell whether the params in a state, arrays of the host, are finite."""
-    return all(bool(np.all(np.isfinite(x))) for x in params_of(named_leaves(state)))
+    return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays_with_names(state)))
 
 
-def ends_finite(state: OptState, history: Mapping[str, Any]) -> bool:
+def has_finite_end(state: OptState, history: Mapping[str, Any]) -> bool:
     """Tell whether the last loss of a history is finite, or was that of a step left out."""
     losses = np.asarray(history.get("loss", ()))
     return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)

@@ -47,10 +47,10 @@ class History:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return an array for each metric, with the entries from before a restart first."""
         self._move_to_host()
-        per_step, evaluations = self._tables()
-        return per_step | _joined(evaluations, _columns_by_name(self.evaluations))
+        per_step, evaluations = self._split_tables()
+        return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
-    def _tables(self) -> list[dict[str, np.ndarray]]:
+    def _split_tables(self) -> list[dict[str, np.ndarray]]:
         """Return the columns on the host of the steps, and those of the evaluations."""
         return [
             {k: x for k, x in self.earlier.items() if k.startswith("evaluation") == of_evaluations}
@@ -59,21 +59,23 @@ class History:
 
     def _move_to_host(self) -> None:
         """Add the latest steps to those on the host; each is read once, since that takes long."""
-        columns = _columns_by_name(jax.device_get(self.steps))
+        columns = _to_columns(jax.device_get(self.steps))
         bad = np.flatnonzero(~np.isfinite(columns.get("loss", np.zeros(0))))
         if len(bad) and self._nonfinite is None:
             self._nonfinite = self._on_host + int(bad[0]), float(columns["loss"][bad[0]])
         self._on_host += len(self.steps)
-        self.earlier |= _joined(self._tables()[0], columns)
+        self.earlier |= _join_tables(self._split_tables()[0], columns)
         self.steps.clear()
 
 
-def _columns_by_name(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {k: np.array([row.get(k, np.nan) for row in rows]) for k in names}
 
 
-def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _join_tables(
+    first: dict[str, np.ndarray], then: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return two tables joined by column; a column that only one of them has is NaN elsewhere."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
@@ -97,7 +99,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: np.asarray(x).item() for name, x in _scalars_by_name(metrics).items()}
 
 
-def numbers(metrics: Mapping[str, Any]) -> PyTree:
+def to_python_numbers(metrics: Mapping[str, Any]) -> PyTree:
     """Return metrics on the host, scalars as Python numbers."""
     return jax.tree.map(
         lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,

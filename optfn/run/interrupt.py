@@ -33,7 +33,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def interruptible(mesh: Mesh | None) -> Iterator[Interrupt]:
+def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
     """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
 
     Signals that the program handles itself are left to it. In a run of several processes, JAX takes

@@ -69,7 +69,7 @@ class RunLog:
     ) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
-        targets = list(map(_target, several))  # check all before a file is opened
+        targets = list(map(_parse_target, several))  # check all before a file is opened
         self.sinks: list[Sink] = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
         if watch is not None and (self.sinks or is_watched):
             self.sinks.append(watch)
@@ -84,7 +84,7 @@ class RunLog:
         if self.waiting and self.waiting[-1][0] == n:
             self.waiting[-1][1].update(metrics)
             return
-        while self.waiting and _is_ready(self.waiting[0][1]):
+        while self.waiting and _are_ready(self.waiting[0][1]):
             self._write(*self.waiting.popleft())
         self.waiting.append((n, dict(metrics)))
 
@@ -100,7 +100,7 @@ class RunLog:
             sink.close()
 
 
-def _target(log: Log) -> "Path | _Scalars":
+def _parse_target(log: Log) -> "Path | _Scalars":
     """Return the target of one log: the path of a file, or the functions of a writer."""
     if isinstance(log, SummaryWriter):
         return _Scalars(log.add_scalar, log.flush)
@@ -109,7 +109,7 @@ def _target(log: Log) -> "Path | _Scalars":
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
             "log must be a path or a SummaryWriter, with the methods add_scalar (or scalar, in "
-            f"flax) and flush; got {checks.shown(log)}"
+            f"flax) and flush; got {checks.show(log)}"
         )
     return Path(log)
 
@@ -152,6 +152,6 @@ def _is_earlier(line: str, done: int) -> bool:
         return False
 
 
-def _is_ready(metrics: dict[str, Any]) -> bool:
+def _are_ready(metrics: dict[str, Any]) -> bool:
     arrays = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
     return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ import numpy as np
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.plot.run_report import RunReport
-from optfn.run.background import wait as finish_saving
+from optfn.run.background import wait_for_writes as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
 from optfn.run.finiteness import LossWatch
-from optfn.run.history import numbers
-from optfn.run.interrupt import interruptible
+from optfn.run.history import to_python_numbers
+from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
@@ -94,7 +94,7 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     return _Run(options).finish()
 
 
-def _is_state(x: object) -> bool:
+def _is_train_state(x: object) -> bool:
     return isinstance(x, TrainState)
 
 
@@ -115,7 +115,7 @@ class _Run:
             options.batches, options, self.done - begin, step.local_steps, self.saver.batches
         )
         self.evaluator = Evaluator(
-            options, self.history, step.local_steps, has_model_state, self._ended_epoch
+            options, self.history, step.local_steps, has_model_state, self._is_epoch_end
         )
         self.watch = LossWatch(
             self.history, self.done, step.local_steps,
@@ -129,11 +129,11 @@ class _Run:
             warn_of_schedules(step.tx, self.last)
         self.stopped = self.evaluator.gave_up
 
-    def _ended_epoch(self, n: int) -> bool:
+    def _is_epoch_end(self, n: int) -> bool:
         """Tell whether step n, which an earlier run made, was the last of its epoch."""
         later = (self.done - n) // self.step.local_steps
         if not later:
-            return self.remaining.ends_epoch()
+            return self.remaining.is_epoch_end()
         epochs = self.history.earlier.get("epoch", np.zeros(0))
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
@@ -146,16 +146,16 @@ class _Run:
             ) as bar,
             RunLog(options.log, self.done, self.watch, is_watched=self.watch.stops) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
-            interruptible(self.step.mesh) as interrupt,
+            catch_signals(self.step.mesh) as interrupt,
         ):
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
             for batch in () if self.stopped else self.remaining:
-                metrics = self._make_step(batch)
+                metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
                 lines(self.n, metrics)
                 page()
-                self.stopped = self._callback_stops(metrics) or self.evaluator.gave_up
+                self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
                 self.stopped |= interrupt.is_due(self.n // per_call)
                 self.watch.check()
                 if self.stopped:
@@ -163,21 +163,21 @@ class _Run:
                 if self.saver.is_due(self.n):
                     self._save()
             self._end(lines)
-            page.end = self._early_end(interrupt.name) or page.end
+            page.end = self._describe_early_end(interrupt.name) or page.end
             if interrupt.name:
                 bar.say(page.end)
             elif self.n == self.saver.resumed:
                 bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
         return self.best.choose(self.state), self.history.arrays()
 
-    def _make_step(self, batch: Batch) -> dict[str, Any]:
+    def _take_step(self, batch: Batch) -> dict[str, Any]:
         """Call the step, and evaluate if that is due; return the numbers of both."""
         self.state, metrics = self.step(self.state, batch)
         self.n += self.step.local_steps
         if self.remaining.epoch is not None:
             metrics["epoch"] = self.remaining.epoch
         self.history.append(metrics)
-        if self.evaluator.is_due(self.n, self.remaining.ends_epoch):
+        if self.evaluator.is_due(self.n, self.remaining.is_epoch_end):
             metrics |= self._evaluate()
         return metrics
 
@@ -186,16 +186,16 @@ class _Run:
         self.best.consider(self.state)
         return values
 
-    def _callback_stops(self, metrics: dict[str, Any]) -> bool:
+    def _run_callback(self, metrics: dict[str, Any]) -> bool:
         callback = self.options.callback
         if callback is None:
             return False
-        values = numbers(metrics)
+        values = to_python_numbers(metrics)
         self.watch.see(values["loss"])
         answer = callback(self.n, self.state, values)
-        if any(map(_is_state, jax.tree.leaves([answer], is_leaf=_is_state))):
+        if any(map(_is_train_state, jax.tree.leaves([answer], is_leaf=_is_train_state))):
             raise TypeError(
-                f"callback returned {checks.shown(answer)}. It cannot replace the state; return "
+                f"callback returned {checks.show(answer)}. It cannot replace the state; return "
                 "True to end the run, else None. To change the state between steps, end the run, "
                 "change the state that fit returns, and pass it to fit again"
             )
@@ -228,7 +228,7 @@ class _Run:
         self._read_losses()
         self.saver.save(self.state, self.history, self.remaining)
 
-    def _early_end(self, by_signal: str) -> str:
+    def _describe_early_end(self, by_signal: str) -> str:
         """Return how the run ended early; "" if it did not."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"

@@ -12,7 +12,7 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run.checkpoint_directory import OrbaxDirectory
 from optfn.run.checkpoint_file import NpzFile, write_file
-from optfn.run.storage import ASIDE, Backend, directory_of
+from optfn.run.storage import ASIDE, Backend, to_path
 
 T = TypeVar("T")
 
@@ -29,13 +29,13 @@ def backend_of(path: Path) -> Backend:
     return OrbaxDirectory() if path.is_dir() else NpzFile()
 
 
-def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last.
 
     One that was put aside is among them only if a process was killed before the one that replaces
     it had its name.
     """
-    found = [path for path in directory_of(directory).glob("step_*") if _NAME.fullmatch(path.name)]
+    found = [path for path in to_path(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     whole = {path.name for path in found}
     found = [path for path in found if path.suffix != ASIDE or path.stem not in whole]
     return sorted(found, key=_step_of)
@@ -54,7 +54,7 @@ def remove_oldest(path: Path, keep: int) -> None:
     A checkpoint that is not finite does not count, and only the newest one of them stays, so that
     they remove no finite one.
     """
-    earlier = [found for found in checkpoints(path.parent) if found != path]
+    earlier = [found for found in list_checkpoints(path.parent) if found != path]
     finite = [found for found in earlier if is_finite(found)]
     others = [found for found in earlier if found not in finite]
     oldest = finite[: max(0, len(finite) + is_finite(path) - keep)]
@@ -70,7 +70,7 @@ def is_finite(path: Path) -> bool:
     return backend_of(path).is_finite(path)
 
 
-def newest(
+def find_newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
     """Return the path of the newest intact checkpoint in a directory, and the result of `read`.
@@ -88,7 +88,7 @@ def newest(
       ValueError: there are checkpoints, but none can be loaded.
     """
     found, problems = None, []
-    newest_first = checkpoints(directory)[::-1]
+    newest_first = list_checkpoints(directory)[::-1]
     marked = [path for path in newest_first if not is_finite(path)]
     for path in sorted(newest_first, key=marked.__contains__):
         try:
@@ -99,7 +99,7 @@ def newest(
             if isinstance(error, OtherRun):
                 break
     if is_shared:
-        found = _newest_of_all(directory, found, read)
+        found = _share_newest(directory, found, read)
     if found is None and problems:
         raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
     for problem in problems:
@@ -125,7 +125,7 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
         )
 
 
-def _newest_of_all(
+def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
     """Return the newest checkpoint of all processes; those without it get a copy of its file."""

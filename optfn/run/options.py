@@ -124,7 +124,7 @@ class FitArguments(LoopOptions):
         if not isinstance(self.step, TrainStep):
             raise TypeError(
                 "step must be a TrainStep, as make_train_step returns it; got "
-                f"{checks.shown(self.step)}"
+                f"{checks.show(self.step)}"
             )
         for name in ("progress", "keep_best", "resume"):
             checks.flag(name, getattr(self, name))
@@ -138,7 +138,7 @@ class FitArguments(LoopOptions):
             if getattr(self, name) is not None:
                 checks.count(name, getattr(self, name))
         if self.callback is not None:
-            checks.takes("callback", self.callback, ("step", "state", "metrics"))
+            checks.check_signature("callback", self.callback, ("step", "state", "metrics"))
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
@@ -174,16 +174,16 @@ class FitArguments(LoopOptions):
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             hint = ": call it, to pass its result" if callable(batches) else ""
-            raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}{hint}")
+            raise TypeError(f"batches must be an iterable; got {checks.show(batches)}{hint}")
         if isinstance(batches, Mapping):
             raise TypeError(
-                f"batches must be an iterable of batches; got {checks.shown(batches)}, which is "
+                f"batches must be an iterable of batches; got {checks.show(batches)}, which is "
                 "one batch: put it into a list"
             )
         if self.epochs is not None and isinstance(batches, Iterator):
             raise ValueError(
                 f"epochs={self.epochs} needs batches that can be iterated again, such as a list or "
-                f"a DataLoader; got {checks.shown(batches)}, which ends after one pass"
+                f"a DataLoader; got {checks.show(batches)}, which ends after one pass"
             )
 
 

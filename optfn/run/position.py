@@ -37,14 +37,14 @@ class Position(NamedTuple):
     state: object
 
 
-def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
+def encode_position(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
     """Return the entry of a checkpoint for a position; {} if no process has one.
 
     Args:
       position: the position of this process.
       is_shared: whether all processes call this; the entry then has the positions of all.
     """
-    text = "" if position is None else _text(position)
+    text = "" if position is None else _to_json(position)
     texts = processes.gather_texts(text) if is_shared else [text]
     if not any(texts):
         return {}
@@ -52,7 +52,7 @@ def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]
     return {BATCHES: np.frombuffer(content.encode(), np.uint8)}
 
 
-def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
+def decode_position(history: Mapping[str, np.ndarray]) -> Position | None:
     """Return the position of this process from the result of `encoded`, or None.
 
     If the number of processes has changed, there is a position only if it was the same in all.
@@ -69,7 +69,7 @@ def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
     return Position(one["epoch"], state)
 
 
-def _text(position: Position) -> str:
+def _to_json(position: Position) -> str:
     """Return a position as JSON; "" with a warning if the state is neither bytes nor JSON."""
     epoch, state = position
     if isinstance(state, bytes):
@@ -83,6 +83,6 @@ def _text(position: Position) -> str:
     checks.warn(
         "the checkpoint is saved without the state of the iterator of batches, so a run that "
         "resumes will draw the used batches again and skip them. get_state must return bytes, or "
-        f"a value that JSON keeps unchanged; got {checks.shown(state)}"
+        f"a value that JSON keeps unchanged; got {checks.show(state)}"
     )
     return ""

@@ -53,12 +53,12 @@ class Progress:
         if not self.shown:
             return
         self.last = n, metrics
-        self.examples += num_examples(batch) or 0
+        self.examples += count_examples(batch) or 0
         if self.bar is not None:
             if self.bar.update(self.per_call):
                 self._set_postfix(metrics)
         elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
-            self._line()
+            self._print_line()
 
     def say(self, text: str) -> None:
         """Show a line of text."""
@@ -67,15 +67,15 @@ class Progress:
         elif self.shown:
             print(text, file=self.file, flush=True)
 
-    def _line(self) -> None:
+    def _print_line(self) -> None:
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
             self.seen(float(metrics["loss"]))
-            text = words(metrics, self.per_call)
+            text = format_metrics(metrics, self.per_call)
             print(f"step {self.printed} {text}", file=self.file, flush=True)
 
     def _set_postfix(self, metrics: dict[str, Any]) -> None:
-        text = words(metrics, self.per_call)
+        text = format_metrics(metrics, self.per_call)
         self.seen(float(metrics["loss"]))
         now = time.monotonic()  # once the device has computed the metrics
         if self.examples and now > self.since:
@@ -89,30 +89,30 @@ class Progress:
                 self._set_postfix(self.last[1])
             self.bar.close()
         else:
-            self._line()
+            self._print_line()
 
 
-def num_examples(batch: Batch) -> int | None:
+def count_examples(batch: Batch) -> int | None:
     """Return the length of the leading axis of a batch; None if its leaves do not agree."""
     lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def words(metrics: dict[str, Any], steps: int = 1) -> str:
+def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
     """Return the metrics of this many steps as text: "loss 0.043120 rate 0.001"."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
-    text += f"loss {short(metrics['loss'])}"
+    text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"
     if "bytes_sent" in metrics:
-        text += f" sent {size(float(metrics['bytes_sent']) / steps)}/step"
+        text += f" sent {format_bytes(float(metrics['bytes_sent']) / steps)}/step"
     for key in metrics:
         if key.startswith("evaluation"):
-            text += f" {key.removeprefix('evaluation/')} {short(metrics[key])}"
+            text += f" {key.removeprefix('evaluation/')} {format_number(metrics[key])}"
     return text
 
 
-def size(x: float) -> str:
+def format_bytes(x: float) -> str:
     """Return a number of bytes with three significant digits: "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if x < 999.5:
@@ -121,7 +121,7 @@ def size(x: float) -> str:
     return f"{x:.3g} GB"
 
 
-def short(x: Any) -> str:
+def format_number(x: Any) -> str:
     """Return a number with five significant digits."""
     x = float(x)
     return f"{x:#.5g}" if math.isfinite(x) else str(x)

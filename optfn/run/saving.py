@@ -16,9 +16,9 @@ from optfn.run.batches import Remaining
 from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import History
-from optfn.run.newest import checkpoints
+from optfn.run.newest import list_checkpoints
 from optfn.run.options import LoopOptions
-from optfn.run.storage import directory_of
+from optfn.run.storage import to_path
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
@@ -53,11 +53,11 @@ class Saver:
           ValueError: the saved ones are from a step before `state`, or the run must not resume.
         """
         history, begin = History(), int(state.step)
-        restored = None if self.directory is None else self._restored(self.directory, state)
+        restored = None if self.directory is None else self._restore_newest(self.directory, state)
         if restored is None:
             return state, history
         found, arrays = restored
-        self.batches = position.decoded(arrays)
+        self.batches = position.decode_position(arrays)
         history.earlier = {k: x for k, x in arrays.items() if k != position.BATCHES}
         self.saved = self.resumed = int(found.step)
         if self.saved < begin:
@@ -69,15 +69,15 @@ class Saver:
         _warn_of_rates(state, found)
         return found, history
 
-    def _restored(
+    def _restore_newest(
         self, directory: str | os.PathLike[str], state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
         """Return the newest checkpoint, or None; if the run must not resume, there may be none."""
-        if directory_of(directory).is_file():
+        if to_path(directory).is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
             return restore_checkpoint(directory, state)
-        found = checkpoints(directory)
+        found = list_checkpoints(directory)
         is_shared = processes.has_state_on_all_processes(state)
         if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
@@ -100,7 +100,7 @@ class Saver:
         """Save a state, the history and the position of the batches."""
         if self.directory is not None:
             self.step.check(state)
-            stands = position.encoded(
+            stands = position.encode_position(
                 batches.position(), processes.has_state_on_all_processes(state)
             )
             arrays, keep = history.arrays() | stands, self.options.keep
@@ -141,14 +141,14 @@ class _Clock:
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
     """Warn if learning rates, given as numbers or arrays, differ from those of the checkpoint."""
-    for old, new in _differing_rates(LearningRateState, given, found):
+    for old, new in _find_changed_rates(LearningRateState, given, found):
         checks.warn(
             f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
             f"of tx, {new:g}. To change it, restore the checkpoint, call optfn.set_learning_rate, "
             "and save it again"
         )
         return
-    for old, new in _differing_rates(GivenLearningRateState, given, found):
+    for old, new in _find_changed_rates(GivenLearningRateState, given, found):
         checks.warn(
             f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
             f"array, and not with that of its checkpoint, {old:g}"
@@ -156,7 +156,7 @@ def _warn_of_rates(given: TrainState, found: TrainState) -> None:
         return
 
 
-def _differing_rates(
+def _find_changed_rates(
     kind: type[RateState], given: TrainState, found: TrainState
 ) -> Iterator[tuple[float, float]]:
     """Yield the rates of a type that differ: that of the checkpoint, and that of tx."""
@@ -172,7 +172,7 @@ class Best:
     def __init__(self, evaluator: Evaluator, saver: Saver) -> None:
         self.evaluator = evaluator
         self.is_kept = evaluator.options.keep_best
-        self.directory = None if saver.directory is None else directory_of(saver.directory) / "best"
+        self.directory = None if saver.directory is None else to_path(saver.directory) / "best"
         self.state: TrainState | None = None
         self.value = evaluator.worst
 
@@ -185,8 +185,8 @@ class Best:
         if not self.is_kept or not int(begun.step):
             return
         is_new = not self.evaluator.monitored
-        if is_new and (not is_resumed or self.evaluator.was_due(int(begun.step))):
-            self.evaluator.compare_first(begun)
+        if is_new and (not is_resumed or self.evaluator.has_been_due(int(begun.step))):
+            self.evaluator.record_first(begun)
         found = None if self.directory is None else restore_checkpoint(self.directory, begun)
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:

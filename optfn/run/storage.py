@@ -62,11 +62,11 @@ class Backend(Protocol):
         """Remove a checkpoint, finished or not."""
 
 
-def directory_of(directory: object) -> Path:
+def to_path(directory: object) -> Path:
     """Return the user's path as a Path; for an address with "://", etils makes it."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
-            f"the directory of checkpoints must be a path; got {checks.shown(directory)}"
+            f"the directory of checkpoints must be a path; got {checks.show(directory)}"
         )
     if not is_remote(directory):
         return Path(directory)

@@ -79,7 +79,7 @@ def value_and_grad(
     ([3, 5, 3], 1000)
     """
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function (params, *args); got {checks.shown(loss_fn)}")
+        raise TypeError(f"loss_fn must be a function (params, *args); got {checks.show(loss_fn)}")
     pattern = patterns.check_pattern("tables", tables)
     if pattern is None:
         raise TypeError("tables must be a pattern of the paths of leaves; got None")

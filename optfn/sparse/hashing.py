@@ -61,11 +61,11 @@ def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"hash_ids: ids must be integers; got dtype {ids.dtype}")
     # NumPy warns if a scalar overflows, but not if an element does.
-    rows = _murmur3(*_words(ids.reshape(-1)), np.uint32(seed)) % np.uint32(num_rows)
+    rows = _murmur3(*_split_words(ids.reshape(-1)), np.uint32(seed)) % np.uint32(num_rows)
     return rows.astype(np.int32).reshape(ids.shape)
 
 
-def _words(ids: Leaf) -> tuple[Leaf, Leaf]:
+def _split_words(ids: Leaf) -> tuple[Leaf, Leaf]:
     """Return the low and the high 32 bits of integers, sign-extended to 64 bits."""
     if ids.dtype.itemsize == 8:
         return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
@@ -76,13 +76,13 @@ def _murmur3(low: Leaf, high: Leaf, seed: np.uint32) -> Leaf:
     """Return MurmurHash3_x86_32 of two words."""
     h: Leaf = seed
     for word in (low, high):
-        h = _rotated(h ^ (_rotated(word * _C1, 15) * _C2), 13) * _FIVE + _ADDED
+        h = _rotate_left(h ^ (_rotate_left(word * _C1, 15) * _C2), 13) * _FIVE + _ADDED
     h = h ^ _NUM_BYTES
     h = (h ^ (h >> 16)) * _FINAL_1
     h = (h ^ (h >> 13)) * _FINAL_2
     return h ^ (h >> 16)
 
 
-def _rotated(x: Leaf, bits: int) -> Leaf:
+def _rotate_left(x: Leaf, bits: int) -> Leaf:
     """Return words rotated to the left."""
     return (x << bits) | (x >> (32 - bits))

@@ -21,14 +21,14 @@ from optfn.jaxprs.equations import (
     Value,
     Variable,
     bindings,
-    called_jaxpr,
+    find_called_jaxpr,
     read,
     type_of,
     variables,
 )
 from optfn.jaxprs.sharded import gather_params, run_on_shards
 from optfn.sparse.rows import Rows
-from optfn.sparse.tables import lookup_rows, num_rows_of
+from optfn.sparse.tables import count_rows, lookup_rows
 
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
 _CASTS = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
@@ -99,7 +99,7 @@ class _Lookup(NamedTuple):
             )
             return rows
         # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
-        inside = jnp.clip(ids, 0, num_rows_of(owners, table) - 1)
+        inside = jnp.clip(ids, 0, count_rows(owners, table) - 1)
         rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
         if self.mode == GatherScatterMode.FILL_OR_DROP:
             is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
@@ -155,7 +155,7 @@ class Lookups:
         self.tables = _tables(self._program, paths)
         self._sources = _sources(self._program, self.tables)
         casts = {id(e) for source in self._sources.values() for e in source.casts}
-        live = [e for e in self._program.live() if id(e) not in casts]
+        live = [e for e in self._program.find_live_equations() if id(e) not in casts]
         self._equations = live
         self._lookups = _lookups(self._program, live, self._sources, self.tables)
 
@@ -174,7 +174,7 @@ class Lookups:
 
         instead = {id(x.equation): partial(run, x) for x in self._lookups}
         outputs = [x.equation.outvars[0] for x in self._lookups]
-        needed = set(map(id, self._program.needed_for(outputs)))
+        needed = set(map(id, self._program.find_equations(outputs)))
         equations = [e for e in self._equations if id(e) in needed]
         self._program.run(equations, self._with_casts(known), instead, run_on_shards)
         return ids, rows
@@ -324,7 +324,7 @@ def _run_checkpoint(
     equation: Equation, paths: Sequence[str | None], *operands: Value
 ) -> list[Value]:
     """Return the results of a checkpoint, with its lookups before it."""
-    jaxpr: Any = called_jaxpr(equation)
+    jaxpr: Any = find_called_jaxpr(equation)
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
     inner = Lookups(body, paths, operands)
     known = bindings(inner.inputs, operands)

@@ -20,11 +20,11 @@ from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, Updates
 from optfn.jaxprs.equations import Environment, Equations, bindings
-from optfn.jaxprs.sharded import ShardedParam, gather_params, is_sharded, scans_arrays
+from optfn.jaxprs.sharded import ShardedParam, gather_params, is_sharded, has_scan_over_arrays
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import Lookups
-from optfn.sparse.tables import num_rows_of, send_gradients
+from optfn.sparse.tables import count_rows, send_gradients
 
 
 class LossProgram:
@@ -64,7 +64,7 @@ class LossProgram:
         traced = tree.map_named(enter, whole)
         paths = [path if path in chosen else None for path in tree.array_paths(whole)]
         program = Equations(loss_fn, traced, inline=bool(chosen))
-        self._is_read = bool(chosen) or scans_arrays(program.equations)
+        self._is_read = bool(chosen) or has_scan_over_arrays(program.equations)
         self._lookups = Lookups(program, paths, jax.tree.leaves(traced), owners)
 
     def value(self) -> Any:
@@ -124,7 +124,7 @@ def _whole_shape(x: Leaf) -> Leaf:
 
 
 def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num_rows_of(owners, shard), *shard.shape[1:]), shard.dtype)
+    return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
 
 
 def _check_table(path: str, leaf: Leaf) -> None:

@@ -1,6 +1,6 @@
-"""Row-sparse arrays: the gradient of a table of which a step reads few rows.
+"""Row-sparse arrays and their arithmetic: the gradient of a table.
 
-This module has their arithmetic; `optfn.sparse` computes such gradients.
+A step that reads few rows of a table has a gradient of few rows; `gradient.py` computes it.
 """
 
 import dataclasses
@@ -94,9 +94,9 @@ class Rows(LeafKind):
                 f"{self.values.shape}; they must be (k,) and (k, …)"
             )
 
-    def merged(self) -> "Rows":
+    def merge(self) -> "Rows":
         """Return the same with each index once, in rising order, padded with zeros at the end."""
-        return self if self.unique else _merged(self)
+        return self if self.unique else _merge(self)
 
     def dense(self) -> jax.Array:
         """Return the array that the rows represent."""
@@ -117,25 +117,25 @@ class Rows(LeafKind):
         wide = jnp.promote_types(p.dtype, self.dtype)
         if wide == p.dtype:
             narrow = self.map(lambda values: values.astype(p.dtype))
-            return _add_blocks(_row_view(p, self), narrow).reshape(p.shape)
-        once = self.merged()
-        return put(p, take(p, once).astype(wide) + once.values, once)
+            return _add_blocks(_view_rows(p, self), narrow).reshape(p.shape)
+        once = self.merge()
+        return put_rows(p, take_rows(p, once).astype(wide) + once.values, once)
 
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
         """Apply a rule to the rows, to each once, and to the same rows of the arrays."""
-        once = self.merged()
-        rows = (take(x, once) for x in (*accumulators, *params))
+        once = self.merge()
+        rows = (take_rows(x, once) for x in (*accumulators, *params))
         result = rule(once.values, *rows, **scalars)
         if not accumulators:
             return once.map(lambda values: result)
         u, *new = result
         return once.map(lambda values: u), *(
-            put(x, y, once) for x, y in zip(accumulators, new, strict=True)
+            put_rows(x, y, once) for x, y in zip(accumulators, new, strict=True)
         )
 
-    def joined(self) -> "Rows":
+    def sum_leading(self) -> "Rows":
         """Return the sum over the leading axis of its arrays, which counts leaves."""
         return Rows(
             self.indices.reshape(-1),
@@ -186,16 +186,16 @@ def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
 jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
-def _row_view(x: jax.Array, rows: Rows) -> jax.Array:
+def _view_rows(x: jax.Array, rows: Rows) -> jax.Array:
     """Return `x`, an array of shape `rows.shape`, in the shape (num_rows, …) of the indices."""
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
-def _merged(rows: Rows) -> Rows:
+def _merge(rows: Rows) -> Rows:
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
-    order = _order(indices, rows.num_rows)
+    order = _find_order(indices, rows.num_rows)
     rising = indices[order]
     first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
@@ -211,7 +211,7 @@ def _merged(rows: Rows) -> Rows:
     )
 
 
-def _order(indices: jax.Array, num_rows: int) -> jax.Array:
+def _find_order(indices: jax.Array, num_rows: int) -> jax.Array:
     """Return the permutation that sorts `indices`, which are in [0, num_rows]."""
     count = indices.size
     if (num_rows + 1) * count > 2**32:
@@ -221,20 +221,23 @@ def _order(indices: jax.Array, num_rows: int) -> jax.Array:
     return (jnp.sort(words) % np.uint32(max(count, 1))).astype(jnp.int32)
 
 
-def take(x: jax.Array, rows: Rows) -> jax.Array:
+def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
     """Return x[rows.indices], with zeros for padding."""
+    # A gather from an array without rows is an error, even if all indices are padding.
     if not rows.num_rows:
         return jnp.zeros(rows.values.shape, x.dtype)
-    return _row_view(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
+    return _view_rows(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
 
 
-def put(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
+def put_rows(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
     """Return `x` with x[rows.indices] = values; no index may be repeated, padding is ignored."""
-    result = _row_view(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
+    result = _view_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
+    # A block has no index twice, so the order of the blocks decides the order of each sum, on all
+    # devices alike: they get the same bits.
     if rows.parts == 1:
         return x.at[rows.indices].add(rows.values, mode="drop")
     indices, values = (a.reshape(rows.parts, -1, *a.shape[1:]) for a in (rows.indices, rows.values))

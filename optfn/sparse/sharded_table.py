@@ -4,7 +4,7 @@ With N devices, row r of a table is on device r mod N, as its row r // N. Ids ar
 frequency, and are then spread evenly. No PartitionSpec can express this, so the array of a
 `ShardedTable` has the rows of device 0 first, then those of device 1, and so on. The optimizer
 works on this array, and its state for the table has the same order. Outside of a training step,
-arrays have the natural order; `natural` and `stored_as` convert them.
+arrays have the natural order; `to_logical` and `to_physical` convert them.
 """
 
 import functools
@@ -24,7 +24,7 @@ from optfn.collectives.devices import Devices
 from optfn.core import checks, tree
 from optfn.core.traits import traits
 from optfn.core.types import DType, Leaf, PyTree
-from optfn.sparse.tables import place_of
+from optfn.sparse.tables import find_places
 from optfn.state.per_worker import PerWorker
 
 # The attributes that the array of stored rows shares with the table, or has for it.
@@ -69,11 +69,11 @@ class ShardedTable:
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
         x = np.asarray(self.stored)
-        axis = _axis_of_rows(x.shape, self.num_rows)
-        return np.asarray(x if axis is None else _permuted(self, x, axis, True), dtype)
+        axis = _find_row_axis(x.shape, self.num_rows)
+        return np.asarray(x if axis is None else _permute_rows(self, x, axis, True), dtype)
 
     def __jax_array__(self) -> jax.Array:
-        table: jax.Array = natural(self)
+        table: jax.Array = to_logical(self)
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
@@ -82,7 +82,7 @@ class ShardedTable:
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
                 ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
-                rows: jax.Array = self.stored[place_of(self.owners, ids, self.num_rows)]
+                rows: jax.Array = self.stored[find_places(self.owners, ids, self.num_rows)]
                 return rows
         return self.__jax_array__()[key]
 
@@ -116,7 +116,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
         if is_table is not True:
             return x
         node = ShardedTable(x, owners, x.shape[0])
-        return node.of(_reordered(node, x, _to_stored))
+        return node.of(_reorder_rows(node, x, _to_physical_rows))
 
     return jax.tree.map(leaf, are_tables, params, is_leaf=tree.is_masked)
 
@@ -136,7 +136,7 @@ def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
     )  # fmt: skip
 
 
-def natural(values: PyTree) -> PyTree:
+def to_logical(values: PyTree) -> PyTree:
     """Return a tree with each ShardedTable replaced by an array in natural order.
 
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
@@ -145,13 +145,13 @@ def natural(values: PyTree) -> PyTree:
     def convert(node: PyTree) -> PyTree:
         if not is_sharded_table(node):
             return node
-        return jax.tree.map(lambda x: _reordered(node, x, _to_natural), node.stored)
+        return jax.tree.map(lambda x: _reorder_rows(node, x, _to_logical_rows), node.stored)
 
     return jax.tree.map(convert, values, is_leaf=is_sharded_table)
 
 
-def stored_as(like: PyTree, values: PyTree) -> PyTree:
-    """Return a tree in natural order as `like` stores it: the inverse of `natural`.
+def to_physical(like: PyTree, values: PyTree) -> PyTree:
+    """Return a tree in natural order as `like` stores it: the inverse of `to_logical`.
 
     ShardedTables in the tree are already in stored order, and stay as they are.
     """
@@ -160,10 +160,10 @@ def stored_as(like: PyTree, values: PyTree) -> PyTree:
         if not is_sharded_table(node):
             return value
 
-        def stored(old: Leaf, x: Leaf) -> Leaf:
-            return x if x is old else _reordered(node, x, _to_stored)
+        def reorder_array(old: Leaf, x: Leaf) -> Leaf:
+            return x if x is old else _reorder_rows(node, x, _to_physical_rows)
 
-        return node.of(jax.tree.map(stored, node.stored, value))
+        return node.of(jax.tree.map(reorder_array, node.stored, value))
 
     return jax.tree.map(convert, like, values, is_leaf=is_sharded_table)
 
@@ -176,7 +176,7 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
         if is_table is True and not is_sharded_table(x):
             raise TypeError(
                 f"params[{str(place)!r}] is a table whose rows are divided over devices; it must "
-                f"be a ShardedTable, which step.init makes; got {checks.shown(x)}"
+                f"be a ShardedTable, which step.init makes; got {checks.show(x)}"
             )
 
 
@@ -201,23 +201,23 @@ def check_rows(state: PyTree) -> None:
 Exchange = Callable[[jax.Array, Devices], jax.Array]
 
 
-def _axis_of_rows(shape: tuple[int, ...], num_rows: int) -> int | None:
+def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
     """Return the first axis that counts rows, or rows of all workers; None if there is none."""
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 
 
-def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
+def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
     """Return an array with its rows in stored order, or in natural order."""
-    axis = _axis_of_rows(x.shape, node.num_rows)
+    axis = _find_row_axis(x.shape, node.num_rows)
     if axis is None or node.owners.size == 1:
         return x
-    names = _axes_along(x, axis)
+    names = _find_mesh_axes(x, axis)
     if names[-len(node.owners.axes) :] != node.owners.axes:
-        return _permuted(node, x, axis, exchange is _to_natural)
-    return _exchanged(x, node.owners, names, axis, exchange)
+        return _permute_rows(node, x, axis, exchange is _to_logical_rows)
+    return _exchange_rows(x, node.owners, names, axis, exchange)
 
 
-def _axes_along(x: Leaf, axis: int) -> Axes:
+def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
     """Return the mesh axes over which an axis of an array is divided, if that is known."""
     lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
     return (
@@ -225,7 +225,7 @@ def _axes_along(x: Leaf, axis: int) -> Axes:
     )
 
 
-def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
+def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
     """Return an array with its rows in another order, by a transposition of the whole array."""
     count = node.owners.size
     per_device = node.num_rows // count
@@ -235,7 +235,7 @@ def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _exchanged(
+def _exchange_rows(
     x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
     """Return an array on the mesh with its rows in another order; no device ever has all of it.
@@ -256,30 +256,32 @@ def _exchanged(
     return result
 
 
-def _in_both_orders(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
+def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
     """Return the places of rows at this device: in its stored rows, and in its natural block.
 
     Row k of each has the places of the rows that device k has in the other order.
     """
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
-    stored, _ = _pairs(owners, me, all_devices, len(shard))
-    _, block = _pairs(owners, all_devices, me, len(shard))
+    stored, _ = _pair_places(owners, me, all_devices, len(shard))
+    _, block = _pair_places(owners, all_devices, me, len(shard))
     return stored, block
 
 
-def _to_stored(shard: jax.Array, owners: Devices) -> jax.Array:
+def _to_physical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange blocks of rows in natural order for the rows that each device keeps."""
-    stored, block = _in_both_orders(shard, owners)
+    stored, block = _find_places(shard, owners)
     return _all_to_all(shard, owners, block, stored)
 
 
-def _to_natural(shard: jax.Array, owners: Devices) -> jax.Array:
+def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange the rows that each device keeps for its block of rows in natural order."""
-    stored, block = _in_both_orders(shard, owners)
+    stored, block = _find_places(shard, owners)
     return _all_to_all(shard, owners, stored, block)
 
 
-def _pairs(owners: Devices, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def _pair_places(
+    owners: Devices, owner: Any, device: Any, count: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the places of the rows that `owner` keeps and that the block of `device` contains.
 
     The first result has their places at the owner, the second their places in the block. `count`,

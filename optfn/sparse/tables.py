@@ -23,12 +23,12 @@ from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.sparse.rows import Rows
 
 
-def num_rows_of(owners: Devices, shard: Leaf) -> int:
+def count_rows(owners: Devices, shard: Leaf) -> int:
     """Return the number of rows of the table of which each owner keeps a shard like this."""
     return int(owners.size * shard.shape[0])
 
 
-def place_of(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
+def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
     """Return the places of rows of a table; padding, the id `num_rows`, stays as it is.
 
     The place of a row is its index in the array of all stored rows, with the rows of owner 0 first.
@@ -62,14 +62,14 @@ def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
     Returns:
       (n, …).
     """
-    total = num_rows_of(owners, shard)
-    places = place_of(owners, ids, total)
+    total = count_rows(owners, shard)
+    places = find_places(owners, ids, total)
     once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
     rounds = _Rounds.of(once, owners, shard.shape[0])
 
     def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
-        at = rounds.positions(first, size)
-        asked = _all_to_all(owners, rounds.local_ids(at))
+        at = rounds.find_positions(first, size)
+        asked = _all_to_all(owners, rounds.to_local_ids(at))
         answers = shard.at[asked].get(mode="fill", fill_value=0)
         return found.at[at].set(_all_to_all(owners, answers), mode="drop")
 
@@ -85,24 +85,24 @@ def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
       owners: the devices that keep the rows.
       grads: the rows of this device's gradient.
     """
-    indices = place_of(owners, grads.indices, grads.num_rows)
-    once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merged()
+    indices = find_places(owners, grads.indices, grads.num_rows)
+    once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merge()
     per_owner = grads.num_rows // owners.size
     rounds = _Rounds.of(once.indices, owners, per_owner)
     width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
 
     def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
-        ids = _all_to_all(owners, rounds.local_ids(rounds.positions(first, size)))
+        ids = _all_to_all(owners, rounds.to_local_ids(rounds.find_positions(first, size)))
         return lax.dynamic_update_slice(arrived, ids, (0, first))
 
     arrived = rounds.run(send_ids, jnp.full((owners.size, width), per_owner, jnp.int32))
-    room = _room(width, owners.size, per_owner)
+    room = _count_room(width, owners.size, per_owner)
     indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
     # Drop padding.
     place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
 
     def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
-        at = rounds.positions(first, size)
+        at = rounds.find_positions(first, size)
         values = once.values.at[at].get(mode="fill", fill_value=0)
         at = lax.dynamic_slice(place, (0, first), (owners.size, size))
         return sums.at[at].add(_all_to_all(owners, values), mode="drop")
@@ -142,7 +142,7 @@ class _Rounds(NamedTuple):
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
-        return cls(ids, starts, ends, fullest, _sizes(ids.size, owners.size), per_owner)
+        return cls(ids, starts, ends, fullest, _choose_sizes(ids.size, owners.size), per_owner)
 
     def run(
         self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
@@ -154,21 +154,21 @@ class _Rounds(NamedTuple):
         """
         limits = jnp.asarray(self.sizes, jnp.int32)
 
-        def one(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def run_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             first, x = carry
             which = jnp.sum(limits[:-1] < self.fullest - first)
             ways = [lambda first, x, size=size: send(first, size, x) for size in self.sizes]
             return first + limits[which], lax.switch(which, ways, first, x)
 
         start = jnp.zeros((), jnp.int32), x
-        return lax.while_loop(lambda carry: carry[0] < self.fullest, one, start)[1]
+        return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
-    def positions(self, first: jax.Array, size: int) -> jax.Array:
+    def find_positions(self, first: jax.Array, size: int) -> jax.Array:
         """Return for each owner the positions of its ids from `first` on; n for none."""
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
-    def local_ids(self, at: jax.Array) -> jax.Array:
+    def to_local_ids(self, at: jax.Array) -> jax.Array:
         """Return the ids at these positions, numbered as at the owner; `per_owner` for none."""
         padding = np.int32(self.per_owner * at.shape[0])
         ids = self.ids.at[at].get(mode="fill", fill_value=padding)
@@ -176,13 +176,13 @@ class _Rounds(NamedTuple):
         return jnp.where(ids < padding, ids - first, self.per_owner)
 
 
-def _sizes(ids: int, workers: int) -> tuple[int, ...]:
+def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
     """Return the possible numbers of ids for an owner in a round: eighths of its capacity.
 
     If a batch repeats ids, fewer are sent than the capacity allows for. Each size is compiled by
     itself, which is worth it for eight ids or more.
     """
-    most = _capacity(ids, workers)
+    most = _count_capacity(ids, workers)
     count = min(8, -(-most // 8))
     return tuple(-(-most * k // count) for k in range(1, count + 1))
 
@@ -195,7 +195,7 @@ def bytes_of_round(ids: int, workers: int, row: int) -> int:
       workers: the number of workers that keep the rows.
       row: the bytes of a row.
     """
-    return 2 * (workers - 1) * _capacity(ids, workers) * (4 + row)
+    return 2 * (workers - 1) * _count_capacity(ids, workers) * (4 + row)
 
 
 def num_arrived(ids: int, workers: int, num_rows: int) -> int:
@@ -206,10 +206,10 @@ def num_arrived(ids: int, workers: int, num_rows: int) -> int:
       workers: how many keep the rows.
       num_rows: the rows of the table.
     """
-    return _room(ids + _sizes(ids, workers)[0], workers, num_rows // workers)
+    return _count_room(ids + _choose_sizes(ids, workers)[0], workers, num_rows // workers)
 
 
-def _room(width: int, workers: int, per_owner: int) -> int:
+def _count_room(width: int, workers: int, per_owner: int) -> int:
     """Return room for `width` ids of each worker, or for all rows of an owner where they are less.
 
     It is a multiple of `width`.
@@ -217,7 +217,7 @@ def _room(width: int, workers: int, per_owner: int) -> int:
     return width * min(workers, -(-per_owner // width))
 
 
-def _capacity(ids: int, workers: int) -> int:
+def _count_capacity(ids: int, workers: int) -> int:
     """Return how many ids an owner can get in a round.
 
     It is four standard deviations above the mean. If ids are different and spread evenly, the
@@ -280,25 +280,25 @@ class OwnedRows(LeafKind):
                 "table"
             )
 
-    def merged(self) -> "OwnedRows":
+    def merge(self) -> "OwnedRows":
         """Return the same rows, since none is repeated."""
         return self
 
     @property
-    def divided_over(self) -> Axes:
+    def mesh_axes(self) -> Axes:
         """The axes of the workers that keep the rows."""
         return self.owners.axes
 
-    def joined(self) -> "OwnedRows":
+    def sum_leading(self) -> "OwnedRows":
         """Return the sum over the leading axis of its arrays; inside `shard_map` over owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
         size = self.num_rows // self.owners.size
-        once = Rows(self.indices.reshape(-1), values, size).merged()
+        once = Rows(self.indices.reshape(-1), values, size).merge()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
         """Return the mean over groups of such workers, inside `shard_map` over their axes too."""
-        once = self._local(self.indices, self.values).mean_over(axes).merged()
+        once = self._local(self.indices, self.values).mean_over(axes).merge()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:

@@ -48,9 +48,9 @@ class Encoded:
         decoded = np.asarray(jax.vmap(self.decode)(jnp.asarray(codes), jnp.asarray(scales)))
         numbers = jnp.asarray(np.mean(decoded, axis=0, dtype=np.float64), jnp.float32)
         scale = jnp.asarray(np.mean(scales, axis=0, dtype=np.float64), scales.dtype)
-        return np.asarray(self.nearest(numbers, scale))
+        return np.asarray(self.encode_nearest(numbers, scale))
 
-    def nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
+    def encode_nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
         """Return the codes that are nearest to numbers."""
         return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
 
@@ -58,7 +58,7 @@ class Encoded:
 _fields: dict[type, tuple[Encoded, ...]] = {}
 
 
-def encodes(*fields: Encoded) -> Callable[[T], T]:
+def declare_encoded(*fields: Encoded) -> Callable[[T], T]:
     """Decorate the type of a state with those of its fields that hold codes."""
 
     def declare(kind: T) -> T:
@@ -69,7 +69,7 @@ def encodes(*fields: Encoded) -> Callable[[T], T]:
 
 
 class Codes(NamedTuple):
-    """What is known of an array of codes.
+    """The facts about an array of codes.
 
     field: the declaration of its field.
     scales: the name of the array of their scales.
@@ -79,7 +79,7 @@ class Codes(NamedTuple):
     scales: str
 
 
-def codes_by_name(names: Collection[str]) -> dict[str, Codes]:
+def find_codes(names: Collection[str]) -> dict[str, Codes]:
     """Return `Codes` for each name that is of an array of codes, if `names` has its scales too.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 
 from optfn.core.checks import package
 from optfn.core.traits import reporting_types, traits_of
-from optfn.core.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
+from optfn.core.tree import inner_tree, is_masked, is_transparent, join, key_name, leaves_with_paths
 from optfn.core.types import OptState, PyTree
 
 
@@ -17,9 +17,7 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def params_of_leaves(
-    named: Iterable[tuple[str, Any]], paths: Iterable[str]
-) -> Iterator[str | None]:
+def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iterator[str | None]:
     """Yield the path of its parameter for each (name, array) of a state; None for counters, rates.
 
     It is the longest of `paths` that the name ends with, before any numbers, which count the arrays
@@ -30,40 +28,40 @@ def params_of_leaves(
     for name, leaf in named:
         ends = (
             path
-            for end in _without_numbers(name)
+            for end in _strip_numbers(name)
             for path in longest_first
             if end.endswith(f"/{path}") or (path == "" and leaf.shape)
         )
         yield next(ends, None)
 
 
-def _without_numbers(name: str) -> Iterator[str]:
+def _strip_numbers(name: str) -> Iterator[str]:
     """Yield a name, and the name without each number that it ends with."""
     yield name
     before, _, last = name.rpartition("/")
     if last.isdigit():
-        yield from _without_numbers(before)
+        yield from _strip_numbers(before)
 
 
-def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
+def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
     """Yield the nodes of a state that are chosen, each before those inside of it."""
     for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
         if chosen(node):
             yield node
-            yield from nested(chosen, children(node))
+            yield from iterate_nodes(chosen, get_children(node))
 
 
-def children(node: object) -> list[Any]:
+def get_children(node: object) -> list[Any]:
     """Return the children of a node."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
-def main_state(state: OptState) -> OptState:
+def find_main_state(state: OptState) -> OptState:
     """Return the state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
-    found = next(nested(lambda x: traits_of(x).labels not in ("", "*"), state), None)
+    found = next(iterate_nodes(lambda x: traits_of(x).labels not in ("", "*"), state), None)
     return state if found is None else found._asdict()[traits_of(found).labels]
 
 
@@ -93,7 +91,7 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def named_leaves(state: OptState) -> Iterator[tuple[str, Any]]:
+def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
     """Yield (name, array) for each array of a state, in the order of jax.tree.leaves.
 
     A name consists of the transform that the leaf belongs to, from the type of its state; the
@@ -110,18 +108,18 @@ def named_leaves(state: OptState) -> Iterator[tuple[str, Any]]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    return _named(state, None)
+    return _walk(state, None)
 
 
-def named_states(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield (name, state) for each chosen state of a transform; the name is that of `named_leaves`.
+def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
+    """Yield (name, state) for each chosen state of a transform, but not for those inside of it.
 
-    States inside a chosen one are left out.
+    The names are the beginnings of the names of `arrays_with_names`.
     """
-    return _named(state, chosen)
+    return _walk(state, chosen)
 
 
-def _named(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
+def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
     """Yield the chosen states with their names; the arrays of the state if `chosen` is None."""
     seen: dict[str, int] = {}
 
@@ -142,7 +140,7 @@ def _named(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tu
                 else:
                     yield from walk(child, name, join(labels, field if are_labels else ""))
         elif is_transparent(node):
-            yield from walk(inside(node), prefix, labels)
+            yield from walk(inner_tree(node), prefix, labels)
         elif traits_of(node).labels or _fields_are_labels(node):
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
@@ -160,7 +158,7 @@ def _named(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tu
     yield from walk(state, "", "")
 
 
-def names_within(names: Iterable[str], field: str) -> dict[str, str]:
+def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
     """Map the path within a field to the name, for the field and each array in it.
 
     All names are in the field "".
@@ -169,7 +167,7 @@ def names_within(names: Iterable[str], field: str) -> dict[str, str]:
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
-def reports_of(state: OptState) -> Callable[[str], bool]:
+def make_report_test(state: OptState) -> Callable[[str], bool]:
     """Return a function that tells whether a name is of a field that only reports on a run.
 
     Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
@@ -184,7 +182,7 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         for field, report in reports.items()
         if report is None or not report.is_needed
     ]
-    present = {state_word(type(x)) for x in nested(is_state, state)}
+    present = {state_word(type(x)) for x in iterate_nodes(is_state, state)}
 
     def is_report(name: str) -> bool:
         words = name.split("/")

@@ -19,7 +19,7 @@ from optfn.collectives.axes import to_axes
 from optfn.core import checks
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, PyTree
-from optfn.state.static import static, with_static
+from optfn.state.static import get_static, set_static
 
 
 @traits(transparent=True)
@@ -31,17 +31,17 @@ class Padded(NamedTuple):
     @property
     def axis(self) -> int:
         """The axis that is padded."""
-        return static(self, "axis", 0)
+        return get_static(self, "axis", 0)
 
     @property
     def length(self) -> int:
         """The length of that axis without padding."""
-        return static(self, "length", 0)
+        return get_static(self, "length", 0)
 
 
-def padded(x: Leaf, axis: int, size: int) -> Padded:
+def wrap_padded(x: Leaf, axis: int, size: int) -> Padded:
     """Return an array with zeros at the end of an axis, which then has this size, as a Padded."""
-    return with_static(Padded(pad(x, axis, size)), axis=axis, length=int(x.shape[axis]))
+    return set_static(Padded(pad(x, axis, size)), axis=axis, length=int(x.shape[axis]))
 
 
 def is_padded(x: object) -> TypeGuard[Padded]:
@@ -60,7 +60,7 @@ def pad_like(node: Padded, x: Leaf) -> Padded:
     return node._replace(array=pad(x, node.axis, node.array.shape[node.axis]))
 
 
-def cut(node: Padded) -> Leaf:
+def unwrap_padded(node: Padded) -> Leaf:
     """Return an array without its padding."""
     x, axis, size = node.array, node.axis, node.length
     if isinstance(x, np.ndarray):

@@ -40,8 +40,8 @@ from optfn.core import tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
 from optfn.leaves import contents
-from optfn.state.names import children
-from optfn.state.static import static, with_static
+from optfn.state.names import get_children
+from optfn.state.static import get_static, set_static
 
 
 @traits(transparent=True)
@@ -59,17 +59,17 @@ class PerWorker(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes along which workers differ in it; none means all axes of the workers."""
-        return static(self, "axes", Axes())
+        return get_static(self, "axes", Axes())
 
     def __getitem__(self, key: Any) -> Any:
         # Integers and slices are keys of the tuple, all else is a key of the tree.
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
 
-def per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
+def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
     """Return a tree of arrays as a `PerWorker`, along these axes of a mesh."""
     names = to_axes(axis_name)
-    return with_static(PerWorker(value), axes=names) if names else PerWorker(value)
+    return set_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
 
 @traits(transparent=True)
@@ -88,21 +88,21 @@ class Divided(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes of the workers."""
-        return static(self, "axes", Axes())
+        return get_static(self, "axes", Axes())
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The n of each array, in the order of the leaves."""
-        return static(self, "sizes", ())
+        return get_static(self, "sizes", ())
 
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
 
-def divided(value: PyTree, names: Axes) -> Divided:
+def mark_divided(value: PyTree, names: Axes) -> Divided:
     """Return whole flat arrays as a `Divided` over the axes of the workers."""
     sizes = tuple(x.size for x in jax.tree.leaves(value))
-    return with_static(Divided(value), axes=names, sizes=sizes)
+    return set_static(Divided(value), axes=names, sizes=sizes)
 
 
 class ExchangedLeaf(NamedTuple):
@@ -122,51 +122,51 @@ class Exchanged(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes over which the transform exchanges or averages."""
-        return static(self, "axes", Axes())
+        return get_static(self, "axes", Axes())
 
     @property
     def traffic(self) -> Any:
         """A record of the bytes sent, see `optfn.parallel.traffic`; () if there is none."""
-        return static(self, "traffic", ())
+        return get_static(self, "traffic", ())
 
 
-def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
+def mark_exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
     leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
-    return with_static(Exchanged(leaves), axes=to_axes(axis_name), traffic=traffic)
+    return set_static(Exchanged(leaves), axes=to_axes(axis_name), traffic=traffic)
 
 
-def _is(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
+def _is_instance_of(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, kind)
 
 
-def nodes_of(kind: type, state: OptState) -> list[Any]:
+def find_nodes(kind: type, state: OptState) -> list[Any]:
     """Return the nodes of a type in a state."""
-    return [x for x in jax.tree.leaves(state, is_leaf=_is(kind)) if isinstance(x, kind)]
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_instance_of(kind)) if isinstance(x, kind)]
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
     """Map a function over the `Divided` nodes of a state; all else stays as it is."""
-    is_divided = _is(Divided)
+    is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
 
-def exchanges(state: OptState) -> bool:
+def has_exchange(state: OptState) -> bool:
     """Tell whether a transform in the state exchanges gradients."""
-    return bool(nodes_of(Exchanged, state))
+    return bool(find_nodes(Exchanged, state))
 
 
-def axes_of_exchanges(state: OptState) -> Axes:
+def join_exchange_axes(state: OptState) -> Axes:
     """Return the mesh axes over which transforms in a state exchange gradients."""
-    return join_axes(*(mark.axes for mark in nodes_of(Exchanged, state)))
+    return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
-def has_own_state(state: OptState) -> bool:
+def has_per_worker_state(state: OptState) -> bool:
     """Tell whether a state has per-worker arrays."""
-    return bool(nodes_of(PerWorker, state))
+    return bool(find_nodes(PerWorker, state))
 
 
-def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
+def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
     """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
     Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
@@ -177,22 +177,22 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
         it changes the tree.
     """
     covered: dict[str, Axes] = {}
-    for node in nodes_of(Exchanged, state):
-        for name in _covered(node):
+    for node in find_nodes(Exchanged, state):
+        for name in _find_exchanged(node):
             covered[name] = join_axes(covered.get(name), node.axes)
     names_of_leaves = contents.leaf_names(params)
     unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
             "a transform that exchanges gradients has leaves that params do not have, "
-            f"{tree.listed(unknown)}. Wrappers around it must keep the tree of params, which "
+            f"{tree.list_names(unknown)}. Wrappers around it must keep the tree of params, which "
             "optax.flatten does not"
         )
     return [join_axes(*map(covered.get, names)) for names in names_of_leaves]
 
 
 # Wrappers of optax whose own state is the same on all workers.
-_PASSING = (
+_KNOWN_WRAPPERS = (
     optax.MaskedState,
     optax.transforms.PartitionState,
     optax.InjectHyperparamsState,
@@ -206,11 +206,11 @@ def check_wrappers(who: str, state: OptState) -> None:
     Correct wrappers declare `passes_own_gradients`. A wrapper without it may read or keep the
     gradients of one worker, so that workers would diverge.
     """
-    if not exchanges(state) or isinstance(state, Exchanged):
+    if not has_exchange(state) or isinstance(state, Exchanged):
         return
-    nodes = children(state)
+    nodes = get_children(state)
     is_collection = _is_chain(state) or isinstance(state, list | dict)
-    is_known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
+    is_known = isinstance(state, _KNOWN_WRAPPERS) or traits_of(state).passes_own_gradients
     if not (is_collection or is_known or any(isinstance(x, Exchanged) for x in nodes)):
         raise ValueError(
             f"{who}: {type(state).__name__} encloses a transform that exchanges gradients, so "
@@ -231,10 +231,10 @@ def _check_before(who: str, chain: OptState) -> None:
     Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
     for i, link in enumerate(chain):
-        marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
-        covered = {name for mark in marks for name in _covered(mark)}
+        marks = [node for later in chain[i + 1 :] for node in find_nodes(Exchanged, later)]
+        covered = {name for mark in marks for name in _find_exchanged(mark)}
         ends = tuple(name and f"/{name}" for name in covered)
-        paths = [] if exchanges(link) else _floating_paths(link)
+        paths = [] if has_exchange(link) else _find_floating(link)
         kept = [path for path in paths if f"/{path}".endswith(ends)]
         if kept:
             raise ValueError(
@@ -244,16 +244,16 @@ def _check_before(who: str, chain: OptState) -> None:
             )
 
 
-def _covered(mark: Exchanged) -> set[str]:
+def _find_exchanged(mark: Exchanged) -> set[str]:
     """Return the names of the leaves that a transform exchanges."""
-    is_mark = _is(ExchangedLeaf)
+    is_mark = _is_instance_of(ExchangedLeaf)
     marks = jax.tree.map(is_mark, mark.leaves, is_leaf=is_mark)
     return {name for name, x in contents.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
-def _floating_paths(state: OptState) -> list[str]:
+def _find_floating(state: OptState) -> list[str]:
     """Return the names of the floating-point arrays in a state that are not scalars."""
-    is_laid_out = _is((PerWorker, Divided))
+    is_laid_out = _is_instance_of((PerWorker, Divided))
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
@@ -276,9 +276,9 @@ def may_give_rows(state: OptState) -> bool:
     if it has one, passes them on. A plain tuple does if all of its links do.
     """
     if _is_chain(state):
-        passing = (may_give_rows(x) if exchanges(x) else _passes_rows(x) for x in state)
+        passing = (may_give_rows(x) if has_exchange(x) else _passes_rows(x) for x in state)
         return any(map(may_give_rows, state)) and all(passing)
-    if not _declares_rows(state):
+    if not _has_rows_trait(state):
         return False
     return any(isinstance(x, Exchanged) or may_give_rows(x) for x in state)
 
@@ -287,11 +287,11 @@ def _is_chain(state: OptState) -> bool:
     return type(state) is tuple
 
 
-def _declares_rows(state: OptState) -> bool:
+def _has_rows_trait(state: OptState) -> bool:
     return isinstance(state, tuple) and traits_of(state).passes_rows
 
 
 def _passes_rows(state: OptState) -> bool:
     if _is_chain(state):
         return all(map(_passes_rows, state))
-    return _declares_rows(state) and _passes_rows(state._asdict().get("inner_state", ()))
+    return _has_rows_trait(state) and _passes_rows(state._asdict().get("inner_state", ()))

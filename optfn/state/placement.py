@@ -7,7 +7,6 @@ so that each worker sees the (n, …) of `tx.init`. An array of which each worke
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.state.encoded import codes_by_name
-from optfn.state.inventory import Entry, inventory, map_entries
-from optfn.state.names import names_within
-from optfn.state.per_worker import check_wrappers, has_own_state
+from optfn.state.encoded import find_codes
+from optfn.state.inventory import Entry, arrays_with_entries, map_entries
+from optfn.state.names import find_names_in_field
+from optfn.state.per_worker import check_wrappers, has_per_worker_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -74,7 +74,7 @@ def state_specs(
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
-def on_workers_of(
+def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
     """Return `init` with its result widened from one worker to all workers of a mesh.
@@ -88,17 +88,17 @@ def on_workers_of(
     def widen(entry: Entry, x: Leaf) -> Leaf:
         if entry.kept == "replicated":
             return x
-        count = num_workers(mesh, entry.axes or axis_name)
+        count = count_devices(mesh, entry.axes or axis_name)
         if entry.kept == "per_worker":
             return jnp.tile(x, (count, *[1] * (x.ndim - 1)))
         if entry.kept == "sliced":
-            return padded_to_multiple(x, entry.size, count)
+            return pad_to_multiple(x, entry.size, count)
         return jnp.full_like(x, count)
 
     return lambda params: map_entries(widen, init(params))
 
 
-def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
+def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     """Return x[..., :size], padded with zeros until `count` divides its last axis.
 
     Args:
@@ -109,28 +109,6 @@ def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     numpy = np if isinstance(x, np.ndarray) else jnp
     missing = -size % count
     return numpy.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-
-
-def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the number of workers: the product of the sizes of axes of a mesh.
-
-    Raises:
-      TypeError: `mesh` is not a mesh, or `axis_name` not a name.
-      ValueError: the mesh has no such axis.
-    """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.shown(mesh)}"
-        )
-    meshes.check_axis_names("axis_name", axis_name, optional=True)
-    missing = [axis for axis in meshes.to_axes(axis_name) if axis not in mesh.shape]
-    if missing:
-        raise ValueError(
-            f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
-            "the workers: data_axis= of a training step, axis_name= elsewhere"
-        )
-    return math.prod(mesh.shape[axis] for axis in meshes.to_axes(axis_name))
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
@@ -163,56 +141,57 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     count = checks.count("num_workers", num_workers)
     if isinstance(opt_state, Mapping):
         return _rescale_mapping(opt_state, count)
-    if not has_own_state(opt_state):
+    if not has_per_worker_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
-    arrays, structure = jax.tree.flatten(opt_state)
-    return jax.tree.unflatten(structure, _rescale(inventory(opt_state), arrays, count))
+    rescaled = _rescale(arrays_with_entries(opt_state), count)
+    return jax.tree.unflatten(jax.tree.structure(opt_state), rescaled)
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
-    codes = codes_by_name(names)
+    codes = find_codes(names)
     entries = [Entry(name, None, "per_worker", codes=codes.get(name)) for name in names]
-    entries += [Entry(name, None, "count") for name in count_names(mapping, names)]
+    entries += [Entry(name, None, "count") for name in find_count_names(mapping, names)]
     saved = [np.asarray(mapping[entry.name]) for entry in entries]
     arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
-    rescaled = dict(mapping)
-    for entry, old, new in zip(entries, saved, _rescale(entries, arrays, count), strict=True):
-        rescaled[entry.name] = new.view(old.dtype)
-    return rescaled
+    rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
+    changed = zip(entries, saved, rescaled, strict=True)
+    return dict(mapping) | {entry.name: new.view(old.dtype) for entry, old, new in changed}
 
 
-def _rescale(entries: Sequence[Entry], arrays: Sequence[Leaf], count: int) -> list[Any]:
-    """Return the arrays on the host as `count` workers keep them; see `rescale_residuals`."""
+def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
+    """Return the array of each (entry, array) on the host, as `count` workers keep it.
+
+    See `rescale_residuals`. Replicated arrays stay as they are.
+    """
     # From N to M workers:
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
     #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers this is
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
-    by_name = dict(zip((entry.name for entry in entries), arrays, strict=True))
-    pairs = list(zip(entries, arrays, strict=True))
-    old_count = _agreed([x for entry, x in pairs if entry.kept == "count"])
+    by_name = {entry.name: x for entry, x in pairs}
+    old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
     def rescale(entry: Entry, x: Leaf) -> Any:
         if entry.kept == "replicated":
-            return _host_array(x)
+            return _to_host(x)
         if entry.kept == "sliced":
-            return padded_to_multiple(np.asarray(x), entry.size, count)
+            return pad_to_multiple(np.asarray(x), entry.size, count)
         if entry.kept == "count":
             return np.full_like(x, count)
-        by_worker = _by_worker(x, old_count, entry.name)
+        by_worker = _split_by_worker(x, old_count, entry.name)
         if entry.codes is None:
-            return _repeated(_mean(by_worker), count)
-        scales = _by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
-        return _repeated(entry.codes.field.mean(by_worker, scales), count)
+            return _repeat(_average_workers(by_worker), count)
+        scales = _split_by_worker(by_name[entry.codes.scales], old_count, entry.codes.scales)
+        return _repeat(entry.codes.field.mean(by_worker, scales), count)
 
     return [rescale(entry, x) for entry, x in pairs]
 
 
-def _host_array(x: object) -> object:
+def _to_host(x: object) -> object:
     """Return an array that this process can read on the host, a key on its first device."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
@@ -221,7 +200,7 @@ def _host_array(x: object) -> object:
     return np.asarray(x)
 
 
-def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
+def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
     """Return the `num_workers` keys that belong to these per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
@@ -229,15 +208,16 @@ def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
 
     def counts(name: str) -> bool:
         owner, _, field = name.rpartition("/")
-        return field == "num_workers" and bool(names_within(per_worker, owner))
+        return field == "num_workers" and bool(find_names_in_field(per_worker, owner))
 
     return [name for name in names if name not in per_worker and counts(name)]
 
 
-def workers_of(opt_state: OptState) -> int:
+def count_workers(opt_state: OptState) -> int:
     """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
-    pairs = zip(inventory(opt_state), jax.tree.leaves(opt_state), strict=True)
-    counts = [x for entry, x in pairs if entry.kept == "count"]
+    if not has_per_worker_state(opt_state):  # the names of a large state take time
+        return 0
+    counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
         return 0
@@ -245,7 +225,7 @@ def workers_of(opt_state: OptState) -> int:
     return numbers.pop() if len(numbers) == 1 else 0
 
 
-def _agreed(counts: list[Leaf]) -> int:
+def _common_count(counts: list[Leaf]) -> int:
     """Return the number of workers, on which all counts must agree."""
     numbers = set(map(int, counts))
     if len(numbers) != 1:
@@ -256,7 +236,7 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
+def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
     """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
@@ -267,7 +247,7 @@ def _by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
     return array.reshape(count, array.shape[0] // count, *array.shape[1:])
 
 
-def _mean(by_worker: np.ndarray) -> np.ndarray:
+def _average_workers(by_worker: np.ndarray) -> np.ndarray:
     """Return the mean over the workers of (workers, n, …); worker 0's array if it has integers."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
@@ -275,6 +255,6 @@ def _mean(by_worker: np.ndarray) -> np.ndarray:
     return np.asarray(np.mean(by_worker, axis=0, dtype=wide).astype(by_worker.dtype))
 
 
-def _repeated(x: np.ndarray, count: int) -> np.ndarray:
+def _repeat(x: np.ndarray, count: int) -> np.ndarray:
     """Return the array of one worker for each of `count` workers: (count·n, …)."""
     return np.asarray(np.tile(x, (count, *[1] * (x.ndim - 1))))

@@ -13,19 +13,19 @@ N = TypeVar("N", bound=tuple[Any, ...])
 T = TypeVar("T")
 
 
-def with_static(node: N, **values: Hashable) -> N:
+def set_static(node: N, **values: Hashable) -> N:
     """Return a NamedTuple as one of the subtype of its type that has these values."""
-    made: N = _with_values(type(node), tuple(values.items()), tuple(node))
+    made: N = _make_node(type(node), tuple(values.items()), tuple(node))
     return made
 
 
-def static(node: tuple[Any, ...], name: str, default: T) -> T:
+def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
     """Return a static value of a node, of the type of the default."""
     found: T = dict(getattr(node, "static_values", ())).get(name, default)
     return found
 
 
-def _with_values(
+def _make_node(
     kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]
 ) -> Any:
     return _subtype(kind, values)(*fields)
@@ -35,9 +35,9 @@ def _with_values(
 def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
     """Return the subtype of a NamedTuple with these static values."""
 
-    def reduced(node: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce(node: tuple[Any, ...]) -> tuple[Any, ...]:
         # pickle finds a type by its name, which a subtype shares with its base.
-        return _with_values, (kind, values, tuple(node))
+        return _make_node, (kind, values, tuple(node))
 
-    attributes = {"static_values": values, "__reduce__": reduced, "__slots__": ()}
+    attributes = {"static_values": values, "__reduce__": reduce, "__slots__": ()}
     return type(kind.__name__, (kind,), attributes | {"__module__": kind.__module__})

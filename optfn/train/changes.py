@@ -29,19 +29,19 @@ class Changes:
             "new, as in the template": self.new,
             "dropped": self.dropped,
         }
-        return "; ".join(f"{word}: {tree.listed(x) or 'nothing'}" for word, x in names.items())
+        return "; ".join(f"{word}: {tree.list_names(x) or 'nothing'}" for word, x in names.items())
 
 
 def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
     """Return the parts of an error that list these names; no part for an empty list."""
     found = {"missing": missing, "not expected": superfluous}
-    return [f"{word} {tree.listed(names)}" for word, names in found.items() if names]
+    return [f"{word} {tree.list_names(names)}" for word, names in found.items() if names]
 
 
 class Misfit(ValueError):
     """Raised if names (strict) or shapes do not fit."""
 
     def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
-        words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]
+        words = [*names, *([tree.list_words(arrays, 20)] if arrays else [])]
         super().__init__("the state does not fit: " + "; ".join(words))
         self.arrays = arrays

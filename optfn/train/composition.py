@@ -16,8 +16,8 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
 from optfn.train.local_steps import LocalSteps
-from optfn.train.loss_form import Form
-from optfn.train.microbatches import split_objective
+from optfn.train.loss_form import LossForm
+from optfn.train.microbatches import average_microbatches
 from optfn.train.objective import (
     Gather,
     Objective,
@@ -73,7 +73,7 @@ def compose_step(
     if layout is not None and workers:
         step = parallel.shard_map_step(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.
-    if layout is not None and layout.divides:
+    if layout is not None and layout.is_divided:
         step = _place_state(step, layout)
     return step
 
@@ -82,7 +82,7 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
     """Wrap a step, so that its state comes and goes as it is stored: divided and padded."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        old = state._replace(opt_state=layout.unpadded(state.opt_state))
+        old = state._replace(opt_state=layout.unpad_state(state.opt_state))
         new, metrics = step(old, batch)
         new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
         return lax.with_sharding_constraint(new, layout.place(specs_of_state(new, layout))), metrics
@@ -105,7 +105,7 @@ def make_objective(
     loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
 ) -> Objective:
     """Return the objective of one device; or of all devices that divide params, if some do."""
-    form = Form(options.model_state, options.has_aux)
+    form = LossForm(options.model_state, options.has_aux)
     gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
     if layout is not None and layout.tables is not None:
@@ -120,7 +120,7 @@ def make_objective(
             objective = differentiate(
                 loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute
             )
-        return split_objective(objective, options.microbatches)
+        return average_microbatches(objective, options.microbatches)
 
     def on_device(gather: Gather | None) -> Objective:
         if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it

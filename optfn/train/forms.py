@@ -29,7 +29,7 @@ EXCHANGED = "exchanged"
 PAUSED = "paused"  # zero between the steps of an accumulation
 
 
-class Kind(NamedTuple):
+class LinkKind(NamedTuple):
     """A kind of link, and how it changes an update.
 
     takes: from each form that the link takes to the form that it gives.
@@ -102,26 +102,26 @@ _STEPS_ADD_UP = {
 # Behind masters and averages nothing may change an update, and before the loss scale nothing may
 # read one; links of these kinds do neither.
 _AFTER_SCALE = *UPHILL, STEP, AVERAGED, DIFFERENCE
-KINDS: dict[str, Kind] = {
-    "pass": Kind(_keep_forms(SCALED, *_AFTER_SCALE)),
-    "reader": Kind(
+KINDS: dict[str, LinkKind] = {
+    "pass": LinkKind(_keep_forms(SCALED, *_AFTER_SCALE)),
+    "reader": LinkKind(
         _keep_forms(*_AFTER_SCALE),
         {
             SCALED: "{link} is around {by}, so the norms that it reads are multiplied by the "
             "scale: put {link} inside"
         },
     ),
-    "guard": Kind(
+    "guard": LinkKind(
         _keep_forms(*_AFTER_SCALE),
         {
             SCALED: "{link} is around {by}, so the scale never falls when gradients overflow: "
             "leave {link} out, since dynamic_loss_scale skips such steps"
         },
     ),
-    "clip": Kind(_keep_forms(*UPHILL, STEP)),
-    "penalty": Kind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
-    "decay": Kind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
-    "moments": Kind(
+    "clip": LinkKind(_keep_forms(*UPHILL, STEP)),
+    "penalty": LinkKind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
+    "decay": LinkKind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
+    "moments": LinkKind(
         _give_form(DIRECTION, [GRADIENT]),
         _RATE_LOST | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
@@ -129,34 +129,36 @@ KINDS: dict[str, Kind] = {
         of_unknown=DIRECTION,
     ),
     # A mean of the last updates keeps their form: optax.ema, optax.trace, ASGD.
-    "filter": Kind(_keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE),
-    "momentum": Kind(
+    "filter": LinkKind(_keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE),
+    "momentum": LinkKind(
         _keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE, refuses=_PAUSES | _STEPS_ADD_UP
     ),
-    "trust_ratio": Kind(_give_form(DIRECTION, [GRADIENT, DIRECTION]), _RATE_LOST | _MOMENTUM_TWICE),
-    "rate": Kind(_give_form(STEP, UPHILL), TWO_RATES, of_unknown=STEP),
-    "plateau": Kind({GRADIENT: DIRECTION} | _keep_forms(DIRECTION, COMPRESSED, STEP)),
-    "optimizer": Kind(
+    "trust_ratio": LinkKind(
+        _give_form(DIRECTION, [GRADIENT, DIRECTION]), _RATE_LOST | _MOMENTUM_TWICE
+    ),
+    "rate": LinkKind(_give_form(STEP, UPHILL), TWO_RATES, of_unknown=STEP),
+    "plateau": LinkKind({GRADIENT: DIRECTION} | _keep_forms(DIRECTION, COMPRESSED, STEP)),
+    "optimizer": LinkKind(
         _give_form(STEP, [GRADIENT]),
         TWO_RATES | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
         refuses=_PAUSES,
         of_unknown=STEP,
     ),
-    "exchange": Kind(_keep_forms(*UPHILL, STEP), marks=(EXCHANGED,), refuses=_EXCHANGED_TWICE),
-    "dgc": Kind(
+    "exchange": LinkKind(_keep_forms(*UPHILL, STEP), marks=(EXCHANGED,), refuses=_EXCHANGED_TWICE),
+    "dgc": LinkKind(
         _give_form(COMPRESSED, [GRADIENT]),
         _TWO_RULES | _MOMENTUM_TWICE,
         marks=(EXCHANGED, ADAPTED),
         refuses=_EXCHANGED_TWICE,
         of_unknown=COMPRESSED,
     ),
-    "average": Kind(
+    "average": LinkKind(
         _give_form(AVERAGED, [*UPHILL, STEP, AVERAGED]) | _keep_forms(DIFFERENCE),
         of_unknown=AVERAGED,
     ),
     # A bare schedule may be a warm-up or, if it is negative, a rate: its state does not tell.
-    "unsure": Kind(_give_form(UNKNOWN, [*UPHILL, STEP])),
+    "unsure": LinkKind(_give_form(UNKNOWN, [*UPHILL, STEP])),
 }
 
 # Wrappers, by their effect on the update before the transformation inside of them, or after it.

@@ -16,16 +16,26 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
-from optfn.sparse.sharded_table import stored_as, unwrap_tables
-from optfn.state.inventory import Entry, inventory
-from optfn.state.names import named_leaves, named_states, names_within, reports_of
-from optfn.state.placement import PER_WORKER_KEY, padded_to_multiple
+from optfn.sparse.sharded_table import to_physical, unwrap_tables
+from optfn.state.inventory import Entry, arrays_with_entries
+from optfn.state.names import (
+    arrays_with_names,
+    find_names_in_field,
+    make_report_test,
+    states_with_names,
+)
+from optfn.state.placement import PER_WORKER_KEY, pad_to_multiple
 from optfn.train.changes import Changes, Misfit, misfits
-from optfn.train.masters import converted_masters
-from optfn.train.packed_state import is_stored, pack_state, placeholders, unpack_state
-from optfn.train.state_dict import VERSION, bits_of, is_foreign
+from optfn.train.masters import convert_masters
+from optfn.train.packed_state import (
+    is_packed_or_padded,
+    make_placeholders,
+    pack_state,
+    unpack_state,
+)
+from optfn.train.state_dict import VERSION, bits_dtype, is_foreign
 from optfn.transforms import late_steps
-from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
+from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
 
 # Keys of a mapping that do not name arrays of the state.
 ABOUT = ("version", PER_WORKER_KEY)
@@ -85,29 +95,31 @@ def load_named(
     _check_format(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
-    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
+    is_converted = any(
+        map(is_packed_or_padded, jax.tree.leaves(opt_state, is_leaf=is_packed_or_padded))
+    )
     plain = unwrap_tables(opt_state)
     if is_converted:
-        plain = _unpacked_for(mapping, plain)
-    named = list(named_leaves(plain))
+        plain = _unpack_for(mapping, plain)
+    named = list(arrays_with_names(plain))
     template_names = [name for name, _ in named]
     # 2. The masters in `mapping` have the form of those in `plain`.
-    mapping = converted_masters(plain, dict(named), mapping)
+    mapping = convert_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
-    late = _late_leaves(plain, template_names, mapping)
+    late = _find_late_leaves(plain, template_names, mapping)
     if late:
-        opt_state, plain = (_replace_late_leaves(x, late) for x in (opt_state, plain))
-        named = list(named_leaves(plain))
-    changes = _changes(template_names, [name for name, _ in named], mapping)
-    refused, wrong = _refused(plain, changes, shown) if strict else [], []
+        opt_state, plain = (_set_start_counts(x, late) for x in (opt_state, plain))
+        named = list(arrays_with_names(plain))
+    changes = _compare_names(template_names, [name for name, _ in named], mapping)
+    refused, wrong = _list_errors(plain, changes, shown) if strict else [], []
     # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
-    made = _begun_at_params(plain, named, mapping)
+    made = _begin_at_params(plain, named, mapping)
     leaves = []
-    for entry, leaf in zip(inventory(plain), jax.tree.leaves(plain), strict=True):
+    for entry, leaf in arrays_with_entries(plain):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
-            value, problem = _fitted(_resized(value, leaf, entry), leaf)
+            value, problem = _fit(_resize(value, leaf, entry), leaf)
         if problem:
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
@@ -117,8 +129,8 @@ def load_named(
     # 5. Buffers are packed and padded again, and lie on the devices of the template's.
     if is_converted:
         like = unwrap_tables(opt_state)
-        loaded = _placed_like(like, pack_state(like, loaded))
-    return stored_as(opt_state, loaded), changes
+        loaded = _place_like(like, pack_state(like, loaded))
+    return to_physical(opt_state, loaded), changes
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
@@ -126,7 +138,7 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
-            f"of state_dict or numpy.load; got {checks.shown(mapping)}"
+            f"of state_dict or numpy.load; got {checks.show(mapping)}"
         )
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
@@ -136,7 +148,7 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _resized(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
+def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     """Return a saved array in the shape that the template has for its number of workers.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
@@ -148,10 +160,12 @@ def _resized(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     is_sliced = entry.kept == "sliced" and len(shape) == leaf.ndim and shape[-1] >= entry.size
     if not is_sliced or shape == leaf.shape:
         return value
-    return padded_to_multiple(np.asarray(value), entry.size, leaf.shape[-1])
+    return pad_to_multiple(np.asarray(value), entry.size, leaf.shape[-1])
 
 
-def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
+def _compare_names(
+    template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]
+) -> Changes:
     """Return how the names of a mapping differ from those of a template and of the loaded state."""
     known = {*state, *ABOUT}
     return Changes(
@@ -161,7 +175,7 @@ def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str
     )
 
 
-def _late_leaves(
+def _find_late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return which leaves begin late, and when, in the states that count steps.
@@ -179,21 +193,21 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in named_states(counts_steps, state):
+    for name, node in states_with_names(has_leaf_counts, state):
         if f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
-        paths = names_within(names, field)
+        paths = find_names_in_field(names, field)
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values
-        found |= _counts_before(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
+        found |= _count_late_starts(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
         if found or isinstance(node.step, LateStepsState):
             late[name] = {path: found[path] for path in paths if path in found}
     return late
 
 
-def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
+def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the step counts at which the moments of leaves began, without those that are 0.
 
     Args:
@@ -208,13 +222,13 @@ def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str,
     started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
     if not all(map(_is_on_host, (loaded, shared, *started.values()))):
         checks.warn(
-            f"the moments of {tree.listed(paths)} start at zero, but their step count is spread "
-            "over several processes and cannot be changed here, so their bias correction also "
-            "counts the steps before"
+            f"the moments of {tree.list_names(paths)} start at zero, but their step "
+            "count is divided over several processes and cannot be changed here, so their bias "
+            "correction also counts the steps before"
         )
         return {}
-    made = np.subtract(host_array(loaded), host_array(shared))
-    counts = {path: made + host_array(x) for path, x in started.items()}
+    made = np.subtract(to_host(loaded), to_host(shared))
+    counts = {path: made + to_host(x) for path, x in started.items()}
     return {path: count for path, count in counts.items() if np.any(count)}
 
 
@@ -222,15 +236,15 @@ def _is_on_host(x: Leaf) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def host_array(x: Leaf) -> np.ndarray:
+def to_host(x: Leaf) -> np.ndarray:
     """Return an array on the host; this process must hold all of it, on one device or on each."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
-def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state with step counts for the leaves of `_late_leaves`, in the states there."""
-    nodes = named_states(counts_steps, state)
+def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
+    """Return a state with step counts for the leaves of `_find_late_leaves`, where it has them."""
+    nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
     def put(node: PyTree) -> PyTree:
@@ -238,19 +252,17 @@ def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.nda
         if begun is None:
             return node
         step = late_steps.global_count(node.step)
-        counts = {
-            path: jax.tree.map(partial(_filled, count), step) for path, count in begun.items()
-        }
+        counts = {path: jax.tree.map(partial(_fill, count), step) for path, count in begun.items()}
         return node._replace(step=LateStepsState(step, counts) if counts else step)
 
-    return jax.tree.map(put, state, is_leaf=counts_steps)
+    return jax.tree.map(put, state, is_leaf=has_leaf_counts)
 
 
-def _filled(count: np.ndarray, like: Leaf) -> Leaf:
-    return _fitted(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
+def _fill(count: np.ndarray, like: Leaf) -> Leaf:
+    return _fit(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
 
 
-def _begun_at_params(
+def _begin_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Start the copies and averages of new parameters at the parameter.
@@ -263,76 +275,76 @@ def _begun_at_params(
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, part in named_states(partial(_begins, has_weights), state)
+        for name, part in states_with_names(partial(_has_params, has_weights), state)
         for field, weight in traits_of(part).made_of_params.items()
         if weight is not None
     ]
     by_name, begun, at_zero = dict(named), {}, []
     for field, weight in fields:
-        for path, name in names_within(by_name, field).items():
+        for path, name in find_names_in_field(by_name, field).items():
             source = tree.join("train/params", path)
             if name in mapping or (weight or source) not in mapping:
                 continue
             if source in by_name:
-                param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
+                param, _ = _fit(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
                 if weight:
-                    wide *= host_array(mapping[weight]).astype(wide.dtype)
+                    wide *= to_host(mapping[weight]).astype(wide.dtype)
                 begun[name] = wide
             elif weight:
                 at_zero.append(name)
     if at_zero:
         checks.warn(
-            f"the averages {tree.listed(at_zero)} are new and begin at zero, because this state "
-            "has no params. Load the whole TrainState, and they begin at its params"
+            f"the averages {tree.list_names(at_zero)} are new and begin at zero, because this "
+            "state has no params. Load the whole TrainState, and they begin at its params"
         )
     return begun
 
 
-def _begins(has_weights: bool, x: object) -> bool:
+def _has_params(has_weights: bool, x: object) -> bool:
     """Tell whether `x` is a state with copies of params, or with weighted sums of them."""
     weights = traits_of(x).made_of_params.values()
     return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
-def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
+def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
-    is_report = reports_of(state)
+    is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
     return misfits(missing, extra)
 
 
-def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
+def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     """Return a state without buffers and padding, as the template for a mapping.
 
     Arrays that the mapping replaces are placeholders. If it lacks any, all arrays are the state's.
     """
     plain = unpack_state(
         jax.tree.map(
-            lambda node: placeholders(node) if is_stored(node) else node,
-            opt_state, is_leaf=is_stored,
+            lambda node: make_placeholders(node) if is_packed_or_padded(node) else node,
+            opt_state, is_leaf=is_packed_or_padded,
         )
     )  # fmt: skip
-    is_whole = all(name in mapping for name, _ in named_leaves(plain))
+    is_whole = all(name in mapping for name, _ in arrays_with_names(plain))
     return plain if is_whole else unpack_state(opt_state)
 
 
-def _placed_like(like: OptState, state: OptState) -> OptState:
+def _place_like(like: OptState, state: OptState) -> OptState:
     """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
-        if not is_stored(like):
+        if not is_packed_or_padded(like):
             return node
-        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
+        return jax.tree.map(lambda x, leaf: _fit(x, leaf)[0], node, like)
 
-    return jax.tree.map(place, like, state, is_leaf=is_stored)
+    return jax.tree.map(place, like, state, is_leaf=is_packed_or_padded)
 
 
-def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
+def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
     if tree.is_key(leaf):
-        data, problem = _fitted(value, jax.random.key_data(leaf))
+        data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
     if isinstance(value, jax.Array):
@@ -345,7 +357,7 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     array = np.asarray(value)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
-    if is_foreign(dtype) and array.dtype in (bits_of(dtype), np.dtype(f"V{dtype.itemsize}")):
+    if is_foreign(dtype) and array.dtype in (bits_dtype(dtype), np.dtype(f"V{dtype.itemsize}")):
         array = array.view(dtype)
     if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
         return leaf, f"has dtype {array.dtype}, but the template has {dtype}"

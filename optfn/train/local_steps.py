@@ -17,24 +17,24 @@ import optax
 
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_or_first, mean_over_workers
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
-from optfn.jaxprs.dependence import depends
+from optfn.jaxprs.dependence import find_dependent_leaves
 from optfn.leaves import tensors
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state import reports
-from optfn.state.per_worker import PerWorker, exchanges, has_own_state
-from optfn.state.placement import num_workers
-from optfn.state.reports import over_round
+from optfn.state.per_worker import PerWorker, has_exchange, has_per_worker_state
+from optfn.state.reports import reduce_over_round
 from optfn.train.microbatches import combine_microbatches, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import constrain_params
-from optfn.transforms.late_steps import with_counts_of
+from optfn.transforms.late_steps import copy_counts
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -97,8 +97,8 @@ class LocalSteps(NamedTuple):
             # 2. The state is equal on all workers, except leaves of the inner state in a PerWorker;
             #    `start` has these leaves as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
-            varies = with_counts_of(find_varying(self.tx, state.params), counted)
-            like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
+            varies = copy_counts(find_varying(self.tx, state.params), counted)
+            like = copy_counts(jax.eval_shape(self.tx.init, state.params), counted)
             start = state._replace(opt_state=_unwrap_varying(counted, like))
             # 3. `end`, the metrics, (steps,), and the pseudo-gradient are this worker's.
             end, metrics = scan_batch(
@@ -109,19 +109,19 @@ class LocalSteps(NamedTuple):
             pseudo_gradient = jax.tree.map(_subtract, state.params, end_params)
             workers = Workers(self.layout.worker_axes, self.layout.group_of(state.params))
             # 4. Metrics, params, outer state and model state are equal on all workers again.
-            metrics = _mean_of_metrics(metrics, workers)
+            metrics = _average_metrics(metrics, workers)
             (params, outer, model_state), sent = self._exchange(
                 pseudo_gradient, state, end.model_state, workers, metrics["loss"]
             )
             # 5. The inner state stays this worker's. A worker whose pseudo-gradient is not finite
             #    begins with a fresh state: its moments are not finite either.
-            fresh = with_counts_of(self.tx.init(params), counted)
+            fresh = copy_counts(self.tx.init(params), counted)
             astray = ~tensors.all_finite(pseudo_gradient)
             opt_state = jax.tree.map(
                 lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
                 end.opt_state, fresh, varies,
             )  # fmt: skip
-            opt_state = reports.with_flags(opt_state, metrics)  # in any step of the round
+            opt_state = reports.set_flags(opt_state, metrics)  # in any step of the round
             inner = LocalState(state.opt_state.inner.num_workers, _wrap_varying(opt_state, varies))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent
@@ -169,11 +169,11 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
             f"the step was made with local_steps={steps}, but the state was made {made}. Begin "
             "with state = step.init(params)"
         )
-    if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
+    if local is None or layout is None or not _is_readable(opt_state.inner.num_workers):
         return
     found = int(np.asarray(opt_state.inner.num_workers))
-    workers = num_workers(layout.mesh, layout.worker_axes)
-    if found != workers and has_own_state(opt_state.inner):
+    workers = count_devices(layout.mesh, layout.worker_axes)
+    if found != workers and has_per_worker_state(opt_state.inner):
         raise ValueError(
             f"the state was made for {found} workers, but the step has {workers}. Convert it by "
             f"optfn.distributed.rescale_residuals(state, {workers}), or load it from a checkpoint "
@@ -181,7 +181,7 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
         )
 
 
-def _can_be_read(x: jax.Array) -> bool:
+def _is_readable(x: jax.Array) -> bool:
     """Tell whether the value of an array can be read without waiting."""
     if not isinstance(x, jax.Array):
         return True
@@ -206,7 +206,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
     marks = jax.tree.map(lambda x: True, params)
     # Marks only grow, so this ends after at most one turn for each leaf.
     while True:
-        found = depends(update, (params, shapes), (marks, varies))
+        found = find_dependent_leaves(update, (params, shapes), (marks, varies))
         if jax.tree.leaves(found) == jax.tree.leaves(varies):
             return varies
         varies = found
@@ -221,23 +221,23 @@ def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
     """Raise a ValueError if `tx` exchanges gradients, or if its state is made of params."""
-    if exchanges(state):
+    if has_exchange(state):
         raise ValueError(
             "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
             "exchange the change of their params through outer. Put the exchange there, as in "
             "outer=optfn.chain(optfn.distributed.exchange(...), optfn.sgd(1.0))"
         )
     marks = jax.tree.map(lambda x: True, params)
-    copies = any(jax.tree.leaves(depends(tx.init, (params,), (marks,))))
-    follows = jax.tree.leaves(state, is_leaf=_follows_params)
-    if copies or any(map(_follows_params, follows)):
+    copies = any(jax.tree.leaves(find_dependent_leaves(tx.init, (params,), (marks,))))
+    follows = jax.tree.leaves(state, is_leaf=_is_made_of_params)
+    if copies or any(map(_is_made_of_params, follows)):
         raise ValueError(
             "with local_steps > 1, tx must not keep copies or averages of params (master_weights, "
             "an average, schedule_free), because they would miss the exchange. Put them in outer"
         )
 
 
-def _follows_params(x: object) -> bool:
+def _is_made_of_params(x: object) -> bool:
     """Tell whether a state has fields that are computed from params."""
     return bool(traits_of(x).made_of_params)
 
@@ -267,7 +267,7 @@ def _subtract(start: Leaf, end: Leaf) -> Leaf:
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
-def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
+def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
     """Combine the metrics of the steps of a round.
 
     Loss and aux are means over steps and workers; the rate is the last step's. Numbers that
@@ -278,4 +278,4 @@ def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
     if "learning_rate" in metrics:
         # Workers differ in the rate only if a guard has skipped a step of some of them.
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
-    return reduced | over_round(metrics, workers)
+    return reduced | reduce_over_round(metrics, workers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.core import tree
-from optfn.core.checks import shown
+from optfn.core.checks import show
 from optfn.core.types import Batch, Params, PyTree
 
 
@@ -44,7 +44,7 @@ class Values(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class LossForm:
     """The arguments and results of a loss function besides params, batch and loss."""
 
     has_model_state: bool
@@ -100,7 +100,7 @@ class Form:
                     f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"
                 )
             _check_model_state(who, new, model_state)
-        _check_aux(who, aux)
+        _check_aux_leaves(who, aux)
         return Values(_check_loss(who, loss), new, aux)
 
     def _check_pair(self, who: str, returned: Any) -> Any:
@@ -134,12 +134,12 @@ def _check_loss(who: str, loss: Any) -> jax.Array:
     return jnp.asarray(loss)
 
 
-def _check_aux(who: str, aux: PyTree) -> None:
+def _check_aux_leaves(who: str, aux: PyTree) -> None:
     """Raise a TypeError unless the leaves of aux are arrays and numbers; None has no leaves."""
     for path, x in tree.arrays_with_paths(aux):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""
-            raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")
+            raise TypeError(f"{who}: aux must consist of arrays and numbers; got {show(x)}{at}")
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:

@@ -24,7 +24,7 @@ from optfn.wrappers.master_weights import (
 )
 
 
-class _Form(NamedTuple):
+class _SavedForm(NamedTuple):
     """The name of a state, its field of masters or remainders, and their bits."""
 
     word: str
@@ -33,14 +33,14 @@ class _Form(NamedTuple):
 
 
 _FORMS = {
-    kind: _Form(state_names.state_word(kind), kind._fields[0], bits)
+    kind: _SavedForm(state_names.state_word(kind), kind._fields[0], bits)
     for kind, bits in (
         (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
     )
 }  # fmt: skip
 
 
-def converted_masters(
+def convert_masters(
     state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return a mapping whose masters have the form of those in a state.
@@ -55,12 +55,12 @@ def converted_masters(
     """
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, masters_state in state_names.named_states(lambda x: type(x) in _FORMS, state):
+    for name, masters_state in state_names.states_with_names(lambda x: type(x) in _FORMS, state):
         form = _FORMS[type(masters_state)]
         *labels, last = name.split("/")
         for old in _FORMS.values():
             old_name = tree.join(*labels, old.word + last.removeprefix(form.word))  # … or …_2
-            saved = state_names.names_within(mapping, f"{old_name}/{old.field}")
+            saved = state_names.find_names_in_field(mapping, f"{old_name}/{old.field}")
             if old == form or not saved:
                 continue
             masters = _convert_each(saved, old, form, by_name, mapping)
@@ -73,8 +73,8 @@ def converted_masters(
 
 def _convert_each(
     saved: Mapping[str, str],
-    before: _Form,
-    after: _Form,
+    before: _SavedForm,
+    after: _SavedForm,
     by_name: Mapping[str, Leaf],
     mapping: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
@@ -92,18 +92,18 @@ def _convert_each(
     """
     found = {}
     for path, name in saved.items():
-        p = _param(path, by_name, mapping, np.shape(mapping[name]))
+        p = _find_saved_param(path, by_name, mapping, np.shape(mapping[name]))
         if p is None and after.bits is None:
             raise ValueError(
                 f"the mapping has {name!r}, the remainder of a master, but not the parameter that "
                 "the master is computed from. Load the state of the whole run: state_dict(state) "
                 "of the TrainState, or a checkpoint"
             )
-        found[path] = _convert(mapping[name], p, before.bits, after.bits)
+        found[path] = _convert_master(mapping[name], p, before.bits, after.bits)
     return found
 
 
-def _param(
+def _find_saved_param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
     """Return the bfloat16 parameter at a path in a mapping; None if it has none of this shape."""
@@ -114,7 +114,9 @@ def _param(
     return jnp.asarray(x if x.dtype == jnp.bfloat16 else x.view(jnp.bfloat16))
 
 
-def _convert(kept: Leaf, p: jax.Array | None, before: int | None, after: int | None) -> jax.Array:
+def _convert_master(
+    kept: Leaf, p: jax.Array | None, before: int | None, after: int | None
+) -> jax.Array:
     """Return a master or a remainder in another form.
 
     Args:

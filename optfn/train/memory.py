@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_axes, restrict_spec
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -26,9 +27,8 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
-from optfn.state.inventory import whole_matrices
-from optfn.state.per_worker import Exchanged, exchanged_axes
-from optfn.state.placement import num_workers
+from optfn.state.inventory import find_whole_matrices
+from optfn.state.per_worker import Exchanged, find_exchange_axes
 from optfn.train.local_steps import LocalSteps
 
 
@@ -123,15 +123,21 @@ def plan_memory(
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
-    num_workers(mesh, data_axis)  # raises unless the mesh has these axes
+    count_devices(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divided_tables = tables if shard is not None or shard_tables else None
     layout = layout_of(shard, mesh, data_axis, divided_tables)
     init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
-    read, state = _find_read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
+    read, state = (
+        _find_read_gradients(tx, params),
+        jax.eval_shape(layout.make_padded_init(init), params),
+    )
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
-    stacked, rows = contents.stacked_axes(params), patterns.match_names(tables, params, "tables")
-    exchanged = exchanged_axes(_drop_unknown(state), params)
+    stacked, rows = (
+        contents.count_stacked_axes(params),
+        patterns.match_names(tables, params, "tables"),
+    )
+    exchanged = find_exchange_axes(_drop_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = exchange_bytes(_shard_state(init, params, layout, as_rows), mesh), 0
@@ -143,7 +149,7 @@ def plan_memory(
         whole = _count_bytes(p, undivided, mesh)
         # `exchange_bytes` has counted the workers of an exchange; rows go to all workers.
         done = Axes() if str(place) in as_rows else exchanged[place.number]
-        workers = num_workers(mesh, exclude_axes(layout.worker_axes, done))
+        workers = count_devices(mesh, exclude_axes(layout.worker_axes, done))
         if str(place) in rows:
             sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
@@ -194,7 +200,7 @@ def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Co
     arrays = [p for _, p in named]
     with contextlib.suppress(Exception):
         program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
-        needed = program.dependencies(program.outputs)
+        needed = program.find_dependencies(program.outputs)
         inputs = zip(named, program.inputs, strict=False)
         return [path for (path, _), variable in inputs if variable in needed]
     return [path for path, _ in named]
@@ -271,7 +277,7 @@ def _shard_state(
             return x
         if str(place) in as_rows:
             return optax.MaskedNode()
-        shape = layout.padded_shape(x.shape, spec)
+        shape = layout.pad_shape(x.shape, spec)
         placement = NamedSharding(layout.mesh, restrict_spec(spec, layout.inner_axes))
         return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
 
@@ -283,13 +289,13 @@ def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple
 
     A leaf that is divided only along its axes of stacked layers has whole matrices.
     """
-    stacked = contents.stacked_axes(params)
+    stacked = contents.count_stacked_axes(params)
     divided = {
         str(place)
         for place, _, spec in tree.items(params, grad_specs)
         if is_spec(spec) and any(spec[stacked[place.number] :])
     }
-    whole = whole_matrices(state, tree.paths(params))
+    whole = find_whole_matrices(state, tree.paths(params))
     return tuple(path for path in whole if path in divided)
 
 
@@ -328,7 +334,7 @@ class _Leaf(NamedTuple):
             reduced = steps * all_reduce_bytes(whole, n) if self.is_read else 0.0
             return float(reduced + all_reduce_bytes(whole, workers))
         once = (n - 1) / n * whole
-        padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
+        padded_shape = self.layout.pad_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, size)
         is_divided = bool(self.layout.divisions(self.spec))
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
@@ -371,6 +377,6 @@ def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        return whole // num_workers(mesh, join_axes(*spec))
+        return whole // count_devices(mesh, join_axes(*spec))
 
     return sum(jax.tree.leaves(jax.tree.map(size, specs, values, is_leaf=is_spec)))

@@ -64,7 +64,7 @@ def scan_batch(
     return result
 
 
-def split_objective(objective: Objective, count: int) -> Objective:
+def average_microbatches(objective: Objective, count: int) -> Objective:
     """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
@@ -143,7 +143,7 @@ def _divide_total(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
-        return rows.joined().map(lambda x: x / count)
+        return rows.sum_leading().map(lambda x: x / count)
     return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))
 
 

@@ -29,7 +29,7 @@ def convert_batch(batch: Batch) -> Batch:
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
             path = tree.array_paths(batch)[i]
             raise TypeError(
-                f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.shown(x)}"
+                f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
         if _has_wide_integers(x):
             path = tree.array_paths(batch)[i]

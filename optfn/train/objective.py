@@ -34,7 +34,7 @@ from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
 from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
-from optfn.train.loss_form import Form, Inputs, Values
+from optfn.train.loss_form import Inputs, LossForm, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Gather(NamedTuple):
 
 def differentiate(
     loss_fn: LossFn,
-    form: Form,
+    form: LossForm,
     gather: Gather | None = None,
     *,
     tables: Pattern | None = None,
@@ -138,7 +138,7 @@ def differentiate(
 
 
 def wrap_value_and_grad(
-    function: Callable[..., Any], form: Form, gather: Gather | None
+    function: Callable[..., Any], form: LossForm, gather: Gather | None
 ) -> Objective:
     """Make an objective of a user's function (params, batch) -> (loss, gradients).
 
@@ -228,7 +228,7 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
             twice = values.aux
             # A loss that takes batches of one size only fails here: then aux passes.
             with contextlib.suppress(Exception):
-                double = inputs._replace(batch=jax.tree.map(_shape_of_twice, inputs.batch))
+                double = inputs._replace(batch=jax.tree.map(_double_batch_shape, inputs.batch))
                 twice = jax.eval_shape(objective.value, double).aux
             _check_aux_shapes(values.aux, twice)
         return values, grads
@@ -236,7 +236,7 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
     return Objective(objective.value, value_and_grad)
 
 
-def _shape_of_twice(x: Leaf) -> jax.ShapeDtypeStruct:
+def _double_batch_shape(x: Leaf) -> jax.ShapeDtypeStruct:
     """Return the shape of an array of a batch with twice the examples; a scalar stays a scalar."""
     shape = jnp.shape(x)
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
@@ -290,7 +290,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, layout), grads
 
-        out_specs = P(), layout.bound_specs(arriving)
+        out_specs = P(), layout.restrict_specs(arriving)
         values, grads = _run_on_devices(run, inputs, gather, out_specs)
 
         # Gradients leave the devices padded, and divided like the params; the update takes them
@@ -351,7 +351,7 @@ def _run_on_devices(
     names = layout.shard_axes
     replicated: Any = P()
     specs = Inputs(
-        params=layout.bound_specs(gather.specs),
+        params=layout.restrict_specs(gather.specs),
         model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import LossFn, Updates
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, Sharded
-from optfn.state.placement import num_workers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,11 +152,11 @@ class StepArguments(StepOptions):
             )
         arguments = ["params", "model_state", "batch"] if self.model_state else ["params", "batch"]
         if value_and_grad is not None:
-            checks.takes("value_and_grad", value_and_grad, arguments)
+            checks.check_signature("value_and_grad", value_and_grad, arguments)
             return
         if self.rng is not False:
             arguments.append("key")
-        checks.takes("loss_fn", loss_fn, arguments)
+        checks.check_signature("loss_fn", loss_fn, arguments)
 
     def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""
@@ -187,11 +187,11 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.shown(mesh)}"
+            f"got {checks.show(mesh)}"
         )
     meshes.check_axis_names("data_axis", data_axis)
     if mesh is not None:
-        num_workers(mesh, data_axis)
+        count_devices(mesh, data_axis)
 
 
 def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:

@@ -23,11 +23,11 @@ from optfn.state.inventory import inventory
 from optfn.state.names import is_state, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
-from optfn.transforms.rates import largest
+from optfn.transforms.rates import take_largest
 from optfn.wrappers.loss_scale import scale_of
 
 
-class Update(NamedTuple):
+class UpdateForm(NamedTuple):
     """The update of a leaf between two links, as far as we know it.
 
     form: one of `optfn.train.forms`.
@@ -47,7 +47,7 @@ class Update(NamedTuple):
         return self.form in forms.UPHILL or "uphill" in dict(self.marks)
 
 
-Updates = dict[str, Update]  # by the path of the leaf
+FormsByPath = dict[str, UpdateForm]  # by the path of the leaf
 
 
 def warn_of_order(
@@ -67,12 +67,12 @@ def warn_of_order(
     walk = _Walk(params)
     form = forms.GRADIENT if scale_of(opt_state) is None else forms.SCALED
     by = "" if form == forms.GRADIENT else "dynamic_loss_scale"
-    after = walk.follow(opt_state, dict.fromkeys(walk.paths, Update(form, by)), tx)
+    after = walk.follow(opt_state, dict.fromkeys(walk.paths, UpdateForm(form, by)), tx)
     for message in walk.warnings:
         checks.warn(message)
     uphill = [path for path, x in after.items() if x.is_uphill]
     if uphill and not walk.warnings:
-        some = "" if len(uphill) == len(after) else f" to {tree.listed(uphill)}"
+        some = "" if len(uphill) == len(after) else f" to {tree.list_names(uphill)}"
         checks.warn(
             f"{argument}={tx!r} applies no learning rate{some}, so its steps go uphill: end it "
             "with one, as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "
@@ -92,7 +92,9 @@ class _Walk:
         self.warnings: dict[str, None] = {}
         self._is_certain = True  # that the links of the walk have leaves
 
-    def follow(self, state: OptState, before: Updates, tx: Any = None, text: str = "") -> Updates:
+    def follow(
+        self, state: OptState, before: FormsByPath, tx: Any = None, text: str = ""
+    ) -> FormsByPath:
         """Return the updates after a transformation, and record the problems inside it.
 
         Chains, partitions and wrappers are followed link by link; an unknown transformation gives
@@ -127,8 +129,8 @@ class _Walk:
         return self._follow_link(kind, state, before, text)
 
     def _follow_link(
-        self, kind: forms.Kind, state: OptState, before: Updates, text: str
-    ) -> Updates:
+        self, kind: forms.LinkKind, state: OptState, before: FormsByPath, text: str
+    ) -> FormsByPath:
         """Return the updates after a link of a known kind, and report those that it cannot take."""
         link = text or _show_link(state)
         rate, sets_rate = _find_rate(state), kind is forms.KINDS["rate"]
@@ -142,7 +144,7 @@ class _Walk:
             if gives == forms.AVERAGED and x.is_uphill:
                 marks |= {"uphill": link}
             by = x.by if gives == x.form else link
-            after[path] = Update(gives, by, (*marks.items(),), rate if sets_rate else x.rate)
+            after[path] = UpdateForm(gives, by, (*marks.items(),), rate if sets_rate else x.rate)
         return after
 
     def _report(self, message: str, form: str) -> None:
@@ -154,8 +156,8 @@ class _Walk:
         self.warnings[message] = None
 
     def _follow_wrapper(
-        self, wrapper: tuple[str, str], state: OptState, before: Updates, tx: Any, text: str
-    ) -> Updates:
+        self, wrapper: tuple[str, str], state: OptState, before: FormsByPath, tx: Any, text: str
+    ) -> FormsByPath:
         """Return the updates after a wrapper, the pair of its effect and the field of its state."""
         way, field = wrapper
         inner, name = getattr(state, field), text or _show_link(state)
@@ -181,7 +183,7 @@ class _Walk:
             }
         return after
 
-    def _check_dtypes(self, after: Updates) -> None:
+    def _check_dtypes(self, after: FormsByPath) -> None:
         """Raise a ValueError if `optax.apply_if_finite` is around an optimizer with masters."""
         kept = [x.by for x in after.values() if x.form == forms.DIFFERENCE]
         if kept and self._is_certain:
@@ -191,7 +193,7 @@ class _Walk:
                 "optfn.skip_nonfinite"
             )
 
-    def _follow_each(self, states: list[OptState], before: Updates, text: str) -> Updates:
+    def _follow_each(self, states: list[OptState], before: FormsByPath, text: str) -> FormsByPath:
         """Return the updates after transformations that share the leaves out among them.
 
         The arrays of a state tell its leaves. States without such arrays may belong to any of the
@@ -215,14 +217,14 @@ class _Walk:
             if len(states) == 1:  # a mask, outside of which updates stay as they are
                 possible.append(before[path])
             first, *others = possible
-            after[path] = first if all(x.form == first.form for x in others) else Update()
+            after[path] = first if all(x.form == first.form for x in others) else UpdateForm()
         return after
 
     def _find_leaves(self, state: OptState) -> set[str]:
         """Return the paths of the leaves for which a state has arrays."""
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
-    def _follow_unknown(self, state: OptState, before: Updates) -> Updates:
+    def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:
         """Return unknown updates, after following the states inside an unknown one on their own.
 
         We report the link only if it stands behind an average. It probably changes the update then;
@@ -233,7 +235,7 @@ class _Walk:
         for x in before.values():
             if x.form == forms.AVERAGED:
                 self._report(forms.REFUSED[x.form].format(link=link, by=x.by), x.form)
-        unknown = dict.fromkeys(before, Update())
+        unknown = dict.fromkeys(before, UpdateForm())
         if is_state(state):
             for child in state:
                 if isinstance(child, tuple | dict):
@@ -241,7 +243,9 @@ class _Walk:
         return unknown
 
 
-def _find_problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[str, str] | None:
+def _find_problem(
+    kind: forms.LinkKind, x: UpdateForm, is_of_optimizer: bool
+) -> tuple[str, str] | None:
     """Return the warning of a link that takes an update, and the earlier link that caused it.
 
     The result is None if the link fits, or if the form of the update is unknown.
@@ -265,7 +269,7 @@ def _find_problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[s
     return None
 
 
-def _find_rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | None:
+def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
     """Return the problem of `reduce_on_plateau` behind a rate that is a number other than 1.
 
     The result is None for any other link, and behind a schedule, whose rate may be multiplied.
@@ -280,22 +284,22 @@ def _find_rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | N
     )
 
 
-def _mark_optimized(x: Update) -> Update:
+def _mark_optimized(x: UpdateForm) -> UpdateForm:
     """Mark the update of a chain that has moments and a rate; any other stays as it is."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
 
 
-def _mark_mastered(x: Update, link: str) -> Update:
+def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
     """Return the update that masters give; it stays uphill if the update inside was."""
     marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
-    return Update(forms.DIFFERENCE, link, (*marks.items(),))
+    return UpdateForm(forms.DIFFERENCE, link, (*marks.items(),))
 
 
-def _merge_forms(x: Update, other: Update) -> Update:
+def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
     """Return the first update if both have the same form; else nothing is known."""
-    return x if x.form == other.form else Update()
+    return x if x.form == other.form else UpdateForm()
 
 
 def _find_kind(state: OptState) -> str:
@@ -334,4 +338,4 @@ def _find_rate(state: OptState) -> float | None:
     rate = getattr(state, "rate", None)
     if type(rate) is not rates.LearningRateState or checks.is_traced(rate.learning_rate):
         return None
-    return float(largest(jax.tree.leaves(rate.learning_rate)[0]))
+    return float(take_largest(jax.tree.leaves(rate.learning_rate)[0]))

@@ -24,18 +24,18 @@ from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
-from optfn.leaves.packed import fits, pack_like, unpack
-from optfn.state.padded import cut, is_padded, map_padded, pad_like
-from optfn.state.per_worker import PerWorker, per_worker
-from optfn.state.placement import workers_of
+from optfn.leaves.packed import is_unpackable, pack_like, unpack
+from optfn.state.padded import is_padded, map_padded, pad_like, unwrap_padded
+from optfn.state.per_worker import PerWorker, mark_per_worker
+from optfn.state.placement import count_workers
 
 
-def is_stored(x: object) -> bool:
+def is_packed_or_padded(x: object) -> bool:
     """Tell whether the arrays of `x` have another form than the leaves of the tree."""
     return is_packed(x) or is_padded(x)
 
 
-def placeholders(state: OptState) -> OptState:
+def make_placeholders(state: OptState) -> OptState:
     """Return arrays of the same shapes on the host, which take no memory; keys as they are."""
 
     def placeholder(x: Leaf) -> Leaf:
@@ -46,18 +46,18 @@ def placeholders(state: OptState) -> OptState:
 
 def unpack_state(state: OptState) -> OptState:
     """Return a state with leaves of the tree instead of buffers, and without padding."""
-    state = map_padded(cut, state)
-    workers = workers_of(state)
+    state = map_padded(unwrap_padded, state)
+    workers = count_workers(state)
 
     def convert(node: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
-            return jax.tree.map(partial(_tree_of_buffers, workers), node, is_leaf=is_packed)
+            return jax.tree.map(partial(_unpack_buffers, workers), node, is_leaf=is_packed)
         if workers and _has_local_buffers(node):
             names = join_axes(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
-            return _tree_of_buffers(workers, node, lambda x: per_worker(x, names))
+            return _unpack_buffers(workers, node, lambda x: mark_per_worker(x, names))
         return unpack(node)
 
-    return jax.tree.map(convert, state, is_leaf=_is_unit)
+    return jax.tree.map(convert, state, is_leaf=_is_converted_whole)
 
 
 def pack_state(like: OptState, state: OptState) -> OptState:
@@ -67,31 +67,31 @@ def pack_state(like: OptState, state: OptState) -> OptState:
       like: a state with buffers or padding.
       state: a state of the tree. If it has a Packed or a Padded, that is kept.
     """
-    workers = workers_of(like)
+    workers = count_workers(like)
 
     def convert(node: PyTree, leaves: PyTree) -> PyTree:
         is_local = isinstance(node, PerWorker) or _has_local_buffers(node)
-        stored = partial(_stored_like, workers if is_local else 0)
-        return jax.tree.map(stored, node, leaves, is_leaf=is_stored)
+        stored = partial(_convert_leaves, workers if is_local else 0)
+        return jax.tree.map(stored, node, leaves, is_leaf=is_packed_or_padded)
 
-    return jax.tree.map(convert, like, state, is_leaf=_is_unit)
+    return jax.tree.map(convert, like, state, is_leaf=_is_converted_whole)
 
 
-def _is_unit(x: object) -> bool:
+def _is_converted_whole(x: object) -> bool:
     """Tell whether a node of a state is converted as a whole."""
-    return is_stored(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
+    return is_packed_or_padded(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
 def _has_local_buffers(x: object) -> bool:
     return is_packed(x) and any(isinstance(buffer, PerWorker) for buffer in x.buffers)
 
 
-def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
+def _unwrap(arrays: Sequence[Leaf]) -> list[Leaf]:
     """Return the arrays, taken out of their PerWorkers."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
-def _stored_like(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
+def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
     """Return leaves padded or packed like `like`, unless they already are or it is neither.
 
     Args:
@@ -99,20 +99,20 @@ def _stored_like(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
       like: a node of a state.
       leaves: the leaves of the tree in its place.
     """
-    if not is_stored(like) or is_stored(leaves):
+    if not is_packed_or_padded(like) or is_packed_or_padded(leaves):
         return leaves
     if is_padded(like):
         return pad_like(like, leaves)
     if workers:
-        arrays = jax.tree.leaves(_buffers_of_tree(workers, like.layout, leaves))
+        arrays = jax.tree.leaves(_pack_buffers(workers, like.layout, leaves))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
-    if not fits(like):
+    if not is_unpackable(like):
         return leaves
     lead = max((x.ndim - 1 for x in like.buffers if not tree.is_masked(x)), default=0)
     return pack_like(like.layout, leaves, lead)
 
 
-def _tree_of_buffers(
+def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
     """Return the tree of a Packed of per-worker buffers, each (workers·size,); other nodes as is.
@@ -126,10 +126,10 @@ def _tree_of_buffers(
     """
     if not is_packed(node):
         return node
-    layout, buffers = node.layout, _bare(node.buffers)
+    layout, buffers = node.layout, _unwrap(node.buffers)
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
     split = Packed(rows, node.frozen, layout)
-    if not fits(split):
+    if not is_unpackable(split):
         return node
     leaves = layout.structure.flatten_up_to(unpack(split))
     for i in itertools.chain.from_iterable(buffer.leaves for buffer in layout.buffers):
@@ -137,9 +137,9 @@ def _tree_of_buffers(
     return layout.structure.unflatten(leaves)
 
 
-def _buffers_of_tree(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
-    """Return the Packed of arrays or PerWorkers of a tree: the inverse of `_tree_of_buffers`."""
-    arrays = _bare(layout.structure.flatten_up_to(leaves))
+def _pack_buffers(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
+    """Return the Packed of arrays or PerWorkers of a tree: the inverse of `_unpack_buffers`."""
+    arrays = _unwrap(layout.structure.flatten_up_to(leaves))
     rows = list(arrays)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):
         shape = workers, *run.shape

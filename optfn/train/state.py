@@ -33,7 +33,7 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 def check_params(params: Params) -> None:
     """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes."""
-    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_state)):
+    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_train_state)):
         raise TypeError(
             "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
             "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
@@ -45,11 +45,11 @@ def check_params(params: Params) -> None:
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(
             "TrainStep.init: params must contain a floating-point array, since integers are not "
-            f"trained; got {checks.shown(params)}"
+            f"trained; got {checks.show(params)}"
         )
 
 
-def _is_state(x: object) -> bool:
+def _is_train_state(x: object) -> bool:
     return isinstance(x, TrainState)
 
 

@@ -3,7 +3,7 @@
 `optfn.train.loading` makes a state from a dict again.
 
 The name of an array consists of the transform that owns it, the field, and the path of the leaf, as
-in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_leaves`).
+in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.arrays_with_names`).
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ from optfn.leaves import patterns
 from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, layout_of
-from optfn.sparse.sharded_table import natural
+from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
-from optfn.state.inventory import inventory, whole_matrices
-from optfn.state.names import named_leaves
-from optfn.state.padded import cut, map_padded
-from optfn.state.per_worker import has_own_state
+from optfn.state.inventory import arrays_with_entries, find_whole_matrices, inventory
+from optfn.state.names import arrays_with_names
+from optfn.state.padded import map_padded, unwrap_padded
+from optfn.state.per_worker import has_per_worker_state
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
@@ -66,14 +66,14 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
             "state_dict takes the state of an optimizer, such as tx.init(params); "
-            f"got {checks.shown(opt_state)}"
+            f"got {checks.show(opt_state)}"
         )
-    return named_arrays(jax.tree.map(_host_copy, opt_state))
+    return name_host_arrays(jax.tree.map(_host_copy, opt_state))
 
 
-def named_arrays(host: OptState) -> dict[str, Any]:
+def name_host_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
-    host = natural(unpack_state(jax.tree.map(_foreign_bits, host)))
+    host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
     per_worker = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
     return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
@@ -81,7 +81,7 @@ def named_arrays(host: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the per-worker arrays in a state."""
-    if not has_own_state(opt_state):  # a large state without them is not walked
+    if not has_per_worker_state(opt_state):  # the names of a large state take time
         return []
     return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
 
@@ -92,7 +92,7 @@ def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
     Raises:
       ValueError: the names do not tell the arrays apart, or not every file keeps them.
     """
-    named = list(named_leaves(opt_state))
+    named = list(arrays_with_names(opt_state))
     check_names([name for name, _ in named])
     return dict(named)
 
@@ -108,20 +108,20 @@ def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> N
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"state_dict: several arrays have the name {tree.listed(repeated)}, because names join "
-            'the keys of a tree by "/". Rename one of their parameters'
+            f"state_dict: several arrays have the name {tree.list_names(repeated)}, because names "
+            'join the keys of a tree by "/". Rename one of their parameters'
         )
     cut = [name for name in names if "\0" in name]
     if cut:
         raise ValueError(
-            f"state_dict: the names {tree.listed(cut)} have a NUL character, at which zip files "
-            "cut a name. Rename the parameters"
+            f"state_dict: the names {tree.list_names(cut)} have a NUL character, at which zip "
+            "files cut a name. Rename the parameters"
         )
     folders = tuple(word for word in reserved if word.endswith("/"))
     taken = [name for name in names if name in reserved or name.startswith(folders)]
     if taken:
         raise ValueError(
-            f"state_dict: the names {tree.listed(taken)} are those of other entries of a saved "
+            f"state_dict: the names {tree.list_names(taken)} are those of other entries of a saved "
             "state. Put the arrays into a dict with another key"
         )
 
@@ -132,9 +132,9 @@ def _host_copy(leaf: Leaf) -> Leaf:
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
 
-def _foreign_bits(leaf: Leaf) -> Leaf:
+def _view_as_bits(leaf: Leaf) -> Leaf:
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
-    return leaf.view(bits_of(leaf.dtype)) if is_host else leaf
+    return leaf.view(bits_dtype(leaf.dtype)) if is_host else leaf
 
 
 def is_foreign(dtype: DType) -> bool:
@@ -142,7 +142,7 @@ def is_foreign(dtype: DType) -> bool:
     return np.dtype(dtype).kind == "V"
 
 
-def bits_of(dtype: DType) -> np.dtype:
+def bits_dtype(dtype: DType) -> np.dtype:
     """Return the dtype of the bits of numbers of a dtype."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
@@ -163,7 +163,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
-    found = dict(state_names.named_states(is_average, map_padded(cut, opt_state)))
+    found = dict(state_names.states_with_names(is_average, map_padded(unwrap_padded, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
         raise ValueError(
@@ -207,11 +207,11 @@ def summary(
     """
     tx = core.check_transform("summary: tx", tx)
     check_split("summary", params)
-    attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
+    attrs, without_decay = attributes_of(tx, params), _find_without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
-    treatments = whole_matrices(state, names)
+    treatments = find_whole_matrices(state, names)
     placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
@@ -225,16 +225,16 @@ def summary(
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
         words = [treatments[name]] if name in treatments else []
-        words += _attribute_words(attrs.get(name, DEFAULT), p, name in without_decay)
+        words += _describe_attributes(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(placement[i] if placement else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
-    total = sum(map(_bytes, jax.tree.leaves(state)))
+    total = sum(map(_leaf_bytes, jax.tree.leaves(state)))
     per = f"{total / count:.2f}" if count else "-"
     last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
     rows.append((*last, *(placement[-1] if placement else ())))
-    return _table(rows)
+    return _align_columns(rows)
 
 
 def _layout_columns(
@@ -265,35 +265,37 @@ def _layout_columns(
     kept = _bytes_by_leaf(state, tree.paths(params))
     columns = []
     for place, p, spec in tree.items(local, layout.gradient_specs(params)):
-        size = 0 if tree.is_masked(p) else _bytes(p) + kept[str(place)]
+        size = 0 if tree.is_masked(p) else _leaf_bytes(p) + kept[str(place)]
         word = str(tuple(spec)).replace("'", "") if tuple(spec) else "whole"
         columns.append((word, f"{size:,}"))
-    total = sum(map(_bytes, jax.tree.leaves((local, state))))
+    total = sum(map(_leaf_bytes, jax.tree.leaves((local, state))))
     return [*columns, ("", f"{total:,}")]
 
 
-def _bytes(leaf: Leaf) -> int:
+def _leaf_bytes(leaf: Leaf) -> int:
     return int(leaf.size) * leaf.dtype.itemsize
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
-    for entry, leaf in zip(inventory(state, names), jax.tree.leaves(state), strict=True):
+    for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
-            kept[entry.param] += _bytes(leaf)
+            kept[entry.param] += _leaf_bytes(leaf)
     return kept
 
 
-def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
+def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
-    found = {path for link in getattr(tx, "inner", []) for path in _without_decay(link, params)}
+    found = {
+        path for link in getattr(tx, "inner", []) for path in _find_without_decay(link, params)
+    }
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found
 
 
-def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
+def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:
@@ -316,7 +318,7 @@ def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]
     return words
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     right = {4, 5, 7}
     lines = [

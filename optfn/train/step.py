@@ -33,7 +33,7 @@ from optfn.sparse.sharded_table import (
     check_rows,
     check_tables,
     divide_tables,
-    natural,
+    to_logical,
     unwrap_tables,
 )
 from optfn.state import reports
@@ -129,7 +129,7 @@ class TrainStep:
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
             state = TrainState(step, params, opt_state, model_state)
             return replicate_counters(copy_repeated(state))
-        params = self.layout.put(natural(params))
+        params = self.layout.place_params(to_logical(params))
         if self.layout.tables is not None:
             owners = Devices(self.layout.mesh, self.layout.shard_axes)
             params = divide_tables(params, self.layout.is_table(params), owners)
@@ -234,7 +234,7 @@ class TrainStep:
           ValueError: something besides the update changed a parameter that has a master.
         """
         if not checks.is_traced(state.step):
-            _raise_flags(reports.flags(state.opt_state))
+            _raise_flags(reports.get_flags(state.opt_state))
 
     def _check_flags(self, state: TrainState) -> set[str]:
         """Raise the errors of `check`, without waiting for flags that keep their value once set.
@@ -251,7 +251,7 @@ class TrainStep:
         is_set = False
         while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
             is_set |= bool(np.any(_read_local(self._flags.popleft())))
-        found = reports.flags(state.opt_state)
+        found = reports.get_flags(state.opt_state)
         _raise_flags(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
         return {x.metric for x in found if x.is_lasting}
 
@@ -259,7 +259,7 @@ class TrainStep:
         """Raise the errors of a call with a state that this step does not take."""
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"state must be a TrainState, such as step.init(params); got {checks.shown(state)}"
+                f"state must be a TrainState, such as step.init(params); got {checks.show(state)}"
             )
         if is_packed(state.params) != self.options.packed:
             kind = "a tree of params" if self.options.packed else "packed params"

@@ -30,7 +30,7 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
-from optfn.state.reports import nested, reported
+from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import StepFn, TrainState
@@ -58,7 +58,7 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
         rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
     if not isinstance(rng, jax.Array) or not tree.is_key(rng):
         raise TypeError(
-            f"rng must be True, a seed or a key from jax.random.key; got {checks.shown(rng)}"
+            f"rng must be True, a seed or a key from jax.random.key; got {checks.show(rng)}"
         )
 
     def key_of(step: jax.Array) -> jax.Array:
@@ -160,13 +160,13 @@ def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
     def is_guard(x: PyTree) -> bool:
         return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
 
-    found = nested(is_guard, opt_state)
+    found = iterate_nodes(is_guard, opt_state)
     return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
 def _collect_metrics(opt_state: OptState) -> dict[str, jax.Array]:
     """Return all that the wrappers of a state report, and its learning rate if it has just one."""
-    metrics = reported(opt_state)
+    metrics = collect_reports(opt_state)
     with contextlib.suppress(ValueError):  # no rate, or several different ones
         metrics["learning_rate"] = get_learning_rate(opt_state)
     return metrics

@@ -1,1 +1,1 @@
-"""The transforms of which optimizers are chains: regularization, clipping, moments, scaling."""
+"""The links of optimizers' chains: regularization, clipping, moments, scaling."""

@@ -64,7 +64,11 @@ def adam_direction(
 def adam_factors(
     b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
 ) -> tuple[jax.Array, Scalar]:
-    """Return (scale, root) of `adam_direction`: the bias corrections of a step, in either form."""
+    """Return (scale, root) of `adam_direction`: the bias corrections of a step, in either form.
+
+    With `eps_hat` eps is added to the uncorrected √v, and the root is 1.
+    """
+    # √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps): with eps_hat both corrections move before the quotient.
     scale = 1 / numerics.bias_correction(b1, step)
     root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
     return (scale / root, 1.0) if eps_hat else (scale, root)
@@ -79,28 +83,31 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
 def next_count(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and the numbers that depend on it, by name."""
+    """Return the count one step later, and by name the numbers that `of_step` gives for it.
+
+    A number is a scalar, or a PerLeaf if the moments of some leaves began late.
+    """
     if isinstance(step, tuple):
-        return _by_leaf(of_step, step, like)
+        return _count_by_leaf(of_step, step, like)
     step = core.next_step(step)
     return step, of_step(step)
 
 
-def _by_leaf(
+def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    from optfn.transforms.late_steps import counted_by_leaf
+    from optfn.transforms.late_steps import advance_by_leaf
 
-    return counted_by_leaf(of_step, step, like)
+    return advance_by_leaf(of_step, step, like)
 
 
-def counting_steps(
+def count_steps(
     rule: Callable[..., Any],
     of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
 ) -> core.Unchecked:
-    """Return the rule that maps a rule on arrays over a gradient and two moments.
+    """Return the rule that counts steps, and maps `rule` over gradients and two moments.
 
     Args:
       rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
@@ -161,4 +168,4 @@ def scale_by_adam(
 
     rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
 
-    return counting_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
+    return count_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")

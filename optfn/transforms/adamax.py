@@ -11,10 +11,15 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
-from optfn.transforms.adam import counting_steps
+from optfn.state.encoded import declare_encoded
+from optfn.transforms.adam import count_steps
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
+from optfn.transforms.stored import (
+    check_moment_dtype,
+    declare_int8_codes,
+    declare_uint8_codes,
+    quantize_moments,
+)
 
 
 @traits(link="moments", counted="mu")
@@ -27,7 +32,7 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@encodes(signed("mu"), unsigned("infinity_norm"))
+@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("infinity_norm"))
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.00 to 2.03 bytes per parameter, and the step."""
 
@@ -96,8 +101,8 @@ def scale_by_adamax(
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
-        return stored(
+        return quantize_moments(
             dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step
         )
     rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
-    return counting_steps(rule, of_step, ScaleByAdamaxState)
+    return count_steps(rule, of_step, ScaleByAdamaxState)

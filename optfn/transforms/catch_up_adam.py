@@ -28,7 +28,7 @@ class ScaleByCatchUpAdamState(NamedTuple):
     last_step: Params
 
 
-def _per_row(x: Scalar, like: jax.Array) -> Scalar:
+def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
     """Return an array of one number per row with axes of size 1 added, so that it broadcasts."""
     if isinstance(x, float):
         return x
@@ -39,7 +39,7 @@ def catch_up(
     m: jax.Array, v: jax.Array, missed: jax.Array, *, b1: Scalar, b2: Scalar
 ) -> tuple[jax.Array, jax.Array]:
     """Return m·β₁ⁿ and v·β₂ⁿ after n missed steps without gradient."""
-    n = _per_row(missed.astype(m.dtype), m)
+    n = _broadcast_rows(missed.astype(m.dtype), m)
     return m * jnp.power(numerics.scalar(b1, m), n), v * jnp.power(numerics.scalar(b2, v), n)
 
 
@@ -65,8 +65,10 @@ def catch_up_adam_rule(
         last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
     )
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
-    late = adam_direction(m, v, eps=eps, scale=_per_row(scale, m), root=_per_row(root, m))
-    series = _per_row(ratio * (1 - faded) / (1 - ratio), m)
+    late = adam_direction(
+        m, v, eps=eps, scale=_broadcast_rows(scale, m), root=_broadcast_rows(root, m)
+    )
+    series = _broadcast_rows(ratio * (1 - faded) / (1 - ratio), m)
     m, v = catch_up(m, v, missed, b1=b1, b2=b2)
     scale, root = adam_factors(b1, b2, step, eps_hat)
     u, m, v = adam_rule(g, m, v, b1=b1, b2=b2, eps=eps, scale=scale, root=root)
@@ -128,8 +130,8 @@ def scale_by_catch_up_adam(
         )
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step = late_steps.advanced(state.step)
-        own = late_steps.by_leaf(lambda t: {"step": t}, step, updates)
+        step = late_steps.advance(state.step)
+        own = late_steps.evaluate_by_leaf(lambda t: {"step": t}, step, updates)
         updates, mu, nu, last = leafwise.apply(
             partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
             updates,

@@ -21,7 +21,7 @@ class ClipState(NamedTuple):
     factor: jax.Array
 
 
-def _unclipped(params: Params) -> ClipState:
+def _state_without_clip(params: Params) -> ClipState:
     """Return the state at init, and after an update without a clip: a factor of 1."""
     del params
     return ClipState(jnp.ones((), jnp.float32))
@@ -91,10 +91,10 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
-    return _by_norm(max_norm, clip)
+    return _make_clip_rule(max_norm, clip)
 
 
-def _by_norm(
+def _make_clip_rule(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
     """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
@@ -103,14 +103,14 @@ def _by_norm(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         del state
         if isinstance(c, float) and math.isinf(c):
-            return updates, _unclipped(params)
+            return updates, _state_without_clip(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
         factor = factor.astype(jnp.float32)
         if "workers" in extra:  # each clips its gradient: the state has their smallest factor
             factor = extra["workers"].min(factor)
         return updates, ClipState(factor)
 
-    return core.Unchecked(_unclipped, update)
+    return core.Unchecked(_state_without_clip, update)
 
 
 @core.transform(complex_leaves=True, reads_state=False)
@@ -132,4 +132,4 @@ def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
         factor = clip_factor(leafwise.global_norm(updates), c)
         return leafwise.scale(updates, factor), factor
 
-    return _by_norm(max_norm, clip)
+    return _make_clip_rule(max_norm, clip)

@@ -88,7 +88,7 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array of `shape`: that of its leading axes.
+    """Return the shape of the scales of an array of `shape`: its leading axes, one scale per row.
 
     The others, as few as have ROW elements together, are a row with one scale: devices that divide
     the leading axes divide the scales alike. A vector is one row.
@@ -106,7 +106,7 @@ def row_max(x: jax.Array) -> jax.Array:
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
 
-def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
     inner = [1] * (len(shape) - scale.ndim)
     return jnp.broadcast_to(scale.reshape(*scale.shape, *inner), shape)
@@ -115,7 +115,7 @@ def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
     """Return the code of x/scale·largest, x ≥ 0, int32; `noise` is uint32 in [0, 2¹⁶)."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
-    shifted = x * _per_element(factor, x.shape) + code.smallest
+    shifted = x * _broadcast_scale(factor, x.shape) + code.smallest
     fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
     bits = (_int_bits(shifted) & _SIGNLESS) + fraction  # NaN may have a sign
     return jnp.minimum((bits >> 20) - code.start, code.top)
@@ -124,7 +124,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
     """Return the numbers of codes ≥ 0, int32."""
     magnitude = _from_bits((k + code.start) << 20)
-    x = (magnitude - code.smallest) * _per_element(scale / code.largest, k.shape)
+    x = (magnitude - code.smallest) * _broadcast_scale(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
 
 
@@ -177,7 +177,7 @@ def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _SIGNLESS) > _INFINITY
 
 
-def _rounded_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
+def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
     """Return the bits of x, int32; with 24 bits rounded by the noise, the last 8 zero."""
     exact = _int_bits(x)
     if bits == 32:
@@ -205,7 +205,7 @@ def split_float32(
     Returns:
       p, bfloat16, and e, int16 or int8.
     """
-    nearest = (_rounded_bits(x, bits, noise) + 0x8000) & ~0xFFFF
+    nearest = (_round_bits(x, bits, noise) + 0x8000) & ~0xFFFF
     p = jnp.where(_is_nan(_int_bits(x)), _NAN, nearest)
     narrow = _from_bits(p).astype(jnp.bfloat16)  # exact
     return narrow, remainder_beside(narrow, x, bits, noise)
@@ -217,7 +217,7 @@ def remainder_beside(
     """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-    own, wanted = _int_bits(p.astype(jnp.float32)), _rounded_bits(x, bits, noise)
+    own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)
     e = jnp.clip((wanted - own) >> (32 - bits), low, high)
     e = jnp.where((own ^ wanted) >= 0, e, low)  # low where the signs differ
     return jnp.where(_is_nan(own) | _is_nan(_int_bits(x)), 0, e).astype(dtype)

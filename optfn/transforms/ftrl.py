@@ -14,7 +14,7 @@ from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.transforms import learning_rate as rates
-from optfn.transforms.in_place import in_passes
+from optfn.transforms.in_place import run_in_passes
 
 _NOT_POSITIVE = checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
 
@@ -31,7 +31,7 @@ class FtrlProximalState(NamedTuple):
 def ftrl_accumulate(
     g: jax.Array, n: jax.Array, *, rate: Scalar, factor: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (counted g, n') with n' = n + g²; where the rate is 0, n' = n."""
+    """Return (g, n + g²), with g = 0 where n + g² overflows; where rate·factor is 0, n stays."""
     # A finite gradient with an infinite square counts as 0: σ would be infinite.
     counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
     is_zero = numerics.scalar(rate * factor, g) == 0
@@ -78,7 +78,7 @@ def ftrl_minimiser(
     return jnp.where(is_zero, 0, new_p - p)
 
 
-def _minimiser_of_leaf(
+def _minimise_leaf(
     g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
     return ftrl_minimiser(n, z, p, **scalars), n, z
@@ -88,11 +88,11 @@ _apply = partial(leafwise.apply, rows="touched")
 
 
 # The passes over n and z. z' reads the old n, and is computed before n is overwritten.
-def _next_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+def _update_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
     return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
 
 
-def _accumulated(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+def _accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
     return _apply(ftrl_accumulate, g, n, **scalars)[1], z
 
 
@@ -160,9 +160,9 @@ def ftrl_proximal(
         updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
         at: dict[str, Any] = {"rate": rate, "factor": rates.rate_factor(rate_factors, updates)}
-        passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
-        n, z = in_passes(passes, (state.accumulator, state.linear), updates, params)
-        minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
+        passes = partial(_update_linear, lr_power=lr_power, **at), partial(_accumulate, **at)
+        n, z = run_in_passes(passes, (state.accumulator, state.linear), updates, params)
+        minimise = partial(_minimise_leaf, l1=l1, l2=l2, lr_power=lr_power)
         updates = _apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 

@@ -12,7 +12,7 @@ from optfn.core import checks
 from optfn.core.types import PyTree
 
 
-def in_passes(
+def run_in_passes(
     fns: Sequence[Callable[..., tuple[PyTree, ...]]],
     carry: tuple[PyTree, ...],
     *reads: PyTree,
@@ -21,21 +21,21 @@ def in_passes(
     """Return the carry after each of `fns`, in a program for a CPU one pass after the other.
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
-    place; see `when`. All other platforms get the plain expressions, which they fuse themselves.
+    place; see `run_if`. All other platforms get the plain expressions, which they fuse themselves.
 
     Args:
-      fns: as for `when`.
-      carry: as for `when`.
-      *reads: as for `when`.
+      fns: as for `run_if`.
+      carry: as for `run_if`.
+      *reads: as for `run_if`.
       due: where this is false, the functions give their carry, and a CPU does not run them.
     """
     if not checks.is_traced((carry, reads)):
         return _run(fns, carry, reads)
-    closed, *arguments = _closed(fns, carry, reads)
-    return _in_passes(closed, due, *arguments)
+    closed, *arguments = _close_over(fns, carry, reads)
+    return _run_in_passes(closed, due, *arguments)
 
 
-def when(
+def run_if(
     due: jax.Array,
     fns: Sequence[Callable[..., tuple[PyTree, ...]]],
     carry: tuple[PyTree, ...],
@@ -45,8 +45,8 @@ def when(
 
     Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
     the carry in place. One loop waits for the other, so an array that one function reads may be
-    overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
-    modes.
+    overwritten by the next. The derivative is taken of a cond, which JAX can differentiate in
+    both modes.
 
     Args:
       due: whether to run them.
@@ -57,17 +57,17 @@ def when(
     """
     if not checks.is_traced((due, carry, reads)):
         return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
-    closed, *arguments = _closed(fns, carry, reads)
-    return _when(closed, due, *arguments)
+    closed, *arguments = _close_over(fns, carry, reads)
+    return _run_if(closed, due, *arguments)
 
 
 Fns: TypeAlias = tuple[Callable[..., Any], ...]
 
 
-def _closed(
+def _close_over(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
 ) -> tuple[Fns, PyTree, PyTree, PyTree]:
-    """Return `fns` with what they close over as arguments, carry, reads, and these constants."""
+    """Return `fns` with the arrays they close over as arguments, carry, reads, and these arrays."""
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 
@@ -82,34 +82,36 @@ def _run(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
-    def in_loops(*arguments: PyTree) -> PyTree:
-        return _in_loops(fns, xla.hidden(True) if due is None else due, *arguments)
+def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
+    def run_in_loops(*arguments: PyTree) -> PyTree:
+        return _run_in_loops(fns, xla.hide_constant(True) if due is None else due, *arguments)
 
-    return xla.on_cpu(in_loops, partial(_run, fns), *arguments)
+    return xla.call_for_platform(run_in_loops, partial(_run, fns), *arguments)
 
 
-@partial(_in_passes.defjvp, symbolic_zeros=True)
-def _in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+@partial(_run_in_passes.defjvp, symbolic_zeros=True)
+def _run_in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     return _jvp(partial(_run, fns), primals[1:], tangents[1:])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _when(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
-    return _in_loops(fns, due, *arguments)
+def _run_if(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
+    return _run_in_loops(fns, due, *arguments)
 
 
-@partial(_when.defjvp, symbolic_zeros=True)
-def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+@partial(_run_if.defjvp, symbolic_zeros=True)
+def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     due, *rest = primals
 
-    def in_cond(*arguments: PyTree) -> PyTree:
+    def run_in_cond(*arguments: PyTree) -> PyTree:
         return jax.lax.cond(due, lambda: _run(fns, *arguments), lambda: arguments[0])
 
-    return _jvp(in_cond, rest, tangents[1:])
+    return _jvp(run_in_cond, rest, tangents[1:])
 
 
-def _in_loops(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
+def _run_in_loops(
+    fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
+) -> PyTree:
     """Return the carry after each of `fns`, one loop after the other."""
 
     def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
@@ -117,7 +119,7 @@ def _in_loops(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants:
         return tuple(fn(*carry, *reads, *own))
 
     bodies = [partial(body, fn) for fn in fns]
-    return xla.loops_in_place(bodies, due, carry, [(reads, own) for own in constants])
+    return xla.run_in_place(bodies, due, carry, [(reads, own) for own in constants])
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from optfn.leaves import patterns, tensors
 from optfn.leaves.patterns import Pattern
 from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
-from optfn.transforms.in_place import in_passes
+from optfn.transforms.in_place import run_in_passes
 from optfn.transforms.regularization import check_weight_decay, decay_of_leaves, weight_decay_at
 from optfn.transforms.scaling import trust_ratio
 
@@ -93,10 +93,10 @@ def scale_by_lamb(
         decay_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
-        step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
+        step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.global_count(state.step))
         scalars: dict[str, Any] = {
-            **late_steps.by_leaf(of_step, step, updates),
+            **late_steps.evaluate_by_leaf(of_step, step, updates),
             "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
         }
         moments = partial(adam_moments, b1=b1, b2=b2)
@@ -124,8 +124,8 @@ def _update(
       old: the moments before, m and v.
       params: p.
       inverse: 1/scale.
-      scale: see `lamb_direction`; this and all others are numbers, or one for each leaf.
-      **scalars: the others that `lamb_direction` takes.
+      scale: see `lamb_direction`; a number, or one for each leaf, as all scalars are.
+      **scalars: eps and weight_decay of `lamb_direction`.
     """
 
     def advance(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
@@ -137,19 +137,19 @@ def _update(
         q = tensors.combine(trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
         return m, v, q
 
-    # Use two passes, since one program would keep r for its second use. q starts at 1. Multiplied
-    # by q, eps and wd are different scalars in each leaf; XLA would make an array of a shared
-    # scalar.
+    # In one program XLA would store r between its two uses, hence two passes. eps and wd are
+    # multiplied by q, which is 1 at first, to give each leaf a scalar of its own; XLA would
+    # broadcast a shared one to an array.
     ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
-    mu, nu, q = in_passes([advance, ratios], (*old, ones), updates, params)
+    mu, nu, q = run_in_passes([advance, ratios], (*old, ones), updates, params)
     factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)
     new: tuple[PyTree, ...] = leafwise.apply(
-        _scaled_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars
+        _scale_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars
     )
     return new
 
 
-def _scaled_direction(
+def _scale_direction(
     g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array, *, factor: Scalar, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
     return numerics.scalar(factor, m) * lamb_direction(m, v, p, **scalars), m, v

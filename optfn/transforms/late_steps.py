@@ -35,19 +35,19 @@ class LateStepsState(NamedTuple):
 Steps: TypeAlias = jax.Array | LateStepsState
 
 
-def advanced(step: Steps) -> Steps:
-    """Return the count one step later."""
+def advance(step: Steps) -> Steps:
+    """Return the count one step later; the steps at which late leaves began stay."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
     return core.next_step(step)
 
 
 def global_count(step: Steps) -> jax.Array:
-    """Return the steps of the state, which are those of the leaves that did not begin late."""
+    """Return the number of steps of the state, which leaves that did not begin late have made."""
     return step.step if isinstance(step, LateStepsState) else step
 
 
-def by_leaf(
+def evaluate_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> dict[str, Any]:
     """Return numbers that depend on the step, each as a scalar, or a PerLeaf if leaves began late.
@@ -63,41 +63,41 @@ def by_leaf(
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
 
     def number(name: str) -> leafwise.PerLeaf:
-        return tensors.per_leaf(lambda path: own.get(path, usual)[name], like)
+        return tensors.scalars_of_leaves(lambda path: own.get(path, usual)[name], like)
 
     return {name: number(name) for name in usual}
 
 
-def counted_by_leaf(
+def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return `advanced(step)` and the numbers `by_leaf` of it; see `adam.counted`."""
-    step = advanced(step)
-    return step, by_leaf(of_step, step, like)
+    """Return `advance(step)` and the numbers `evaluate_by_leaf` of it; see `adam.next_count`."""
+    step = advance(step)
+    return step, evaluate_by_leaf(of_step, step, like)
 
 
-def with_counts_of(state: PyTree, counted: OptState) -> PyTree:
-    """Return a tree like the state of `tx.init`, with counts by leaf where `counted` has them.
+def copy_counts(state: PyTree, counted: OptState) -> PyTree:
+    """Return `state` with a `LateStepsState` for each count that `counted` keeps by leaf.
 
     Args:
       state: a tree of the structure that `tx.init` gives.
       counted: a later state of the same optimizer.
     """
     steps = iter(
-        [x.step for x in jax.tree.leaves(counted, is_leaf=counts_steps) if counts_steps(x)]
+        [x.step for x in jax.tree.leaves(counted, is_leaf=has_leaf_counts) if has_leaf_counts(x)]
     )
 
     def convert(node: PyTree) -> PyTree:
-        if not counts_steps(node):
+        if not has_leaf_counts(node):
             return node
         late = next(steps)
         if not isinstance(late, LateStepsState):
             return node
         return node._replace(step=LateStepsState(node.step, dict.fromkeys(late.begun, node.step)))
 
-    return jax.tree.map(convert, state, is_leaf=counts_steps)
+    return jax.tree.map(convert, state, is_leaf=has_leaf_counts)
 
 
-def counts_steps(x: object) -> bool:
+def has_leaf_counts(x: object) -> bool:
     """Tell whether `x` is the state of a transform that counts the steps of its leaves."""
     return bool(traits_of(x).counted)

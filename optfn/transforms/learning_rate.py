@@ -95,9 +95,11 @@ def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Arr
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
-        from optfn.transforms.scheduled import at_step
+        from optfn.transforms.scheduled import evaluate_schedule
 
-        rate = at_step("learning_rate", learning_rate, state.step, state.learning_rate.dtype)
+        rate = evaluate_schedule(
+            "learning_rate", learning_rate, state.step, state.learning_rate.dtype
+        )
     return rate, type(state)(core.next_step(state.step), rate)
 
 
@@ -107,7 +109,7 @@ def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float 
         return 1.0
     from optfn.leaves import tensors
 
-    return tensors.per_leaf(factors.__getitem__, updates)
+    return tensors.scalars_of_leaves(factors.__getitem__, updates)
 
 
 @traits(link="rate", passes_rows=True)

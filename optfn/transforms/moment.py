@@ -17,8 +17,13 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
-from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
+from optfn.state.encoded import declare_encoded
+from optfn.transforms.stored import (
+    check_moment_dtype,
+    declare_int8_codes,
+    declare_uint8_codes,
+    quantize_moments,
+)
 
 
 @traits(link="momentum")
@@ -42,7 +47,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
 
 
 @traits(link="momentum", spans_buffers=True)
-@encodes(signed("velocity"))
+@declare_encoded(declare_int8_codes("velocity"))
 class ScaleByInt8MomentumState(NamedTuple):
     """State of `scale_by_momentum` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
@@ -75,7 +80,7 @@ def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) ->
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
         return core.accumulating(leaf_rule, ScaleByMomentumState)
-    return stored(
+    return quantize_moments(
         dtype,
         _MOMENTUM_STATES,
         lambda g, v: leaf_rule(g, v)[1:],
@@ -261,7 +266,7 @@ class ScaleByNarrowRmsState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True)
-@encodes(unsigned("mean_square"))
+@declare_encoded(declare_uint8_codes("mean_square"))
 class ScaleByInt8RmsState(NamedTuple):
     """State of `scale_by_rms` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
@@ -341,4 +346,6 @@ def scale_by_rms(
     if dtype is None:
         return core.accumulating(plain_rule, ScaleByRmsState, real=("mean_square",))
     direction = partial(rms_direction, eps=eps)
-    return stored(dtype, _RMS_STATES, lambda g, r: plain_rule(g, r)[1:], direction, signed=(False,))
+    return quantize_moments(
+        dtype, _RMS_STATES, lambda g, r: plain_rule(g, r)[1:], direction, signed=(False,)
+    )

@@ -49,10 +49,12 @@ COEFFICIENTS: dict[str, Sequence[Triple]] = {
 COMPUTE_DTYPES = (None, "bfloat16")
 
 
-def orthogonalized(
+def orthogonalize(
     x: jax.Array, *, coefficients: Sequence[Triple], eps: Scalar, dtype: DType | None = None
 ) -> jax.Array:
-    """Return near U·Vᴴ for each matrix U·S·Vᴴ of x, by the Newton–Schulz iteration.
+    """Bring the singular values of each matrix near 1: return about U·Vᴴ of x = U·S·Vᴴ.
+
+    This is the Newton–Schulz iteration, which has only products of matrices:
 
         x = x/(‖x‖ + eps)
         x = a·x + (b·A + c·A²)·x,  A = x·xᴴ      for each (a, b, c)
@@ -61,7 +63,7 @@ def orthogonalized(
       x: matrices, (…, rows, columns).
       coefficients: a, b and c of each step.
       eps: > 0.
-      dtype: in which to iterate; None is that of x.
+      dtype: the dtype of the iteration; None is the dtype of x.
 
     With fewer columns than rows it is x = a·x + x·(b·A + c·A²), A = xᴴ·x, the same without a
     transposed copy. Singular values of x/‖x‖ that are far below 1/∏a stay small.
@@ -79,7 +81,7 @@ def orthogonalized(
 
 @traits(link="moments", whole_matrices="orthogonalized")
 class ScaleByMuonState(NamedTuple):
-    """State of `scale_by_muon`: that of `scale_by_momentum`, for the matrices."""
+    """State of `scale_by_muon`: the state of `scale_by_momentum`, for the matrices."""
 
     momentum: OptState
 
@@ -166,8 +168,8 @@ def scale_by_muon(
         the iteration. `jax.default_matmul_precision("float32")` around the step asks for more.
       moment_dtype: "bfloat16" or "int8" for v, see `scale_by_momentum`.
 
-    State: that of `scale_by_momentum` for the matrices: v, 4 bytes per parameter; in bfloat16 2, in
-    int8 1.00 to 1.02. Real and complex leaves; with `moment_dtype` real ones.
+    State: the state of `scale_by_momentum` for the matrices: v, 4 bytes per parameter; in bfloat16
+    2, in int8 1.00 to 1.02. Real and complex leaves; with `moment_dtype` real ones.
 
     Raises:
       ValueError: `matrices` selects a leaf that is not a matrix, or is a regular expression that
@@ -181,23 +183,23 @@ def scale_by_muon(
     matrices = patterns.check_pattern("matrices", matrices)
     factor = check_scale(scale)
     direction = partial(
-        orthogonalized,
+        orthogonalize,
         coefficients=check_coefficients(coefficients),
         eps=checks.positive("eps", eps),
         dtype=checks.choice("compute_dtype", compute_dtype, COMPUTE_DTYPES),
     )
     velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
 
-    def orthogonalize(x: jax.Array) -> jax.Array:
-        # One matrix has no axis that counts it: for TPUs, XLA copies the factors of a product with
-        # such an axis.
+    def orthogonalize_tensors(x: jax.Array) -> jax.Array:
+        # Drop the batch axis of a single matrix: with it, XLA for TPUs copies the operands of each
+        # product.
         matrices = jnp.squeeze(x, 0) if len(x) == 1 else x
         scaled = factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, matrices)
         return scaled.reshape(x.shape)
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         updates, state = velocity.update(leafwise.densify_rows(updates), state)
-        return tensors.map_tensors(orthogonalize, updates), state
+        return tensors.map_tensors(orthogonalize_tensors, updates), state
 
     return restrict(
         velocity._replace(update=update), partial(matrix_paths, matrices), ScaleByMuonState

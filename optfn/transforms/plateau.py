@@ -100,9 +100,9 @@ def reduce_on_plateau(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
                 "value=metric), or pass value=None in a step without a metric"
             )
-        state = plateau.after_value(state)
+        state = plateau.judge_value(state)
         updates = leafwise.scale(updates, state.rate.learning_rate)
-        return updates, plateau.with_value(state, extra["value"])
+        return updates, plateau.record_value(state, extra["value"])
 
     return core.Unchecked(init, update)
 
@@ -121,7 +121,7 @@ class _Plateau(NamedTuple):
     cooldown: int
     min_lr: Scalar
 
-    def with_value(
+    def record_value(
         self, state: ReduceOnPlateauState, value: jax.Array | None
     ) -> ReduceOnPlateauState:
         """Return the state after a step, with the metric that was passed to it."""
@@ -134,7 +134,7 @@ class _Plateau(NamedTuple):
             raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
         return state._replace(value=self.sign * value.astype(jnp.float32))
 
-    def after_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
+    def judge_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
         """Return the state after the metric of the previous update."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
         better = jnp.isinf(state.best) | (state.value < state.best - gap)

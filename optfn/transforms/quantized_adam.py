@@ -9,14 +9,20 @@ from optfn.core import checks
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import encodes
+from optfn.state.encoded import declare_encoded
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import MOMENT_DTYPES, Arrays, signed, stored, unsigned
+from optfn.transforms.stored import (
+    MOMENT_DTYPES,
+    Arrays,
+    declare_int8_codes,
+    declare_uint8_codes,
+    quantize_moments,
+)
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@encodes(signed("mu"), unsigned("nu"))
+@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("nu"))
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.00 to 2.03 bytes per parameter."""
 
@@ -48,7 +54,7 @@ def scale_by_quantized_adam(
         m, v = decode(state);  u as in `scale_by_adam`
 
     The random bits are a hash of step and element, so a run can be repeated bit for bit; all leaves
-    use the same bits. Moments are computed in float32, even those of wider leaves.
+    use the same bits. Moments are computed in float32, also for wider leaves.
 
     "int8" stores rows: the last axes of a leaf, as few as have 256 elements together; a vector,
     such as a packed buffer, is one row. Each row has a scale s that no element exceeds
@@ -92,4 +98,6 @@ def scale_by_quantized_adam(
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         return {"scale": scale, "root": root}
 
-    return stored(dtype, _STATES, moments, direction, signed=(True, False), of_step=of_step)
+    return quantize_moments(
+        dtype, _STATES, moments, direction, signed=(True, False), of_step=of_step
+    )

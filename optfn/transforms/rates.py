@@ -30,7 +30,7 @@ def _is_driven(x: RateState) -> bool:
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
-    """Return the learning rate in a state: that of the last update, or of step 0 after init.
+    """Return the learning rate of the last update in a state; after init the rate of step 0.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -46,7 +46,7 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
-    found = _selected_rates(opt_state, path)
+    found = _select_rates(opt_state, path)
     values: dict[str, jax.Array] = {
         name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()
     }
@@ -72,7 +72,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
       ValueError: the state has no rate, or a schedule or an array determines it.
     """
     checks.nonnegative("value", value)
-    found = _selected_rates(opt_state, path)
+    found = _select_rates(opt_state, path)
     driven = [name for name, rate in found.items() if _is_driven(rate)]
     if driven:
         raise ValueError(
@@ -91,11 +91,11 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     return jax.tree.map(put, opt_state, is_leaf=is_rate)
 
 
-def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
+def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
-        opt_state = state_names.main_state(opt_state)
-    rates = dict(state_names.named_states(is_rate, opt_state))
+        opt_state = state_names.find_main_state(opt_state)
+    rates = dict(state_names.states_with_names(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
     plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
     found = {name: rates[name] for name in plateau or rates}
@@ -119,11 +119,11 @@ def numbers_of_rates(
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
-      kind: the type of the rates; `GivenLearningRateState` is that of rates given as arrays.
+      kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
-        for name, x in state_names.named_states(is_rate, opt_state)
+        for name, x in state_names.states_with_names(is_rate, opt_state)
         if type(x) is kind and not checks.is_traced(x)
     }
 
@@ -131,10 +131,10 @@ def numbers_of_rates(
 def _rate_of_workers(rate: PyTree) -> jax.Array:
     """Return the largest rate of the workers where each has its own, else the rate."""
     array: jax.Array = jax.tree.leaves(rate)[0]
-    return largest(array) if isinstance(rate, PerWorker) else array
+    return take_largest(array) if isinstance(rate, PerWorker) else array
 
 
-def largest(rate: jax.Array) -> jax.Array:
+def take_largest(rate: jax.Array) -> jax.Array:
     """Return the largest rate of the workers where each has its own."""
     return jnp.max(rate) if rate.ndim else rate
 

@@ -13,7 +13,7 @@ from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import patterns, tensors
 from optfn.leaves.patterns import Pattern
-from optfn.transforms.scheduled import at_step
+from optfn.transforms.scheduled import evaluate_schedule
 
 _DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"
 
@@ -34,7 +34,7 @@ def decay_of_leaves(
     updates: Updates,
     decay_factors: Mapping[str, float] | None = None,
 ) -> leafwise.PerLeaf:
-    """Return the weight decay of each leaf.
+    """Return the weight decay of each leaf: coeff times its factor, or 0 if it is excluded.
 
     Args:
       exclude: the leaves whose decay is 0.
@@ -48,7 +48,7 @@ def decay_of_leaves(
     def of_leaf(path: str) -> Scalar:
         return 0.0 if path in excluded else coeffs[factors.get(path, 1.0)]
 
-    return tensors.per_leaf(of_leaf, updates)
+    return tensors.scalars_of_leaves(of_leaf, updates)
 
 
 @traits(link="penalty")
@@ -89,13 +89,13 @@ def is_zero(coeff: Scalar | Schedule) -> bool:
 
 
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
-    """Return the coefficient of a step."""
+    """Return the coefficient of a step: the value of a schedule, or the number itself."""
     if callable(coeff):
-        return at_step(argument, coeff, step, numerics.scalar_dtype())
+        return evaluate_schedule(argument, coeff, step, numerics.scalar_dtype())
     return coeff
 
 
-def decaying(
+def decay_rule(
     argument: str,
     coeff: Scalar | Schedule,
     update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
@@ -118,7 +118,7 @@ def decaying(
         patterns.match_names(exclude, params, "exclude")
         return of_schedule(core.first_step()) if callable(coeff) else of_number
 
-    def decayed(
+    def decay_updates(
         updates: Updates,
         state: OptState,
         params: Params = None,
@@ -132,7 +132,7 @@ def decaying(
         updates = update(updates, params, value, decay_factors)
         return updates, of_schedule(core.next_step(state.step))
 
-    return core.Unchecked(init, decayed, decays=True)
+    return core.Unchecked(init, decay_updates, decays=True)
 
 
 @core.transform(needs_params=True)
@@ -146,7 +146,7 @@ def l1_decay(coeff: Number) -> core.Unchecked:
 
     Source: fluid.regularizer.L1Decay.
     """
-    return _decay(l1_penalty, coeff, L1DecayState())
+    return _make_penalty_rule(l1_penalty, coeff, L1DecayState())
 
 
 @core.transform(needs_params=True, complex_leaves=True)
@@ -160,10 +160,12 @@ def l2_decay(coeff: Number) -> core.Unchecked:
 
     Source: fluid.regularizer.L2Decay.
     """
-    return _decay(l2_penalty, coeff, L2DecayState())
+    return _make_penalty_rule(l2_penalty, coeff, L2DecayState())
 
 
-def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) -> core.Unchecked:
+def _make_penalty_rule(
+    penalty: Callable[..., jax.Array], coeff: Number, state: OptState
+) -> core.Unchecked:
     """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty.
 
     A coefficient of 0 has another empty state, since the rule then changes nothing.
@@ -208,4 +210,4 @@ def add_decayed_weights(
         coeffs = decay_of_leaves(exclude, coeff, updates, factors)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return decaying("weight_decay", wd, update, (state, AddDecayedWeightsState), exclude)
+    return decay_rule("weight_decay", wd, update, (state, AddDecayedWeightsState), exclude)

@@ -16,7 +16,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.transforms.regularization import (
     check_weight_decay,
     decay_of_leaves,
-    decaying,
+    decay_rule,
     l2_penalty,
 )
 
@@ -114,10 +114,11 @@ def scale_by_lars(
         factors = tensors.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
+        # The norms of g are taken before, since L has wd·‖p‖ in a term of its own.
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
         return leafwise.scale(updates, factors)
 
-    return decaying(
+    return decay_rule(
         "lars_weight_decay",
         wd,
         update,

@@ -10,7 +10,7 @@ from optfn.core import checks
 from optfn.core.checks import Scalar, Schedule
 
 
-def at_step(
+def evaluate_schedule(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
     """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
@@ -23,9 +23,7 @@ def at_step(
         )
         raise
     if not (checks.is_host_number(number) or isinstance(number, complex | jax.Array | np.ndarray)):
-        raise TypeError(
-            f"{argument}: the schedule must return a number; got {checks.shown(number)}"
-        )
+        raise TypeError(f"{argument}: the schedule must return a number; got {checks.show(number)}")
     number = jnp.asarray(number)
     if number.shape != () or jnp.iscomplexobj(number):
         raise ValueError(
@@ -42,7 +40,7 @@ def first_rate(rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -
     Raises:
       ValueError: it is negative or not finite, where its value is known.
     """
-    value = at_step("learning_rate", rate, step, dtype)
+    value = evaluate_schedule("learning_rate", rate, step, dtype)
     if not checks.is_traced(value) and not 0 <= value < jnp.inf:
         given = "the schedule's value at step 0" if callable(rate) else "the array"
         raise ValueError(f"learning_rate: {given} must be >= 0 and finite; got {float(value):g}")

@@ -13,7 +13,7 @@ from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.encoded import Encoded
 from optfn.transforms import codes, late_steps
-from optfn.transforms.in_place import in_passes
+from optfn.transforms.in_place import run_in_passes
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 # (g, *moments) -> the moments after g: elementwise, and increasing in |g| and in each |moment|.
@@ -31,14 +31,14 @@ def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
     )
 
 
-def signed(field: str) -> Encoded:
-    """Return the declaration of a field of int8 codes, beside `<field>_scale`."""
+def declare_int8_codes(field: str) -> Encoded:
+    """Declare that `field` of a state has int8 codes, and `<field>_scale` their scales."""
     code = codes.decode_signed, codes.encode_signed
     return Encoded(field, f"{field}_scale", *code, codes.row_max)
 
 
-def unsigned(field: str) -> Encoded:
-    """Return the declaration of a field of uint8 codes, beside `<field>_scale`."""
+def declare_uint8_codes(field: str) -> Encoded:
+    """Declare that `field` of a state has uint8 codes, and `<field>_scale` their scales."""
     code = codes.decode_unsigned, codes.encode_unsigned
     return Encoded(field, f"{field}_scale", *code, codes.row_max)
 
@@ -54,8 +54,8 @@ class Storage(NamedTuple):
     """An encoding of the moments of a leaf.
 
     parts: the arrays, moment after moment.
-    advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient; of the noise, 16
-      random bits for each of two moments.
+    advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient.
+      noise: 32 random bits per element, 16 for each of two moments.
     decode: arrays -> moments, float32.
     """
 
@@ -66,13 +66,13 @@ class Storage(NamedTuple):
     def init(self, params: Params) -> tuple[PyTree, ...]:
         """Return a tree of zeros for each part."""
 
-        def per_row(p: jax.Array) -> jax.Array:
+        def zero_scales(p: jax.Array) -> jax.Array:
             return jnp.zeros(codes.scale_shape(p.shape), jnp.float32)
 
         return tuple(
             leafwise.zeros_like(params, dtype=part.dtype)
             if part.per_element
-            else tree.map_arrays(per_row, params)
+            else tree.map_arrays(zero_scales, params)
             for part in self.parts
         )
 
@@ -81,13 +81,13 @@ class Storage(NamedTuple):
         return [shape if part.per_element else codes.scale_shape(shape) for part in self.parts]
 
 
-def _of_each(noise: jax.Array) -> Arrays:
+def _split_noise(noise: jax.Array) -> Arrays:
     return noise >> 16, noise & 0xFFFF
 
 
-def _in_bfloat16(count: int) -> Storage:
+def _make_bfloat16_storage(count: int) -> Storage:
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
-        pairs = zip(moments(g, *decode(arrays)), _of_each(noise), strict=False)
+        pairs = zip(moments(g, *decode(arrays)), _split_noise(noise), strict=False)
         return tuple(codes.to_bfloat16(x, bits) for x, bits in pairs)
 
     def decode(arrays: Arrays) -> Arrays:
@@ -96,13 +96,15 @@ def _in_bfloat16(count: int) -> Storage:
     return Storage((Part(jnp.bfloat16),) * count, advance, decode)
 
 
-def _in_int8(signed: Sequence[bool]) -> Storage:
+def _make_int8_storage(signed: Sequence[bool]) -> Storage:
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         # A scale follows the same recursion as its moment, so that no moment of the row exceeds
         # it, and moments can be encoded without computing the maximum of the row first.
         scales = moments(codes.row_max(jnp.abs(g)), *arrays[1::2])
         new: list[jax.Array] = []
-        of_moments = zip(moments(g, *decode(arrays)), scales, signed, _of_each(noise), strict=False)
+        of_moments = zip(
+            moments(g, *decode(arrays)), scales, signed, _split_noise(noise), strict=False
+        )
         for x, scale, is_signed, bits in of_moments:
             encode = codes.encode_signed if is_signed else codes.encode_unsigned
             new += [encode(x, scale, bits), scale]
@@ -120,7 +122,7 @@ def _in_int8(signed: Sequence[bool]) -> Storage:
     return Storage(tuple(parts), advance, decode)
 
 
-def stored(
+def quantize_moments(
     moment_dtype: str,
     state_types: Mapping[str, Callable[..., OptState]],
     moments: Moments,
@@ -146,7 +148,11 @@ def stored(
     The random bits are a hash of step and element, so that a run can be repeated bit for bit. The
     moments change in place, in a separate pass over the leaf.
     """
-    storage = _in_int8(signed) if moment_dtype == "int8" else _in_bfloat16(len(signed))
+    storage = (
+        _make_int8_storage(signed)
+        if moment_dtype == "int8"
+        else _make_bfloat16_storage(len(signed))
+    )
     state_type = state_types[moment_dtype]
 
     def init(params: Params) -> OptState:
@@ -158,20 +164,23 @@ def stored(
 
     def advance(*arguments: PyTree) -> PyTree:
         *arrays, g, step = arguments
+        # Another multiplier than in master_weights, so that both round with independent bits.
         seed = step.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
         return leafwise.apply(narrow, g, *arrays, shapes=storage.shapes, seed=seed)[1:]
 
-    def directed(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
+    def apply_direction(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
         return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
+        step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.global_count(step)
-        arrays = in_passes([advance], tuple(state[1:]), updates, count)
-        scalars = late_steps.by_leaf(of_step, step, updates)
-        updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
+        arrays = run_in_passes([advance], tuple(state[1:]), updates, count)
+        scalars = late_steps.evaluate_by_leaf(of_step, step, updates)
+        updates = leafwise.apply(
+            apply_direction, updates, *arrays, shapes=storage.shapes, **scalars
+        )[0]
         return updates, state_type(step, *arrays)
 
     return core.Unchecked(init, update, real_only=f"moment_dtype={moment_dtype!r}")

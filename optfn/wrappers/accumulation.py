@@ -13,8 +13,8 @@ from optfn.collectives.axes import join_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
-from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
-from optfn.transforms.in_place import when
+from optfn.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
+from optfn.transforms.in_place import run_if
 
 
 @traits(link="accumulate", passes_own_gradients=True)
@@ -23,8 +23,8 @@ class AccumulateState(NamedTuple):
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
-    own_total: the sum for leaves of which the inner optimizer takes each worker's gradient; that of
-      a scalar has the shape (1,).
+    own_total: sums per worker, for leaves whose gradients the inner optimizer exchanges itself.
+      Scalars have shape (1,), because a PerWorker is divided along its first axis.
     """
 
     micro_step: jax.Array
@@ -33,7 +33,7 @@ class AccumulateState(NamedTuple):
     inner_state: OptState
 
 
-@core.named
+@core.record_call
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,7 +63,7 @@ def accumulate(
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
-        return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
+        return AccumulateState(core.first_step(), *_init_totals(inner_state, params), inner_state)
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("accumulate", state, AccumulateState)
@@ -71,7 +71,7 @@ def accumulate(
         if params is not None:
             errors.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
-        add = partial(_added, state.micro_step == 0)
+        add = partial(_add_gradient, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -83,7 +83,7 @@ def accumulate(
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
 
-        updated, totals, inner_state = _step_when(
+        updated, totals, inner_state = _step_if(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
@@ -92,35 +92,38 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for the sums of gradients: those that all workers share, and private ones."""
-    exchanging = exchanged_axes(inner_state, params)
+def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
+    """Return zeros for two trees of sums: the sums that all workers share, and private ones.
+
+    A leaf is private if the inner optimizer exchanges its gradient, and masked in the other tree.
+    """
+    exchanging = find_exchange_axes(inner_state, params)
 
     def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
         is_private = exchanging[place.number] and not tree.is_masked(total)
         masked = optax.MaskedNode()
         return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
-    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
-    return shared, per_worker(private, join_axes(*exchanging))
+    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.keep_inexact(params)))
+    return shared, mark_per_worker(private, join_axes(*exchanging))
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Return the totals that all workers share, and each worker's, as `state` has them."""
+    """Split one tree of totals into the two trees of `state`; see `_init_totals`."""
 
-    def kept(old: Leaf, total: Leaf) -> Leaf:
+    def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
 
-    private = tree.map(kept, state.own_total.value, totals)
-    return tree.map(kept, state.total, totals), state.own_total._replace(value=private)
+    private = tree.map(keep, state.own_total.value, totals)
+    return tree.map(keep, state.total, totals), state.own_total._replace(value=private)
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:
-    """Tell whether a gradient is added to a total, or else passed on unchanged."""
+    """Tell whether a gradient is added to a total; integers and masked leaves pass unchanged."""
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _added(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
+def _add_gradient(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
     """Return the total of a leaf, from the tree that has it, with a gradient added."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
@@ -146,7 +149,7 @@ def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return arrays, {k: v for k, v in extra.items() if k not in arrays}
 
 
-def _step_when(
+def _step_if(
     due: jax.Array,
     step: Callable[[Updates, OptState, PyTree], tuple[Updates, OptState]],
     totals: Updates,
@@ -163,7 +166,7 @@ def _step_when(
 
     def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
         updates, inner_state = step(totals, inner_state, reads)
-        return tree.map(_overwriting, totals, updates), inner_state
+        return tree.map(_overwrite, totals, updates), inner_state
 
     def read(like: Leaf, total: Leaf) -> Leaf:
         if tree.is_inexact(like):
@@ -171,10 +174,10 @@ def _step_when(
             return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
         return like if tree.is_masked(like) else numerics.integer_zeros(like.shape, like.dtype)
 
-    totals, inner_state = when(due, [run], (totals, inner_state), reads)
+    totals, inner_state = run_if(due, [run], (totals, inner_state), reads)
     return tree.map(read, shapes, totals), totals, inner_state
 
 
-def _overwriting(total: Leaf, u: Leaf) -> Leaf:
+def _overwrite(total: Leaf, u: Leaf) -> Leaf:
     """Return an update in the shape and dtype of the total, whose memory it overwrites."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total

@@ -79,7 +79,7 @@ def _check_factor(name: str, of: str, factor: object) -> None:
     if not checks.is_host_number(factor):
         raise TypeError(
             f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
-            f"got {checks.shown(factor)}"
+            f"got {checks.show(factor)}"
         )
     checks.nonnegative(f"ParamAttr: {name}", factor)
 
@@ -95,7 +95,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     if not isinstance(param_attrs, Mapping):
         raise TypeError(
             "param_attrs must be a mapping from a pattern of paths to a ParamAttr; "
-            f"got {checks.shown(param_attrs)}"
+            f"got {checks.show(param_attrs)}"
         )
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):
@@ -107,7 +107,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
 
 
 def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
-    """Return the attributes of each leaf by path: those of the first pattern that matches.
+    """Return the attributes of each leaf by path, from the first pattern that matches, or DEFAULT.
 
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
@@ -121,7 +121,7 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
     """Return the attributes that an optimizer gives to the leaves of `params`, by path.
 
-    It finds optimizers inside wrappers and chains of optfn, but not inside those of other
+    It finds optimizers inside wrappers and chains of optfn, but not inside wrappers of other
     libraries.
     """
     found: dict[str, ParamAttr] = {}
@@ -248,17 +248,17 @@ def apply_attributes(
     param_attrs: object,
     grad_clip: optax.GradientTransformation | None,
     regularization: optax.GradientTransformation | None,
-    built: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
+    build: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
     decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer with clip, penalty, rates and frozen leaves according to `param_attrs`.
+    """Return an optimizer that treats each leaf by its attributes: clip, penalty, rate, frozen.
 
     Args:
       name: the optimizer's name in errors.
       param_attrs: the argument of the optimizer.
       grad_clip: the argument of the optimizer.
       regularization: the argument of the optimizer.
-      built: makes the optimizer from the transforms that precede its chain.
+      build: makes the optimizer from the transforms that precede its chain.
       decays: whether that chain has a weight decay.
     """
     attrs = check_param_attrs(param_attrs)
@@ -267,13 +267,18 @@ def apply_attributes(
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
         clips = [limit_to(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
-    return apply_to_trained(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
+    return apply_to_trained(
+        name, build([*clips, *penalties_of_leaves(regularization, attrs)]), attrs
+    )
 
 
-def regularizing(
+def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return transforms that regularize each leaf by its penalty, or by the optimizer's."""
+    """Return a transform for each distinct penalty, limited to the leaves that have it.
+
+    A leaf without a penalty of its own has the optimizer's, `regularization`; None is no penalty.
+    """
 
     def has(penalty: object, attr: ParamAttr) -> bool:
         return attr.regularization is penalty

@@ -19,7 +19,7 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
 from optfn.core.updates import apply_updates
-from optfn.transforms.in_place import in_passes
+from optfn.transforms.in_place import run_in_passes
 
 
 @traits(link="average", passes_rows=True, made_of_params={"average": "weight"})
@@ -50,21 +50,22 @@ class ModelAverageState(NamedTuple):
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, with the rounding of `apply_updates`."""
     core.check_params_given(name, params)
-    return leafwise.inexact(apply_updates(params, updates))
+    return leafwise.keep_inexact(apply_updates(params, updates))
 
 
-def _widen(p: jax.Array) -> jax.Array:
+def _widen_param(p: jax.Array) -> jax.Array:
+    # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        wide = xla.rounded_to_bfloat16(wide)
+        wide = xla.round_to_bfloat16(wide)
     return wide
 
 
-@core.named
+@core.record_call
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential moving average of the parameters, for evaluation.
+    """Keep an exponential apply_to_sums average of the parameters, for evaluation.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
@@ -90,13 +91,13 @@ def exponential_moving_average(
 
     def init(params: Params) -> ExponentialMovingAverageState:
         zero = jnp.zeros((), numerics.scalar_dtype())
-        average = leafwise.zeros_like(leafwise.inexact(params))
+        average = leafwise.zeros_like(leafwise.keep_inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
     def rule(
         p: jax.Array, e: jax.Array, *, d: Scalar, complement: Scalar
     ) -> tuple[jax.Array, jax.Array]:
-        p = _widen(p)
+        p = _widen_param(p)
         return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
@@ -125,15 +126,15 @@ _SUM_LENGTH = 16384
 # of a window, to `close` it.
 
 
-def _third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+def _move_to_third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
     return s1, s2, jnp.where(moves["close"], s1 + s2, s3)
 
 
-def _second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+def _move_to_second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
     return s1, jnp.where(moves["close"], 0, jnp.where(moves["full"], s1 + s2, s2)), s3
 
 
-def _first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
@@ -145,7 +146,7 @@ def _warn_above_one(rate: Scalar) -> None:
         )
 
 
-@core.named
+@core.record_call
 def model_average(
     average_window_rate: Number,
     *,
@@ -184,7 +185,7 @@ def model_average(
         )
 
     def init(params: Params) -> ModelAverageState:
-        sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
+        sums = (leafwise.zeros_like(leafwise.keep_inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
@@ -196,14 +197,14 @@ def model_average(
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
-        sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen(p)), p, state.sum_1)[1]
+        sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen_param(p)), p, state.sum_1)[1]
 
-        def moving(rule: Any) -> Any:
+        def apply_to_sums(rule: Any) -> Any:
             return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
 
-        rules = list(map(moving, (_third, _second, _first)))
+        rules = list(map(apply_to_sums, (_move_to_third, _move_to_second, _clear_first)))
         carry = sum_1, state.sum_2, state.sum_3
-        sums = in_passes(rules, carry, full, close, due=full | close)
+        sums = run_in_passes(rules, carry, full, close, due=full | close)
         old = jnp.where(close, acc, state.old_num_accumulates)
         return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
 

@@ -12,7 +12,7 @@ from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
-from optfn.state.per_worker import nodes_of
+from optfn.state.per_worker import find_nodes
 from optfn.wrappers.nonfinite import skip_nonfinite
 
 
@@ -30,7 +30,7 @@ class DynamicLossScaleState(NamedTuple):
     inner_state: OptState
 
 
-@core.named
+@core.record_call
 def dynamic_loss_scale(
     tx: optax.GradientTransformation,
     *,
@@ -82,8 +82,8 @@ def dynamic_loss_scale(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
-            extra["grad"] = _unscaled(extra["grad"], state.scale)
-        unscaled = _unscaled(updates, state.scale)
+            extra["grad"] = _unscale(extra["grad"], state.scale)
+        unscaled = _unscale(updates, state.scale)
         updated, guarded = guard.update(unscaled, state.inner_state, params, **extra)
         if params is None:
             updated = tree.map(_cast_like, updates, updated)
@@ -98,8 +98,8 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unscaled(grads: Updates, scale: jax.Array) -> Updates:
-    """Return gradients divided by the scale, in float32 or wider."""
+def _unscale(grads: Updates, scale: jax.Array) -> Updates:
+    """Divide gradients by the scale, in float32 or wider; integers and masked leaves pass."""
 
     def unscale(g: Leaf) -> Leaf:
         if isinstance(g, LeafKind):
@@ -117,7 +117,7 @@ def _cast_like(like: Leaf, u: Leaf) -> Leaf:
 
 
 def loss_scale(opt_state: OptState) -> jax.Array:
-    """Return the factor by which to multiply the loss, a float32 scalar, in a loop that you write.
+    """Return the factor of the loss, a float32 scalar; multiply by it in a loop that you write.
 
     Args:
       opt_state: the state of the optimizer. Without a `dynamic_loss_scale` the factor is 1.
@@ -135,11 +135,11 @@ def scale_of(opt_state: OptState) -> jax.Array | None:
     Raises:
       ValueError: there are several scales, or one for each worker.
     """
-    found = nodes_of(DynamicLossScaleState, opt_state)
+    found = find_nodes(DynamicLossScaleState, opt_state)
     if not found:
         return None
     scale: jax.Array = jax.tree.leaves(found[0].scale)[0]
-    if len(found) > 1 or nodes_of(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
+    if len(found) > 1 or find_nodes(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
         raise ValueError(
             "the state has several scales of dynamic_loss_scale, but a loss has only one factor: "
             "put a single dynamic_loss_scale around all other transforms"

@@ -15,7 +15,7 @@ from optfn.core.traits import Report, traits
 from optfn.core.types import DType, Leaf, OptState, Params, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.transforms import codes
-from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
+from optfn.wrappers.moved_params import error_of_moved, first_moved, raise_if_moved
 
 
 @traits(
@@ -27,7 +27,7 @@ from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
             "moved_param",
             "max",
             "max",
-            error=lambda state, number: moved_error(state.master, number),
+            error=lambda state, number: error_of_moved(state.master, number),
             is_lasting=True,
         )
     },
@@ -81,7 +81,7 @@ class MasterForm(NamedTuple):
     advance: Callable[[Sequence[jax.Array], Params, Params], list[jax.Array]]
 
 
-@core.named
+@core.record_call
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -107,7 +107,7 @@ def master_weights(
       dtype: the dtype of the masters, float32 or float64. Leaves that are at least as wide have no
         master.
       bits: 32 or 24, for bfloat16 parameters and float32 masters; None keeps copies. With 32 the
-        remainder is int16, and masters are bit for bit those of copies; at an exact tie, the
+        remainder is int16, and masters have the bits of copies; at an exact tie, the
         parameter is the larger neighbour. With 24 the remainder is int8, and masters are rounded at
         random to 24 bits in each step; their mean is exact, so small steps are not lost.
 
@@ -128,13 +128,13 @@ def master_weights(
     24 and 32 bits: FlashOptim's `master_weight_bits`, here on the bits of the numbers.
     """
     wide_dtype = _wide_dtype(dtype)
-    form = _form(wide_dtype, bits)
+    form = _choose_form(wide_dtype, bits)
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
         _check_x64(wide_dtype)
 
-        def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+        def widen(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
             p = tree.as_array(p)
             if not form.is_narrow(p):
                 return p, optax.MaskedNode()
@@ -142,7 +142,7 @@ def master_weights(
             kept = form.start(p)
             return form.read(p, kept), kept
 
-        wide, kept = tree.map_to(2, widened, params)
+        wide, kept = tree.map_to(2, widen, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -157,11 +157,11 @@ def master_weights(
         if bits is None and "value_fn" not in extra:
             raise_if_moved(kept, *numbers)
 
-        def moved(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+        def move(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
             return (u, k) if tree.is_masked(k) else form.write(p, w, *numbers)
 
         after = apply_updates(wide, updates)
-        updates, kept = tree.map_to(2, moved, kept, params, updates, after)
+        updates, kept = tree.map_to(2, move, kept, params, updates, after)
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -185,17 +185,17 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
         )
 
 
-def _form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
+def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
     """Return the form for these arguments of `master_weights`."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
-        return _copies(dtype)
+        return _make_copy_form(dtype)
     if dtype != jnp.float32:
         raise ValueError(f"master_weights: bits={bits} needs float32 masters; got dtype {dtype}")
-    return _remainders(bits)
+    return _make_remainder_form(bits)
 
 
-def _copies(dtype: np.dtype[Any]) -> MasterForm:
+def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
     """Return the form of masters that are arrays of `dtype`."""
     return MasterForm(
         MasterWeightsState,
@@ -210,7 +210,7 @@ def _copies(dtype: np.dtype[Any]) -> MasterForm:
     )
 
 
-def _remainders(bits: int) -> MasterForm:
+def _make_remainder_form(bits: int) -> MasterForm:
     """Return the form of float32 masters that consist of a parameter and a remainder."""
 
     def write(
@@ -261,7 +261,7 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
     return jnp.where(u == 0, -0.0, u)
 
 
-def masters_of(
+def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
     """Return the wrapper that adds masters to an optimizer."""
@@ -270,5 +270,5 @@ def masters_of(
     if isinstance(multi_precision, int) and multi_precision in (32, 24):
         return partial(master_weights, bits=multi_precision)
     raise TypeError(
-        f"multi_precision must be True, False, 32 or 24; got {checks.shown(multi_precision)}"
+        f"multi_precision must be True, False, 32 or 24; got {checks.show(multi_precision)}"
     )

@@ -18,8 +18,8 @@ from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
 from optfn.state import names as state_names
-from optfn.state.per_worker import nodes_of
-from optfn.state.reports import nested, reported
+from optfn.state.per_worker import find_nodes
+from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 
@@ -63,7 +63,7 @@ _NUMBERS = RecordMetricsState._fields[:5]
 MEASURED = _NUMBERS[:3]
 
 
-@core.named
+@core.record_call
 def record_metrics(
     tx: optax.GradientTransformation,
     *,
@@ -92,7 +92,7 @@ def record_metrics(
     Raises:
       ValueError: at init and update, a pattern matches no path.
     """
-    patterns = _patterns(per)
+    patterns = _check_patterns(per)
     check_axis_names("record_metrics: axis_name", axis_name, optional=True)
     inner = core.check_transform("record_metrics: tx", tx)
 
@@ -102,14 +102,14 @@ def record_metrics(
         for pattern in patterns:
             match_names(pattern, params, "per")
         groups = {name: {p: jnp.zeros((), jnp.float32) for p in patterns} for name in MEASURED}
-        return _recorded(norms, inner_state, groups if patterns else ())
+        return _record(norms, inner_state, groups if patterns else ())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("record_metrics", params)
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
-        trees = [leafwise.inexact(x) for x in (updates, updated, params)]
+        trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
             return [among.root_mean_square(_norm(x)) for x in trees]
@@ -119,26 +119,26 @@ def record_metrics(
             chosen = Selection(match_names(pattern, params, "per"))
             for name, norm in zip(MEASURED, norms([chosen.keep(x) for x in trees]), strict=True):
                 groups[name][pattern] = norm
-        return updated, _recorded(norms(trees), inner_state, groups if patterns else ())
+        return updated, _record(norms(trees), inner_state, groups if patterns else ())
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _patterns(per: str | Sequence[str] | None) -> list[str]:
+def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
             "record_metrics: per must be a regular expression of paths, or a sequence of them; "
-            f"got {checks.shown(per)}"
+            f"got {checks.show(per)}"
         )
     for pattern in patterns:
         check_pattern("record_metrics: per", pattern)
     return list(dict.fromkeys(patterns))
 
 
-def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
+def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
     grad_norm, update_norm, param_norm = norms
-    factor, rate = _readings(inner_state)
+    factor, rate = _read_inner(inner_state)
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
@@ -146,9 +146,9 @@ def _norm(x: Updates) -> jax.Array:
     return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
-def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
+def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     """Return the smallest clip factor and the learning rate in a state."""
-    factors = [node.factor for node in nodes_of(ClipState, inner_state)]
+    factors = [node.factor for node in find_nodes(ClipState, inner_state)]
     factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
         rate = rates.get_learning_rate(inner_state)
@@ -173,28 +173,31 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     Raises:
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
-    state = state_names.main_state(opt_state) if path is None else opt_state
+    state = state_names.find_main_state(opt_state) if path is None else opt_state
     found = [
         recorder
-        for name, node in state_names.named_states(_is_recorder, state)
+        for name, node in state_names.states_with_names(_is_recorder, state)
         if path is None or f"/{path}/" in f"/{name}/"
-        for recorder in nested(_is_recorder, node)
+        for recorder in iterate_nodes(_is_recorder, node)
     ]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = {name: _over_workers(name, getattr(recorder, name)) for name in _NUMBERS}
-    groups = jax.tree.map(partial(_over_workers, "norm"), recorder.groups)
-    return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
+    fields = {name: _combine_workers(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = jax.tree.map(partial(_combine_workers, "norm"), recorder.groups)
+    return fields | collect_reports(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
 def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _over_workers(name: str, node: object) -> jax.Array:
-    """Return a number, reduced over the workers if each has recorded one."""
+def _combine_workers(name: str, node: object) -> jax.Array:
+    """Return a recorded number; of one per worker, the root mean square of norms, else the least.
+
+    The factors of clips are at most 1, so the least is the strongest clip.
+    """
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value

@@ -61,14 +61,14 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
     return jnp.where(jnp.any(flags), 1 + jnp.argmax(flags), 0).astype(jnp.int32)
 
 
-def moved_error(masters: Params, number: int) -> ValueError:
-    """Return the error of the leaf to which `first_moved` gives this number."""
+def error_of_moved(masters: Params, number: int) -> ValueError:
+    """Return the error that names leaf `number`, as `first_moved` counts leaves."""
     return _error(_names(masters), number)
 
 
 def _names(masters: Params) -> list[str]:
     pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
-    return [tree.listed(names) for names, x in pairs if not tree.is_masked(x)]
+    return [tree.list_names(names) for names, x in pairs if not tree.is_masked(x)]
 
 
 def _error(names: list[str], number: int) -> ValueError:
@@ -82,7 +82,7 @@ def _error(names: list[str], number: int) -> ValueError:
 
 
 def raise_if_moved(masters: Params, number: jax.Array) -> None:
-    """Raise the error of `moved_error`, also within a jitted program that runs on a CPU.
+    """Raise the error of `error_of_moved`, also within a jitted program that runs on a CPU.
 
     Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
     one, and a GPU would wait for the host in each step. There updates become NaN.
@@ -98,6 +98,6 @@ def raise_if_moved(masters: Params, number: jax.Array) -> None:
         return number
 
     if checks.is_traced(number):
-        xla.on_cpu(call_host, lambda number: number, number)
+        xla.call_for_platform(call_host, lambda number: number, number)
     else:
         stop(number)

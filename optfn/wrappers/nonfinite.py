@@ -42,7 +42,7 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: OptState
 
 
-def unless_skipped(
+def select_unless_skipped(
     skip: jax.Array, updates: Updates, after: OptState, before: OptState
 ) -> tuple[Updates, OptState]:
     """Return updates and the state after them; if `skip`, −0.0 and the state before."""
@@ -56,7 +56,7 @@ def unless_skipped(
     return tree.map_arrays(update, updates), state
 
 
-@core.named
+@core.record_call
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,
@@ -95,9 +95,10 @@ def skip_nonfinite(
         bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
+        # Compute both and select: the select fuses with the update, where a cond would write new
+        # arrays.
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-
-        updates, inner_state = unless_skipped(skip, updates, inner_state, state.inner_state)
+        updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
         return updates, SkipNonfiniteState(
             consecutive,
             jnp.where(skip, core.next_step(state.skipped), state.skipped),

@@ -1,4 +1,4 @@
-"""A guard that skips an update whose norm is far above that of the previous updates."""
+"""A guard that skips an update whose norm is far above the norms of the previous updates."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
-from optfn.wrappers.nonfinite import unless_skipped
+from optfn.wrappers.nonfinite import select_unless_skipped
 
 
 @traits(
@@ -38,7 +38,7 @@ class SkipSpikesState(NamedTuple):
     inner_state: OptState
 
 
-@core.named
+@core.record_call
 def skip_spikes(
     tx: optax.GradientTransformation,
     factor: Number = 10.0,
@@ -47,7 +47,7 @@ def skip_spikes(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip an update if its norm is far above that of the previous ones, and keep the state.
+    """Skip an update if its norm is far above the previous norms, and keep the state.
 
         n = ‖tx(g)‖                        the L2 norm over all parameters
         m = median of the norms of the last `window` updates that were made
@@ -91,7 +91,7 @@ def skip_spikes(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
+        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
         in_order = jnp.sort(state.norms)
@@ -101,7 +101,7 @@ def skip_spikes(
         skip = spike & (consecutive <= most)
         counts = ~skip & jnp.isfinite(norm) & (norm > 0)
         norms = jnp.where(counts, jnp.append(state.norms[1:], norm), state.norms)
-        updates, inner_state = unless_skipped(skip, updates, inner_state, state.inner_state)
+        updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
         skipped = jnp.where(skip, core.next_step(state.skipped), state.skipped)
         return updates, SkipSpikesState(consecutive, skipped, norm / median, norms, inner_state)
 

@@ -60,14 +60,14 @@ def chips(x, y, z, cores=1):
     ],
 )
 def test_the_box_of_a_line_of_devices(devices, expected):
-    assert torus.box(devices, 0) == expected
+    assert torus.find_box(devices, 0) == expected
 
 
 def test_the_boxes_of_several_axes():
     devices = chips(4, 4, 4).reshape(4, 16)
-    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
+    assert [torus.find_box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
     devices[1, 0], devices[2, 0] = devices[2, 0], devices[1, 0]  # lines that are no boxes
-    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), ()]
+    assert [torus.find_box(devices, axis) for axis in (0, 1)] == [(4,), ()]
 
 
 @pytest.mark.parametrize("small", [0, 1 << 24])

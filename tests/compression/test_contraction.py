@@ -7,7 +7,7 @@ import pytest
 from grids import suite
 from reference_exchange import chunks, rounded
 
-from optfn.compression.values import scaled
+from optfn.compression.values import format_with_scales
 from optfn.distributed import power_sgd, quantize, top_k
 
 COMPRESSORS = [
@@ -110,7 +110,7 @@ def test_heavy_tails_in_two_bits():
 def test_a_quotient_above_the_largest_code_is_that_code(bits):
     """max|x|/s rounds up for some x, and at random it would become the next code: −max|x|."""
     largest = {8: 127, 4: 7}[bits]
-    values = scaled(bits, stochastic=True)
+    values = format_with_scales(bits, stochastic=True)
     s = np.float32(0.1)
     x = np.nextafter(np.float32(largest) * s, np.float32(np.inf))
     assert x / s > largest

@@ -15,7 +15,7 @@ from simulation import N, stacked
 from simulation import simulated_update as simulated
 
 import optfn
-from optfn.compression.power_sgd import orthonormal
+from optfn.compression.power_sgd import orthonormalize
 from optfn.distributed import (
     exchange,
     power_sgd,
@@ -32,7 +32,7 @@ def test_an_orthonormal_basis(rank):
     x[3] *= 1e30
     x[4] *= 1e-30
     x[5, -1] = x[5, 0] + 1e-3 * x[5, -1]
-    found = np.asarray(jax.jit(orthonormal)(x.astype(np.float32)), np.float64)
+    found = np.asarray(jax.jit(orthonormalize)(x.astype(np.float32)), np.float64)
     for rows, basis in zip(x, found, strict=True):
         np.testing.assert_allclose(basis @ basis.T, np.eye(rank), atol=1e-6)
         rows = rows / max(np.abs(rows).max(), 1e-300)

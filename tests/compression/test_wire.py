@@ -13,7 +13,7 @@ import optfn
 from optfn.collectives.axes import Axes
 from optfn.collectives.gathers import GatheredPackets
 from optfn.compression.dgc_phases import VALUES, Ramp
-from optfn.compression.packets import PacketFormat
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
 

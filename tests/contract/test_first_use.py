@@ -32,19 +32,19 @@ def test_an_update_walks_few_trees(first_use):
 def test_a_first_use_reaches_little_more_by_name():
     """Errors of leaves and states are a quarter of it: the core imports them as it needs them."""
     reached = code.reached()
-    assert reached.lines <= 914 and reached.definitions <= 163 and reached.files <= 15, reached
+    assert reached.lines <= 930 and reached.definitions <= 165 and reached.files <= 15, reached
 
 
 def test_the_module_of_adam_imports_little():
     loaded, modules = code.imported("optfn.optimizers.adam"), code.modules()
     assert len(loaded) <= 15, loaded
-    assert sum(len(modules[name].code) for name in loaded) <= 1220
+    assert sum(len(modules[name].code) for name in loaded) <= 1240
 
 
 def test_the_core_is_small_and_closed():
     """Beside one import inside a function it imports itself alone."""
     core = {name: m for name, m in code.modules().items() if m.path.is_relative_to(CORE)}
-    assert len(core) <= 12 and sum(len(m.code) for m in core.values()) <= 1020
+    assert len(core) <= 12 and sum(len(m.code) for m in core.values()) <= 1040
     for name, module in core.items():
         for base, found in module.imports.values():
             assert base in core or f"{base}.{found}" in core, (name, base, found)

@@ -13,14 +13,14 @@ import optfn
 from faults import worker
 from faults.runs import Processes, alone, goes_on
 from faults.table import Wrong, fault, require
-from optfn.run.newest import checkpoints
+from optfn.run.newest import list_checkpoints
 
 
 def saved(directory: Path, **options: Any) -> tuple[list[Path], Any]:
     """Return the checkpoints of a short run, and a template of its state."""
     alone(directory, steps=4, **options)
     step = optfn.make_train_step(worker.loss_fn, worker.optimizer())
-    return checkpoints(directory), step.init(worker.params_of())
+    return list_checkpoints(directory), step.init(worker.params_of())
 
 
 def refused(path: Path, template: Any) -> str:
@@ -139,7 +139,7 @@ COPIED = "it gets a copy of another worker's; the run ends bit for bit the same"
 def damaged_of_one(directory: Path) -> str:
     with Processes(directory, steps=6) as run:
         run.ends()
-    path = checkpoints(directory / "1")[-1]
+    path = list_checkpoints(directory / "1")[-1]
     path.write_bytes(path.read_bytes()[:1000])
     return goes_on(directory)
 

@@ -17,7 +17,7 @@ from typing import Any
 from faults import worker
 from faults.table import Skipped, Wrong, require
 from optfn.distributed import data_mesh
-from optfn.run.newest import checkpoints
+from optfn.run.newest import list_checkpoints
 
 HERE = Path(__file__).parent
 STEPS = worker.STEPS
@@ -164,7 +164,7 @@ def ends_the_same(run: Processes) -> str:
 
 def newest(directory: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
-    found = checkpoints(directory)
+    found = list_checkpoints(directory)
     return int(found[-1].stem[5:]) if found else 0
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.distributed import data_mesh
 from optfn.jaxprs import equations
-from optfn.jaxprs.dependence import depends
+from optfn.jaxprs.dependence import find_dependent_leaves
 
 X = jnp.ones(3)
 
@@ -126,7 +126,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_dependence_is_followed_through(name, argument):
     fn, expected = CASES[name]
-    found = depends(fn, (X, X, X), [x == argument for x in "abc"])
+    found = find_dependent_leaves(fn, (X, X, X), [x == argument for x in "abc"])
     expected = [argument in x for x in jax.tree.leaves(expected)]
     assert jax.tree.leaves(found) == expected
 
@@ -135,6 +135,6 @@ def test_scans_of_this_jax_are_told_apart():
     """Else a scan counts as one that cannot be split, and all its results as dependent."""
     closed = jax.make_jaxpr(functools.partial(scan, X, X))(X)
     (equation,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
-    constants, carries = equations.scan_groups(equation.params)
+    constants, carries = equations.count_scan_groups(equation.params)
     assert carries == 2
     assert constants == len(equation.invars) - 2 - 1

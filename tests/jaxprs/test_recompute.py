@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.autodiff.budget import is_effective
-from optfn.autodiff.costs import costs_of
+from optfn.autodiff.budget import is_recomputation_kept
+from optfn.autodiff.costs import estimate_costs
 from optfn.autodiff.rotor import FunctionCosts, Rotor
 from optfn.distributed import pipeline_value_and_grad, stack_stages
 
@@ -122,7 +122,7 @@ def test_a_cut_after_each_layer_saves_a_quarter(form):
     """In the jaxpr with every JAX; in memory where the compiler keeps recomputation."""
     f, params = FORMS[form](), params_of(form)
     assert residual_bytes(f, params, X) <= 0.25 * residual_bytes(plain, layers(), X)
-    if is_effective():
+    if is_recomputation_kept():
         assert temporaries(f, params, X) <= 0.25 * temporaries(plain, layers(), X)
 
 
@@ -140,7 +140,7 @@ def test_is_effective_agrees_with_the_compiler():
     again = temporaries(
         lambda p, x: mean_square(None, optfn.recompute(fns, segments="each")(p, x)), params, X
     )
-    assert is_effective() == (again < 0.9 * kept)
+    assert is_recomputation_kept() == (again < 0.9 * kept)
 
 
 @pytest.mark.optimized
@@ -327,9 +327,9 @@ def test_the_table_finds_the_best_of_all_segmentations(seed):
     assert least <= rotor.min_bytes <= least + slack
     curve = set()
     for budget in range(rotor.min_bytes, max(peak for _, peak in found) + 20, 7):
-        flops, peak = simulate(costs, rotor.segmentation(budget), 5, 0)
+        flops, peak = simulate(costs, rotor.find_segmentation(budget), 5, 0)
         assert peak <= budget
-        assert flops == rotor.extra_flops(rotor.segmentation(budget))
+        assert flops == rotor.extra_flops(rotor.find_segmentation(budget))
         assert min(f for f, p in found if p <= budget) <= flops
         assert flops <= min((f for f, p in found if p <= budget - slack), default=np.inf)
         curve.add(flops)
@@ -343,7 +343,7 @@ def heterogeneous_chain():
 @pytest.mark.optimized
 def test_predicted_flops_are_those_of_the_program():
     """2·m·n·k for a product of matrices, over forward and what is run again."""
-    costs, y = costs_of(layer, layers()[0], X)
+    costs, y = estimate_costs(layer, layers()[0], X)
     products = 2 * 2 * BATCH * WIDTH * 64
     assert products <= costs.forward_flops <= 1.2 * products
     assert products / 2 <= costs.recompute_flops <= 0.5 * products + 0.25 * products
@@ -358,7 +358,7 @@ def test_flops_of_loops_and_convolutions():
         y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
         return jax.lax.scan(lambda c, _: (c @ jnp.ones((8, 8)), None), y, length=5)[0]
 
-    costs, _ = costs_of(f, random(0, 3, 2, 3, 3), random(1, 1, 2, 8, 8))
+    costs, _ = estimate_costs(f, random(0, 3, 2, 3, 3), random(1, 1, 2, 8, 8))
     assert costs.forward_flops == 2 * (3 * 64) * (2 * 9) + 5 * 2 * (3 * 64) * 8
 
 
@@ -366,7 +366,7 @@ def test_flops_of_loops_and_convolutions():
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_a_budget_is_met(share):
     fns, params = heterogeneous_chain()
-    if not is_effective():
+    if not is_recomputation_kept():
         # The compiler undoes recomputation: only the residuals can be counted.
         budget = int(share * residual_bytes(plain, params[:-1], X))
         f = optfn.recompute(fns, memory_budget=budget)
@@ -382,7 +382,7 @@ def test_a_budget_is_met(share):
 def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
     fns, params = heterogeneous_chain()
     cut = optfn.recompute(fns, segments=segments)
-    if not is_effective():
+    if not is_recomputation_kept():
         budget = residual_bytes(plain, params[:-1], X)
         f = optfn.recompute(fns, memory_budget=budget)
         assert residual_bytes(cut, params, X) < residual_bytes(f, params, X) <= budget
@@ -405,7 +405,7 @@ def test_the_error_of_a_budget_below_the_minimum_says_the_minimum():
         jax.eval_shape(optfn.recompute(fns, memory_budget=1000), params, X)
     least = int(str(error.value).split("at least ")[1].split()[0])
     f = optfn.recompute(fns, memory_budget=least)
-    if is_effective():
+    if is_recomputation_kept():
         assert temporaries(f, params, X) <= least
     else:
         assert residual_bytes(f, params, X) <= least

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import exchange, rescale_residuals, sharded, top_k
-from optfn.sparse.sharded_table import natural
+from optfn.sparse.sharded_table import to_logical
 
 ROWS, WIDTH, LAYERS, EXAMPLES = 32, 16, 4, 32
 
@@ -153,7 +153,7 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
     assert_same_values(optfn.state_dict(state), mapping)
     state = advanced(step, state, batches(4)[2:])
     assert compilations(step) == 1
-    params = optfn.unpack(state.params) if "packed" in after else natural(state.params)
+    params = optfn.unpack(state.params) if "packed" in after else to_logical(state.params)
     for x, y in zip(jax.tree.leaves(alone()), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(y, x, atol=2e-6)
 

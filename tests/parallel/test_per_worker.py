@@ -19,7 +19,7 @@ from optfn.core import tree
 from optfn.core.traits import traits
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs, top_k
 from optfn.leaves import contents
-from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
+from optfn.state.per_worker import Exchanged, PerWorker, mark_exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4
@@ -48,7 +48,7 @@ def sparse_loco(axis_name="data"):
 
     def init(params):
         flat = jax.tree.map(lambda p: jnp.zeros(p.size), params)
-        return SparseLocoState(jnp.int32(1), PerWorker(flat), exchanged(params, axis_name))
+        return SparseLocoState(jnp.int32(1), PerWorker(flat), mark_exchanged(params, axis_name))
 
     def update(updates, state, params=None, **extra):
         del params, extra

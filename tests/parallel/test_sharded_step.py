@@ -346,9 +346,9 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
 
 
 def _named(state):
-    from optfn.state.names import named_leaves
+    from optfn.state.names import arrays_with_names
 
-    return list(named_leaves(state.opt_state))
+    return list(arrays_with_names(state.opt_state))
 
 
 @pytest.mark.parametrize("shard", ["state", "params"])

@@ -15,7 +15,7 @@ from optfn.distributed import (
     quantize,
     top_k,
 )
-from optfn.run.progress import size
+from optfn.run.progress import format_bytes
 
 PARAMS = {"head": np.zeros((64, 32), np.float32), "bias": np.zeros(100, np.float32)}
 HEAD, BIAS = 64 * 32, 100
@@ -87,7 +87,7 @@ def test_nothing_is_said_where_it_is_not_known():
 
 
 def test_sizes():
-    assert [size(x) for x in (0.0, 17.0, 999.4, 1234.0, 5.678e6, 3e9, 4.5e12)] == [
+    assert [format_bytes(x) for x in (0.0, 17.0, 999.4, 1234.0, 5.678e6, 3e9, 4.5e12)] == [
         *("0 B", "17 B", "999 B", "1.23 kB", "5.68 MB", "3 GB", "4.5e+03 GB")
     ]
 

@@ -36,7 +36,7 @@ from benchmarks import (
     wire,
 )
 from benchmarks.studies import compile_time, exchange, front, soak
-from optfn.autodiff.budget import is_effective
+from optfn.autodiff.budget import is_recomputation_kept
 from optfn.distributed import data_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_recompute(toy, tmp_path):
     assert list(named)[:3] == ["nothing", "each", "√n"]
     assert named["each"]["residuals"] < 0.5 * named["nothing"]["residuals"]
     assert named["4 names"]["residuals"] <= named["each"]["residuals"] + 8 * 64 * 4
-    if is_effective():
+    if is_recomputation_kept():
         assert named["each"]["flops"] > named["nothing"]["flops"]
     recompute.draw(found, str(tmp_path / "curve.png"))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 import optfn
 from examples import demo, gallery, recommender, text, transformer, words
-from optfn.run.newest import checkpoints
+from optfn.run.newest import list_checkpoints
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -139,10 +139,10 @@ def test_the_elastic_program_goes_on_where_a_signal_stopped_it(tmp_path):
             if line.startswith("step 20 "):
                 first.send_signal(signal.SIGTERM)
     assert first.returncode == 75
-    stopped = int(checkpoints(tmp_path / "run0")[-1].stem[5:])
+    stopped = int(list_checkpoints(tmp_path / "run0")[-1].stem[5:])
     assert 20 <= stopped < 200
     with start() as second:
         words = second.stderr.read()
     assert second.returncode == 0, words
     assert f"resumed from step {stopped}" in words
-    assert checkpoints(tmp_path / "run0")[-1].stem == "step_000000200"
+    assert list_checkpoints(tmp_path / "run0")[-1].stem == "step_000000200"

@@ -14,7 +14,7 @@ from references import JORDAN
 import optfn
 from optfn.distributed import stack_stages
 from optfn.leaves.packed import pack_like
-from optfn.transforms.muon import COEFFICIENTS, orthogonalized
+from optfn.transforms.muon import COEFFICIENTS, orthogonalize
 
 DION = COEFFICIENTS["dion"]
 
@@ -39,7 +39,7 @@ def followed(tx, params, gradients):
 def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shape, is_complex):
     """U·p(S/‖m‖)·Vᴴ, with the singular vectors of NumPy in float64."""
     m = normal(0, *shape) + (1j * normal(1, *shape) if is_complex else 0)
-    found = jax.jit(functools.partial(orthogonalized, coefficients=coefficients, eps=1e-7))(m)
+    found = jax.jit(functools.partial(orthogonalize, coefficients=coefficients, eps=1e-7))(m)
     wide = np.asarray(m, np.complex128 if is_complex else np.float64)
     u, s, vh = np.linalg.svd(wide, full_matrices=False)
     s = s / np.linalg.norm(wide, axis=(-2, -1))[..., None]
@@ -51,7 +51,7 @@ def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shap
 
 def test_singular_values_come_near_one():
     values = jnp.linalg.svd(
-        orthogonalized(normal(0, 32, 64), coefficients=JORDAN, eps=1e-7), compute_uv=False
+        orthogonalize(normal(0, 32, 64), coefficients=JORDAN, eps=1e-7), compute_uv=False
     )
     assert float(values.min()) > 0.6 and float(values.max()) < 1.3
 

@@ -47,7 +47,7 @@ def held(monkeypatch):
     monkeypatch.setattr(os, "fsync", slowly)
     yield event
     event.set()
-    background.wait()
+    background.wait_for_writes()
 
 
 def full(*_):
@@ -73,7 +73,7 @@ def test_a_file_in_the_background_is_the_one_that_is_written_at_once(tmp_path):
     _, state = make()
     first = optfn.save_checkpoint(tmp_path / "at once", state, {"loss": np.ones(1)})
     second = optfn.save_checkpoint(tmp_path / "later", state, {"loss": np.ones(1)}, background=True)
-    background.wait()
+    background.wait_for_writes()
     with np.load(first) as one, np.load(second) as other:
         assert one.files == other.files
         for name in one.files:
@@ -88,7 +88,7 @@ def test_two_directories_are_written_one_after_the_other_while_the_run_goes_on(t
     )
     assert not first.exists() and not second.exists()
     held.set()
-    background.wait()
+    background.wait_for_writes()
     assert first.exists() and second.exists()
 
 
@@ -105,7 +105,7 @@ def test_an_error_of_the_background_is_raised_at_the_next_call_and_once(
         calls = {
             "save": lambda: optfn.save_checkpoint(tmp_path, later),
             "restore": lambda: optfn.restore_checkpoint(tmp_path, state),
-            "wait": background.wait,
+            "wait": background.wait_for_writes,
         }
         with pytest.raises(OSError, match=r"cannot save the state \(No space.*step_000000001"):
             calls[where]()
@@ -195,12 +195,12 @@ def test_an_object_store_gets_directories_at_its_address(tmp_path, monkeypatch):
             epath.Path(path).mkdir(parents=True)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parts, "_checkpointer", Checkpointer)
+    monkeypatch.setattr(parts, "_get_checkpointer", Checkpointer)
     _, state = make()
     with testing.mock_epath():
         for n in range(3):
             path = optfn.save_checkpoint("gs://bucket/run", state._replace(step=jnp.int32(n)))
-        background.wait()
+        background.wait_for_writes()
         assert os.fspath(path) == "gs://bucket/run/step_000000002"
         assert written == [f"gs://bucket/run/step_{n:09d}" for n in range(3)]
         assert sorted(p.name for p in epath.Path("gs://bucket/run").iterdir()) == [
@@ -211,4 +211,4 @@ def test_an_object_store_gets_directories_at_its_address(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"gs://bucket/run: .*install"):
         optfn.save_checkpoint("gs://bucket/run", state)
     with pytest.raises(ValueError, match="ftp://bucket/run: checkpoints must be in a directory"):
-        storage.directory_of("ftp://bucket/run")
+        storage.to_path("ftp://bucket/run")

@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_bit_identical(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
     run(tmp_path, steps=10, save_every=5)
-    newest = optfn.run.newest.checkpoints(tmp_path)[-1]
+    newest = optfn.run.newest.list_checkpoints(tmp_path)[-1]
     data = bytearray(newest.read_bytes())
     if damage == "flipped":
         with zipfile.ZipFile(newest) as file:
@@ -267,5 +267,5 @@ def test_a_killed_run_ends_bit_identical(tmp_path):
 
 
 def newest(directory):
-    found = optfn.run.newest.checkpoints(directory)
+    found = optfn.run.newest.list_checkpoints(directory)
     return int(found[-1].stem[5:]) if found else 0

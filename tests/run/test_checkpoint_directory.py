@@ -20,8 +20,8 @@ from problems import equal
 import optfn
 from optfn.distributed import data_mesh, init_state
 from optfn.parallel.fingerprint import fingerprint, fingerprints
-from optfn.run.background import wait
-from optfn.sparse.sharded_table import natural
+from optfn.run.background import wait_for_writes
+from optfn.sparse.sharded_table import to_logical
 from optfn.train.state import TrainState
 
 RNG = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def test_it_moves_to_other_numbers_of_devices(workers, tmp_path):
     whole, _ = minimize(BATCHES)
     minimize(BATCHES[:3], tmp_path)
     state, _ = minimize(BATCHES, tmp_path, workers)
-    found, expected = (jax.tree.leaves(natural(x.params)) for x in (state, whole))
+    found, expected = (jax.tree.leaves(to_logical(x.params)) for x in (state, whole))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-5
@@ -197,7 +197,7 @@ def test_a_bit_flipped_beside_the_arrays_is_found_and_the_one_before_is_read(nam
     for step in (1, 2):
         state = state._replace(step=jnp.int32(step))
         path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=True)
-    wait()
+    wait_for_writes()
     rewritten(path, lambda saved: saved)
     found, history = optfn.restore_checkpoint(tmp_path, state)
     assert int(found.step) == 2
@@ -212,7 +212,7 @@ def test_a_bit_flipped_beside_the_arrays_is_found_and_the_one_before_is_read(nam
 def test_an_entry_that_is_gone_from_a_directory_is_missed(tmp_path):
     state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
     path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=True)
-    wait()
+    wait_for_writes()
     rewritten(path, lambda saved: {k: x for k, x in saved.items() if k != "history/batches"})
     with pytest.raises(ValueError, match=f"{path.name} is truncated or damaged: 'history/batches'"):
         optfn.load_checkpoint(path, state)
@@ -236,7 +236,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_when_it_has_its_name(sharded, tmp_pa
     monkeypatch.setattr(os, "fsync", sync)
     state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
     path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=sharded)
-    wait()
+    wait_for_writes()
     places = [tmp_path, path, *path.rglob("*")]
     assert len(places) == 2 if not sharded else len(places) > 5
     for place in places:
@@ -273,7 +273,7 @@ def test_which_form_is_chosen_and_what_a_directory_holds(tmp_path):
     found, _ = optfn.restore_checkpoint(tmp_path, state)
     assert int(found.step) == 1 and found.params["empty"].shape == (0, 4)
     assert optfn.save_checkpoint(tmp_path, template(), sharded=False).suffix == ".npz"
-    wait()
+    wait_for_writes()
 
 
 def test_another_model_is_refused_by_name(tmp_path):

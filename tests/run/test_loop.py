@@ -17,7 +17,7 @@ from grids import nightly
 from problems import scripted
 
 import optfn
-from optfn.run.progress import Progress, num_examples, words
+from optfn.run.progress import Progress, count_examples, format_metrics
 
 X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
 TARGET = np.array([1.0, -2.0, 0.5], np.float32)
@@ -398,7 +398,7 @@ def test_the_bar_shows_small_losses_and_examples_per_second():
             report(n, {"loss": 1.25e-6, "evaluation/error": 0.5}, X[0])
     assert "loss 1.2500e-06 error 0.50000" in file.getvalue()
     assert "examples/s" in file.getvalue()
-    assert words({"loss": np.nan}) == "loss nan"
+    assert format_metrics({"loss": np.nan}) == "loss nan"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_the_bar_shows_small_losses_and_examples_per_second():
     ],
 )
 def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples):
-    assert num_examples(batch) == examples
+    assert count_examples(batch) == examples
 
 
 def test_batches_that_are_too_few_are_counted(tmp_path):

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import optfn
-from optfn.run.background import wait
-from optfn.run.newest import checkpoints
+from optfn.run.background import wait_for_writes
+from optfn.run.newest import list_checkpoints
 
 FORMS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
 BAD = 6  # the step whose batch has the NaN
@@ -95,7 +95,9 @@ def test_finite_runs_and_runs_that_leave_such_steps_out_say_nothing(tmp_path):
             )
         )
         assert not said and np.isfinite(state.params["w"]).all()
-        assert [x.stem for x in checkpoints(place)] == [f"step_{n:09d}" for n in (BAD - 1, BAD)]
+        assert [x.stem for x in list_checkpoints(place)] == [
+            f"step_{n:09d}" for n in (BAD - 1, BAD)
+        ]
 
 
 @FORMS
@@ -131,8 +133,8 @@ def test_a_finite_loss_before_params_that_are_not(sharded, tmp_path):
         optfn.save_checkpoint(tmp_path, x, {"loss": np.ones(n)}, keep=1, sharded=sharded)
     with pytest.warns(UserWarning, match="newest finite checkpoint is step_000000001.*of step 1"):
         found, _ = optfn.restore_checkpoint(tmp_path, state)
-    assert int(found.step) == 1 and len(checkpoints(tmp_path)) == 2
-    (last,) = [path for path in checkpoints(tmp_path) if "4" in path.name]
+    assert int(found.step) == 1 and len(list_checkpoints(tmp_path)) == 2
+    (last,) = [path for path in list_checkpoints(tmp_path) if "4" in path.name]
     again, history = optfn.load_checkpoint(last, state)
     assert jnp.isinf(again.params["w"][1]) and history.keys() == {"loss"}
     assert last.exists()
@@ -146,7 +148,7 @@ def test_where_no_checkpoint_is_finite_the_newest_is_loaded_with_a_warning(shard
         pytest.importorskip("orbax.checkpoint")
     state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init({"w": np.ones(2)})
     optfn.save_checkpoint(tmp_path, state, {"loss": np.array([1.0, np.nan])}, sharded=sharded)
-    wait()
+    wait_for_writes()
     with pytest.warns(
         UserWarning, match="or its loss are not finite, and there is no finite check"
     ):
@@ -172,10 +174,10 @@ def test_stop_ends_the_run_once_the_log_is_written(log, tmp_path):
     words = f"the loss of step {BAD} is nan.*on_nonfinite='stop'"
     with pytest.raises(FloatingPointError, match=words):
         run(counted(), tmp_path / "run", on_nonfinite="stop", save_every=1, **options)
-    wait()
+    wait_for_writes()
     assert BAD <= len(taken) < 40
     names = [f"step_{n:09d}.npz" for n in (BAD - 2, BAD - 1)]
-    assert [x.name for x in checkpoints(tmp_path / "run")] == names
+    assert [x.name for x in list_checkpoints(tmp_path / "run")] == names
     if log:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]

@@ -27,7 +27,7 @@ def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
     for _ in range(steps):
         state, _ = step(state, jnp.eye(3))
     optfn.save_checkpoint(directory, state, {"loss": np.ones(steps)}, sharded=sharded)
-    background.wait()
+    background.wait_for_writes()
     return state
 
 
@@ -192,7 +192,7 @@ def test_new_masters_are_those_of_the_params_that_were_loaded(tmp_path):
 def test_params_alone_load_from_a_checkpoint_and_from_a_directory_of_them(sharded, tmp_path):
     saved = trained(optfn.adam(0.1), tmp_path, sharded=sharded)
     template = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float16), PARAMS)
-    (path,) = optfn.run.newest.checkpoints(tmp_path)
+    (path,) = optfn.run.newest.list_checkpoints(tmp_path)
     for place in (path, tmp_path, str(tmp_path)):
         loaded = optfn.load_params(place, template)
         equal(loaded, jax.tree.map(lambda x: x.astype(jnp.float16), saved.params))
@@ -211,7 +211,7 @@ def test_a_template_may_be_on_the_host_or_shapes(sharded, tmp_path):
 
 def test_params_of_another_model_are_refused_by_name(tmp_path):
     trained(optfn.adam(0.1), tmp_path)
-    (path,) = optfn.run.newest.checkpoints(tmp_path)
+    (path,) = optfn.run.newest.list_checkpoints(tmp_path)
     with pytest.raises(ValueError, match=r"another model: missing 'params/tail'"):
         optfn.load_params(path, PARAMS | {"tail": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"another model: not expected 'params/head'"):

@@ -172,14 +172,14 @@ def test_each_process_has_its_own_position(monkeypatch):
     """Of a run on another number of processes only positions that were the same can be used."""
 
     def among(*numbers):
-        texts = [position._text(position.Position(1, n)) for n in numbers]
+        texts = [position._to_json(position.Position(1, n)) for n in numbers]
         monkeypatch.setattr(position.processes, "gather_texts", lambda own: texts)
-        return position.encoded(position.Position(1, numbers[0]), is_shared=True)
+        return position.encode_position(position.Position(1, numbers[0]), is_shared=True)
 
     def read_in(process, count, arrays):
         monkeypatch.setattr(position.jax, "process_index", lambda: process)
         monkeypatch.setattr(position.jax, "process_count", lambda: count)
-        found = position.decoded(arrays)
+        found = position.decode_position(arrays)
         return found and found.state
 
     own, same = among(5, 7), among(6, 6)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.run.background import wait
-from optfn.run.newest import checkpoints
+from optfn.run.background import wait_for_writes
+from optfn.run.newest import list_checkpoints
 
 PROGRAM = """
     import json, os, pathlib, shutil, signal, sys
@@ -72,12 +72,12 @@ def test_a_directory_that_is_replaced_is_the_old_or_the_new_one_at_each_kill(tmp
     old, new = states()
     fresh = {"step": np.int32(0), "w": np.zeros(3, np.float32)}
     path = optfn.save_checkpoint(source, new, sharded=True)
-    wait()
+    wait_for_writes()
     unsynced = path.with_suffix(".unsynced")
     shutil.move(path, unsynced)
     shutil.copytree(unsynced, tmp_path / "new")
     optfn.save_checkpoint(source / "other", old, sharded=True)
-    wait()
+    wait_for_writes()
     shutil.move(source / "other" / path.name, path)
     (source / "other").rmdir()
     words = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(source), str(target), "1"]
@@ -91,7 +91,7 @@ def test_a_directory_that_is_replaced_is_the_old_or_the_new_one_at_each_kill(tmp
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # none is damaged
             found, _ = optfn.restore_checkpoint(target / str(k), fresh)
-        assert int(found["step"]) == 1 and len(checkpoints(target / str(k))) == 1
+        assert int(found["step"]) == 1 and len(list_checkpoints(target / str(k))) == 1
         (is_new,) = {bool(x) for x in np.asarray(found["w"]) >= 10}
         np.testing.assert_array_equal(found["w"], (old, new)[is_new]["w"])
         seen.append(is_new)
@@ -100,9 +100,9 @@ def test_a_directory_that_is_replaced_is_the_old_or_the_new_one_at_each_kill(tmp
             target / str(k), old | {"step": np.int32(2)}, keep=1, sharded=True
         )
         if k % 10 == 0:
-            wait()
+            wait_for_writes()
             assert [*later.parent.iterdir()] == [later]
-    wait()
+    wait_for_writes()
     assert seen == sorted(seen) and not seen[0] and seen[-1]
 
 

@@ -11,7 +11,7 @@ import pytest
 from compilations import count_compilations
 
 import optfn
-from optfn.run.background import wait
+from optfn.run.background import wait_for_writes
 from optfn.train.state import TrainState
 
 WITH_ORBAX = pytest.mark.skipif(find_spec("orbax") is None, reason="needs orbax-checkpoint")
@@ -148,7 +148,7 @@ def test_saving_and_restoring_refuse_the_same_trees(given, error, words, sharded
         optfn.save_checkpoint(tmp_path, given, step=1, sharded=sharded)
     assert not [*tmp_path.glob("step*")]
     optfn.save_checkpoint(tmp_path, W, step=1, sharded=sharded)
-    wait()
+    wait_for_writes()
     with pytest.raises(error, match=words):
         optfn.restore_checkpoint(tmp_path, given)
 

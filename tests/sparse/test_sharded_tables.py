@@ -18,8 +18,8 @@ from problems import trained
 import optfn
 from benchmarks import wire
 from optfn.distributed import data_mesh
-from optfn.sparse.sharded_table import natural
-from optfn.sparse.tables import _sizes
+from optfn.sparse.sharded_table import to_logical
+from optfn.sparse.tables import _choose_sizes
 from optfn.train.state import TrainState
 
 N, ROWS, WIDTH, STEPS = 8, 64, 4, 4
@@ -107,7 +107,7 @@ def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_t
     want, losses = run(optfn.make_train_step(loss_fn, RULES["lazy"](), tables="t"), data, params)
     state, found = run(sharded(RULES["lazy"]()), data, params)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    np.testing.assert_allclose(natural(state.params)["t"], want.params["t"], atol=1e-6)
+    np.testing.assert_allclose(to_logical(state.params)["t"], want.params["t"], atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
@@ -282,7 +282,7 @@ def test_a_number_of_rows_that_the_devices_divide_once_only():
     """A block of the natural order has 3 rows, fewer than devices."""
     params = PARAMS | {"t": PARAMS["t"][: 3 * N]}
     state, _ = run(sharded(optfn.adam(0.01, lazy=True)), [], params)
-    np.testing.assert_array_equal(natural(state.params)["t"], params["t"])
+    np.testing.assert_array_equal(to_logical(state.params)["t"], params["t"])
     np.testing.assert_array_equal(optfn.state_dict(state)["train/params/t"], params["t"])
 
 
@@ -319,7 +319,7 @@ def test_eight_bit_moments(width, tmp_path):
     state, found = run(step, data, params)
     np.testing.assert_allclose(found, losses, rtol=1e-2)
     moved = np.linalg.norm(want.params["t"] - params["t"])
-    assert np.linalg.norm(natural(state.params)["t"] - want.params["t"]) < 0.1 * moved
+    assert np.linalg.norm(to_logical(state.params)["t"] - want.params["t"]) < 0.1 * moved
     saved = optfn.state_dict(state)
     for moment in ("mu", "nu"):
         name = f"scale_by_int8_adam/{moment}_scale/t"
@@ -404,7 +404,7 @@ def bytes_of_batches(step, draw, width=64, count=20):
 
     The least are the distinct rows that a device does not keep, and their gradients.
     """
-    sizes, once = _sizes(4096 // N, N), wire.bytes_sent(step, N, rounds=0)
+    sizes, once = _choose_sizes(4096 // N, N), wire.bytes_sent(step, N, rounds=0)
     in_round = [wire.bytes_sent(step, N, branch=k) - once for k in range(len(sizes))]
     sent, least = [], []
     for seed in range(count):

@@ -258,14 +258,14 @@ def some_rows(seed=5, dtype=jnp.float32):
 
 def test_merging_adds_repeated_rows_up():
     r = some_rows()
-    once = r.merged()
+    once = r.merge()
     assert once.indices.tolist() == [0, 2, 7, 39, ROWS, ROWS, ROWS, ROWS]
     want = np.zeros((ROWS + 1, WIDTH))
     np.add.at(want, np.asarray(r.indices), np.asarray(r.values, np.float64))
     np.testing.assert_allclose(once.dense(), want[:ROWS], rtol=1e-6)
     np.testing.assert_allclose(r.dense(), want[:ROWS], rtol=1e-6)
     empty = sparse.Rows(jnp.zeros(0, jnp.int32), jnp.zeros((0, WIDTH)), ROWS)
-    assert empty.merged().indices.shape == (0,)
+    assert empty.merge().indices.shape == (0,)
 
 
 def test_params_plus_rows():
@@ -296,14 +296,14 @@ def test_rows_of_a_reshaped_array_in_parts():
     assert (r.shape, r.ndim) == ((5, 8), 2)
     for found in (
         p + r,
-        r.merged() + p,
+        r.merge() + p,
         optfn.apply_updates(p, r),
         p + (r + r) - r.dense(),
     ):
         np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
-    once = r.merged()
-    np.testing.assert_array_equal(rows.take(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
-    np.testing.assert_array_equal(rows.put(p, rows.take(p, once), once), p)
+    once = r.merge()
+    np.testing.assert_array_equal(rows.take_rows(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
+    np.testing.assert_array_equal(rows.place_params(p, rows.take_rows(p, once), once), p)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 import optfn
 from optfn.core import tree
 from optfn.distributed import data_mesh, exchange, init_state, quantize
-from optfn.state.inventory import inventory, map_entries
+from optfn.state.inventory import arrays_with_entries, inventory, map_entries
 
 PARAMS = {"w": np.ones((6, 5), np.float32), "v": np.ones(10, np.float32)}
 PATHS = tree.paths(PARAMS)
@@ -61,8 +61,7 @@ def test_a_slice_counts_its_row_where_devices_divide_the_leaf():
         shard=optfn.distributed.sharded("state", axis="b"),
     )  # fmt: skip
     state = step.init({"w": np.ones((32, 1024), np.float32)}).opt_state
-    pairs = zip(inventory(state), jax.tree.leaves(state), strict=True)
-    ((entry, x),) = [(entry, x) for entry, x in pairs if entry.kept == "sliced"]
+    ((entry, x),) = [pair for pair in arrays_with_entries(state) if pair[0].kept == "sliced"]
     assert entry.axes == ("a",) and entry.size == 32 * 1024 // 4 and x.shape == (4, entry.size)
 
 

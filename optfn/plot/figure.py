@@ -16,7 +16,7 @@ T = TypeVar("T")
 MAX_POINTS = 500
 
 
-def styled_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
+def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
     """Return `ax`, or the axes of a new figure, without the frame's upper and right lines.
 
     Args:
@@ -27,14 +27,14 @@ def styled_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "A
         pyplot = checks.optional_module("matplotlib.pyplot", "plot")
         ax = pyplot.subplots(figsize=size, layout="constrained")[1]
     elif not hasattr(ax, "plot"):
-        raise TypeError(f"ax must be axes of matplotlib; got {checks.shown(ax)}")
+        raise TypeError(f"ax must be axes of matplotlib; got {checks.show(ax)}")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)
     return ax
 
 
-def named_values(
+def check_mapping(
     argument: str, values: Mapping[str, T], kind: type[T] | None = None
 ) -> dict[str, T]:
     """Return `values` as a dict, if it is a mapping from names, with something in it.
@@ -45,18 +45,18 @@ def named_values(
       kind: the class that the values must be of; None for any.
     """
     if not isinstance(values, Mapping):
-        raise TypeError(f"{argument} must be a mapping from names; got {checks.shown(values)}")
+        raise TypeError(f"{argument} must be a mapping from names; got {checks.show(values)}")
     if not values:
         raise ValueError(f"{argument} must not be empty")
     for name, value in values.items():
         if kind is not None and not isinstance(value, kind):
             raise TypeError(
-                f"{argument}[{name!r}] must be a {kind.__name__}; got {checks.shown(value)}"
+                f"{argument}[{name!r}] must be a {kind.__name__}; got {checks.show(value)}"
             )
     return {str(name): value for name, value in values.items()}
 
 
-def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
+def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
     """Draw a curve; a long one as the means of intervals, with a band from minimum to maximum.
 
     Points that are not finite are left out, and so are intervals that contain one.

@@ -83,14 +83,14 @@ class PacketFormat:
             return jnp.zeros(0, jnp.float32)
         return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
-    def _scale_entries(self, scales: jax.Array) -> jax.Array:
+    def _repeat_scales(self, scales: jax.Array) -> jax.Array:
         return (
-            self.segments.spread_over_entries(scales, self.k) if self.values.has_scale else scales
+            self.segments.broadcast_to_entries(scales, self.k) if self.values.has_scale else scales
         )
 
-    def rounded(self, values: jax.Array) -> jax.Array:
-        """Return float32 values as they are decoded from a packet, (count,)."""
-        scales = self._scale_entries(self._scales(values))
+    def round_values(self, values: jax.Array) -> jax.Array:
+        """Round float32 values to the values that a packet can hold, (count,)."""
+        scales = self._repeat_scales(self._scales(values))
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ class PacketFormat:
           uint32 (num_bytes/4,).
         """
         scales = self._scales(values)
-        codes = self.values.encode(values, self._scale_entries(scales))
+        codes = self.values.encode(values, self._repeat_scales(scales))
         fields = [index.astype(jnp.uint32), codes]
         if self._end_is_sent.any():
             block = self._first_block + (index >> self.index_bits)
@@ -118,7 +118,7 @@ class PacketFormat:
         """Return the values, float32 (count,), and their indices in the array, uint32 (count,)."""
         scales = lax.bitcast_convert_type(packet[: self._num_scales], jnp.float32)
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
-        values = self.values.decode(codes, self._scale_entries(scales))
+        values = self.values.decode(codes, self._repeat_scales(scales))
         if ends:
             of_segments = np.repeat(np.cumsum(self.k), self._num_blocks).astype(np.int32)
             sent = np.flatnonzero(self._end_is_sent)
@@ -127,7 +127,7 @@ class PacketFormat:
             block = jnp.searchsorted(of_blocks, number, side="right").astype(jnp.int32)
             index += (block - self._first_block).astype(jnp.uint32) << np.uint32(self.index_bits)
         if self.segments.chunk is not None:
-            index += self.segments.spread_over_entries(
+            index += self.segments.broadcast_to_entries(
                 self.segments.row_starts.astype(np.uint32), self.k
             )
         return values, index
@@ -142,7 +142,7 @@ class PacketFormat:
         """Return flat arrays plus scale times the decoded entries; only these are touched."""
         values, index = self.decode(packet)
 
-        def added(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
+        def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
             return total.at[index].add(values, indices_are_sorted=True, unique_indices=True)
 
-        return list(map(added, totals, self.split(scale * values), self.split(index)))
+        return list(map(add, totals, self.split(scale * values), self.split(index)))
