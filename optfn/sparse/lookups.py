@@ -14,7 +14,6 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode
 from optfn.collectives.devices import Devices
 from optfn.jaxprs.equations import (
     CHECKPOINTS,
-    Atom,
     Environment,
     Equation,
     Equations,
@@ -135,8 +134,7 @@ class Lookups:
       owners: the workers that keep the rows, if the inputs have shards of tables; None if these
         are whole.
 
-    inputs: the variable of each input, in order.
-    tables: the path of each table, by its variable.
+    tables: the numbers of the inputs that are tables.
 
     Raises:
       TypeError: the program does something else with a table.
@@ -151,20 +149,16 @@ class Lookups:
     ) -> None:
         self._program = _with_lookups_before_checkpoints(program, paths, values)
         self._owners = owners
-        self.inputs = self._program.inputs
-        self.tables = _tables(self._program, paths)
-        self._sources = _sources(self._program, self.tables)
+        self.tables = [i for i, path in enumerate(paths) if path is not None]
+        path_of = _tables(self._program, paths)
+        self._sources = _sources(self._program, path_of)
         casts = {id(e) for source in self._sources.values() for e in source.casts}
         live = [e for e in self._program.find_live_equations() if id(e) not in casts]
         self._equations = live
-        self._lookups = _lookups(self._program, live, self._sources, self.tables)
+        self._lookups = _lookups(self._program, live, self._sources, path_of)
 
-    def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup, by the equations that these depend on.
-
-        Args:
-          known: the values of the inputs.
-        """
+    def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the ids and the rows of each lookup, by the equations that these depend on."""
         ids, rows = [], []
 
         def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
@@ -176,33 +170,37 @@ class Lookups:
         outputs = [x.equation.outvars[0] for x in self._lookups]
         needed = set(map(id, self._program.find_equations(outputs)))
         equations = [e for e in self._equations if id(e) in needed]
-        self._program.run(equations, self._with_casts(known), instead, run_on_shards)
+        self._program.run(equations, self._values_of(inputs), instead, run_on_shards)
         return ids, rows
 
-    def value(self, known: Environment, rows: list[jax.Array]) -> Any:
-        """Return the result for the values of the inputs and the rows of each lookup."""
+    def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
+        """Return the result of the program for its inputs and the rows of each lookup."""
 
         def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
             return [lookup.result(self._program, rows)]
 
         pairs = zip(self._lookups, rows, strict=True)
         instead = {id(x.equation): partial(result, x, r) for x, r in pairs}
-        values = self._program.run(self._equations, self._with_casts(known), instead, run_on_shards)
+        values = self._program.run(self._equations, self._values_of(inputs), instead, run_on_shards)
         outputs = gather_params(read(values, self._program.outputs))
         return self._program.structure.unflatten(outputs)
 
-    def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[Atom, Rows]:
-        """Return the gradient of each table, from the gradients of the rows of each lookup."""
-        found: dict[Atom, list[tuple[jax.Array, jax.Array]]] = {v: [] for v in self.tables}
+    def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[int, Rows]:
+        """Return the gradient of each table by its number, from the gradients of its rows."""
+        found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
         for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
             if not x.is_constant:
                 table = type_of(x.source.table)
                 indices = x.indices_of_gradient(i, table.shape[0])
-                found[x.source.table].append((indices.reshape(-1), g.reshape(-1, *table.shape[1:])))
-        return {v: _rows(type_of(v), parts) for v, parts in found.items()}
+                found.setdefault(x.source.table, []).append(
+                    (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
+                )
+        variables_of = {i: self._program.inputs[i] for i in self.tables}
+        return {i: _rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
 
-    def _with_casts(self, known: Environment) -> Environment:
-        """Add the variables that are casts of tables, which lookups read, as the bare tables."""
+    def _values_of(self, inputs: Sequence[Value]) -> Environment:
+        """Return the values of the inputs, and of casts of tables, which lookups read uncast."""
+        known = bindings(self._program.inputs, inputs)
         return known | {v: known[source.table] for v, source in self._sources.items()}
 
 
@@ -327,15 +325,18 @@ def _run_checkpoint(
     jaxpr: Any = find_called_jaxpr(equation)
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
     inner = Lookups(body, paths, operands)
-    known = bindings(inner.inputs, operands)
-    dense = [v for v in inner.inputs if v not in inner.tables]
+    dense = [i for i, path in enumerate(paths) if path is None]
 
     def rest(values: list[Value], rows: list[jax.Array]) -> Any:
-        return inner.value(known | bindings(dense, values), rows)
+        inputs = list(operands)
+        for i, x in zip(dense, values, strict=True):
+            inputs[i] = x
+        return inner.value(inputs, rows)
 
     options = {name: equation.params[name] for name in ("prevent_cse", "policy")}
-    _, rows = inner.look_up(known)
-    return jax.tree.leaves(jax.checkpoint(rest, **options)(read(known, dense), rows))
+    _, rows = inner.look_up(operands)
+    run = jax.checkpoint(rest, **options)
+    return jax.tree.leaves(run([operands[i] for i in dense], rows))
 
 
 def _rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:

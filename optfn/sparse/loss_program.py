@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, Updates
-from optfn.jaxprs.equations import Environment, Equations, bindings
-from optfn.jaxprs.sharded import ShardedParam, gather_params, is_sharded, has_scan_over_arrays
+from optfn.jaxprs.equations import Equations
+from optfn.jaxprs.sharded import ShardedParam, gather_params, has_scan_over_arrays, is_sharded
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import Lookups
@@ -28,13 +28,13 @@ from optfn.sparse.tables import count_rows, send_gradients
 
 
 class LossProgram:
-    """A loss as a program on its params.
+    """A loss as a program on its params; a loss that needs no reading runs as it is.
 
     Args:
       loss_fn: params -> loss, or (loss, aux).
-      params: the params. A leaf may be a ShardedParam; the loss is traced for its whole array.
+      params: the params. A leaf may be a ShardedParam; the loss gets its whole array.
       tables: the pattern of the paths of tables; None if there are none.
-      owners: the workers that keep the rows, if params have shards of tables; None if these are
+      owners: the devices that keep the rows, if params have shards of tables; None if these are
         whole.
 
     Raises:
@@ -46,11 +46,17 @@ class LossProgram:
         self,
         loss_fn: Callable[[Params], Any],
         params: Params,
-        tables: Pattern | None,
-        owners: Devices | None,
+        tables: Pattern | None = None,
+        owners: Devices | None = None,
     ) -> None:
         self._loss_fn, self._owners = loss_fn, owners
         self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded)
+        self._lookups: Lookups | None = None
+        if tables is not None or any(map(is_sharded, self._leaves)):
+            self._lookups = self._find_lookups(params, tables)
+
+    def _find_lookups(self, params: Params, tables: Pattern | None) -> Lookups | None:
+        """Trace the loss, and return its lookups; None if it has neither tables nor scans."""
         whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded)
         chosen = patterns.match_names(tables, whole, "tables")
 
@@ -59,18 +65,19 @@ class LossProgram:
                 return x
             _check_table(str(place), x)
             # In a shard, negative ids would count from its end.
-            return x if owners is None else _divided_table_shape(x, owners)
+            return x if self._owners is None else _divided_table_shape(x, self._owners)
 
         traced = tree.map_named(enter, whole)
+        program = Equations(self._loss_fn, traced, inline=bool(chosen))
+        if not chosen and not has_scan_over_arrays(program.equations):
+            return None
         paths = [path if path in chosen else None for path in tree.array_paths(whole)]
-        program = Equations(loss_fn, traced, inline=bool(chosen))
-        self._is_read = bool(chosen) or has_scan_over_arrays(program.equations)
-        self._lookups = Lookups(program, paths, jax.tree.leaves(traced), owners)
+        return Lookups(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
         """Return the loss at the params."""
-        known = self._known
-        return self._value(known, self._lookups.look_up(known)[1])
+        rows = [] if self._lookups is None else self._lookups.look_up(self._leaves)[1]
+        return self._value(self._leaves, rows)
 
     def value_and_grad(
         self,
@@ -86,36 +93,38 @@ class LossProgram:
           has_aux: whether the loss returns auxiliary data too.
           transform: a transformation of the loss after its lookups; None leaves it as it is.
         """
-        lookups, known = self._lookups, self._known
-        dense = [v for v in lookups.inputs if v not in lookups.tables]
+        lookups = self._lookups
+        tables = [] if lookups is None else lookups.tables
+        dense = [i for i in range(len(self._leaves)) if i not in tables]
+        ids, rows = ([], []) if lookups is None else lookups.look_up(self._leaves)
 
         def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
-            return self._value(known | bindings(dense, values), rows)
+            leaves = list(self._leaves)
+            for i, x in zip(dense, values, strict=True):
+                leaves[i] = x
+            return self._value(leaves, rows)
 
-        ids, rows = lookups.look_up(known)
         value, (grads, row_grads) = jax.value_and_grad(
             loss_of_rows if transform is None else transform(loss_of_rows),
             argnums=(0, 1),
             has_aux=has_aux,
             allow_int=True,
-        )([known[v] for v in dense], rows)
-        grads = [g.shard.array if isinstance(g, ShardedParam) else g for g in grads]
-        found: Environment = lookups.gradients(ids, row_grads) | bindings(dense, grads)
-        if self._owners is not None:
-            found |= {v: send_gradients(self._owners, found[v]) for v in lookups.tables}
-        return value, jax.tree.unflatten(self._structure, [found[v] for v in lookups.inputs])
+        )([self._leaves[i] for i in dense], rows)
+        found = {i: _shard_of(g) for i, g in zip(dense, grads, strict=True)}
+        if lookups is not None:
+            for i, g in lookups.gradients(ids, row_grads).items():
+                found[i] = g if self._owners is None else send_gradients(self._owners, g)
+        return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
 
-    @property
-    def _known(self) -> Environment:
-        """The values of the inputs."""
-        return bindings(self._lookups.inputs, self._leaves)
+    def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
+        if self._lookups is not None:
+            return self._lookups.value(leaves, rows)
+        return self._loss_fn(jax.tree.unflatten(self._structure, gather_params(leaves)))
 
-    def _value(self, known: Environment, rows: list[jax.Array]) -> Any:
-        if self._is_read:
-            return self._lookups.value(known, rows)
-        # Tracing the loss again is faster than running its equations one by one.
-        arrays = gather_params(known[v] for v in self._lookups.inputs)
-        return self._loss_fn(jax.tree.unflatten(self._structure, arrays))
+
+def _shard_of(g: Any) -> Any:
+    """Return the shard of the gradient of a ShardedParam; another gradient as it is."""
+    return g.shard.array if isinstance(g, ShardedParam) else g
 
 
 def _whole_shape(x: Leaf) -> Leaf:

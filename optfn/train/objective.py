@@ -113,28 +113,19 @@ def differentiate(
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
 
-    def value(inputs: Inputs) -> Values:
-        values: Values = read(values_at, inputs).value()
-        return values
-
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
+
+    def value(inputs: Inputs) -> Values:
+        values: Values = read(values_at, inputs).value()
+        return values
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         (loss, rest), grads = read(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    if gather is not None or tables is not None:
-        return Objective(value, value_and_grad)
-    function = scale_loss if transform is None else transform(scale_loss)
-    differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
-
-    def value_and_grad_of_whole(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(inputs.params, inputs)
-        return Values(loss, *rest), grads
-
-    return Objective(lambda inputs: values_at(inputs.params, inputs), value_and_grad_of_whole)
+    return Objective(value, value_and_grad)
 
 
 def wrap_value_and_grad(
