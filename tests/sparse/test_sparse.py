@@ -303,7 +303,7 @@ def test_rows_of_a_reshaped_array_in_parts():
         np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
     once = r.merge()
     np.testing.assert_array_equal(rows.take_rows(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
-    np.testing.assert_array_equal(rows.place_params(p, rows.take_rows(p, once), once), p)
+    np.testing.assert_array_equal(rows.put_rows(p, rows.take_rows(p, once), once), p)
 
 
 @pytest.mark.parametrize(
