@@ -60,6 +60,9 @@ class Shard(Protocol):
     def array(self) -> jax.Array:
         """The shard."""
 
+    def whole_type(self) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype of the whole array."""
+
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the whole array, cast to `dtype`; None keeps the dtype."""
 

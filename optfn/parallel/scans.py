@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Division, is_spec, join_axes
+from optfn.collectives.axes import Axes, Division, is_spec, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
@@ -73,24 +73,40 @@ class LeafShard:
             )
         return self._gathered[dtype]
 
-    def divide_layers(self) -> "LeafShard | None":
-        """Return the same array divided within each layer, if it is divided by layers.
+    def whole_type(self) -> Any:
+        """Return the shape and dtype of the whole array."""
+        return jax.eval_shape(lambda shard: shard.gather(), self)
 
-        The result is None if the number of shards divides no dimension of a layer that is whole.
+    def divide_layers(self) -> "LeafShard | None":
+        """Return the same array divided within each layer, by an all-to-all if it was by layers.
+
+        A scan needs a shard of each layer. The result is None if the number of shards divides no
+        further dimension of a layer: the scan then takes the whole array.
         """
-        (dimension, names), *remaining = self.divisions
-        if dimension > 0:
+        first, *remaining = self.divisions
+        if first.dimension > 0:
             return self
-        count = count_devices(self.layout.mesh, names)
+        dimension = self._find_layer_dimension()
+        if dimension is None:
+            return None
+        divisions = (Division(dimension, first.axes), *remaining)
+        array = self._exchange_layers(dimension, first.axes)
+        return dataclasses.replace(self, array=array, divisions=divisions)
+
+    def _find_layer_dimension(self) -> int | None:
+        """Return the first dimension of a layer that the devices can divide; None without one."""
+        count = count_devices(self.layout.mesh, self.divisions[0].axes)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
-        sizes = enumerate(self.array.shape)
-        fitting = [d for d, n in sizes if d not in divided and n % count == 0]
-        if not fitting:
-            return None
-        array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
-        divisions = (Division(fitting[0], names), *remaining)
-        return dataclasses.replace(self, array=array, divisions=divisions)
+        for dimension, size in enumerate(self.array.shape):
+            if dimension not in divided and size % count == 0:
+                return dimension
+        return None
+
+    def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
+        """Send whole layers, and receive a shard of each layer."""
+        shards: jax.Array = lax.all_to_all(self.array, names, dimension, 0, tiled=True)
+        return shards
 
     def group_layers(self, groups: int) -> "LeafShard | None":
         """Return the array as (groups, layers, …); None if an axis divides the layers."""

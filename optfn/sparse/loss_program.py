@@ -129,7 +129,7 @@ def _shard_of(g: Any) -> Any:
 
 def _whole_shape(x: Leaf) -> Leaf:
     """Return the shape and dtype of the whole array of a ShardedParam; another leaf as it is."""
-    return jax.eval_shape(ShardedParam.gather, x) if isinstance(x, ShardedParam) else x
+    return x.shard.whole_type() if isinstance(x, ShardedParam) else x
 
 
 def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:

@@ -222,3 +222,24 @@ def test_no_device_holds_all_layers(name):
     program = compiled(name)
     activations = 4 * LAYERS * BATCH // N * WIDTH * 8
     assert program.memory_analysis().temp_size_in_bytes < 0.55 * whole + activations
+
+
+def loss_of_three(params, batch):
+    x = lax.scan(body, batch, params["scanned"].astype(jnp.bfloat16))[0]
+    x = lax.scan(body, x, params["tied"])[0]
+    return jnp.mean((x @ params["head"]) ** 2) + jnp.sum(params["tied"] ** 2)
+
+
+def test_a_plan_of_the_loss_says_what_is_gathered_whole():
+    """Each leaf has P bytes; a scan sends them twice, and a line that needs all of them once."""
+    params = {k: normal(0, LAYERS, WIDTH, WIDTH) for k in ("scanned", "tied")}
+    params["head"] = normal(0, WIDTH, LAYERS * WIDTH)
+    arguments = {"shard": "params", "loss_fn": loss_of_three, "batch": TARGET}
+    plan = optfn.distributed.plan_memory(optfn.sgd(0.1), params, data_mesh(N), **arguments)
+    whole = 4 * LAYERS * WIDTH * WIDTH
+    assert plan.gathered_whole.keys() == {"tied", "head"}
+    assert all("test_scans.py" in line for line in plan.gathered_whole.values())
+    # Leaves of LAYERS layers are divided by layers: each layer is divided first, by an all-to-all.
+    per_layers = 2 + 2 / N
+    gathers = per_layers + (per_layers + 1) + 1
+    assert plan.sent == pytest.approx((N - 1) / N * whole * (gathers + 3), rel=1e-3)
