@@ -183,8 +183,9 @@ class ShardedParam:
             if shard is None:
                 return None
             if (groups := operation.groups_of(shard.array.shape[0])) is not None:
-                # Operations before it act on layers, and would now get groups of layers.
-                shard = None if operations else shard.group_layers(groups)
+                # An operation before it on the axes of a layer would now get groups of layers.
+                is_fit = all(x.name in _ELEMENTWISE for x in operations)
+                shard = shard.group_layers(groups) if is_fit else None
                 continue
             of_layer = operation.of_layer(shard.array.shape[0])
             if of_layer is None:

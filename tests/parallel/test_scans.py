@@ -40,7 +40,7 @@ def scan(w, x):
 
 
 def scan_of_groups(w, x):
-    groups = w.reshape(4, 4, WIDTH, WIDTH)
+    groups = (0.5 * w).reshape(4, 4, WIDTH, WIDTH)
     return lax.scan(lambda x, group: (scan(group, x), None), x, groups)[0]
 
 
