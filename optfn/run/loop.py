@@ -110,12 +110,11 @@ class _Run:
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        has_model_state = state.model_state is not None
         self.remaining = Remaining(
             options.batches, options, self.done - begin, step.local_steps, self.saver.batches
         )
         self.evaluator = Evaluator(
-            options, self.history, step.local_steps, has_model_state, self._is_epoch_end
+            options, self.history, step.local_steps, state, self._is_epoch_end
         )
         self.watch = LossWatch(
             self.history, self.done, step.local_steps,
@@ -171,7 +170,7 @@ class _Run:
         return self.best.choose(self.state), self.history.arrays()
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
-        """Call the step, and evaluate if that is due; return the numbers of both."""
+        """Take a step on a batch, and evaluate if that is due; return the numbers of both."""
         self.state, metrics = self.step(self.state, batch)
         self.n += self.step.local_steps
         if self.remaining.epoch is not None:

@@ -47,6 +47,10 @@ class LoopOptions:
       evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
         are (params, model_state). It is called every `evaluate_every` steps and at the end.
         `over_batches(fn, batches)` makes one that takes the mean over batches.
+      evaluate_average: whether `evaluate` gets the averaged params in place of the params; a text
+        names the average, if tx has several (`averaged_params`). The history, the log, `monitor`,
+        `patience` and `keep_best` then judge the average; the state that is returned is the whole
+        training state, with both. With local steps, the average belongs into `outer`.
       evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
         the `epochs`; None evaluates only at the end.
       monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
@@ -97,6 +101,7 @@ class LoopOptions:
     epochs: int | None = None
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
+    evaluate_average: bool | str = False
     evaluate_every: int | Literal["epoch"] | None = None
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -153,6 +158,11 @@ class FitArguments(LoopOptions):
             )
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
+        if not isinstance(self.evaluate_average, bool | str) or self.evaluate_average == "":
+            raise TypeError(
+                "evaluate_average must be True, False, or the name of an average; got "
+                f"{checks.show(self.evaluate_average)}"
+            )
         if self.evaluate_every == EPOCH:
             if self.epochs is None:
                 raise ValueError(
@@ -160,7 +170,7 @@ class FitArguments(LoopOptions):
                 )
         elif self.evaluate_every is not None:
             checks.count("evaluate_every", self.evaluate_every)
-        for name in ("evaluate_every", "patience", "keep_best"):
+        for name in ("evaluate_average", "evaluate_every", "patience", "keep_best"):
             if getattr(self, name) not in (None, False) and self.evaluate is None:
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
