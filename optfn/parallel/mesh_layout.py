@@ -128,7 +128,7 @@ class Layout:
         def choose(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
                 return old
-            _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
+            check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
             return spec
 
         return tree.map_named(choose, params, specs)
@@ -382,9 +382,8 @@ def _join_specs(over: P, spec: P) -> P:
     return P(join_axes(over[0], first), *remaining)
 
 
-def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
-    """Raise a ValueError unless a spec has at most as many entries as the leaf axes,
-    and divides each evenly."""
+def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
+    """Raise a ValueError if a spec cannot divide a leaf of this shape; it names all of them."""
     if len(spec) > len(shape):
         raise ValueError(
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
@@ -394,6 +393,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "
-                f"must be divisible by the {count} devices along {entry!r}"
+                f"must be divisible by the {count} devices along {entry!r}; its spec is {spec}, "
+                f"and the axes of the mesh have the sizes {dict(mesh.shape)}"
                 + (". Add rows that are never looked up" if argument == "tables" else "")
             )

@@ -6,9 +6,8 @@ A way of sharding is a class below with a `name`, listed in `KINDS`. Nothing els
 import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,14 @@ from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.mesh_layout import Layout, Replicated
+from optfn.parallel.mesh_layout import Layout, Replicated, check_fit
+from optfn.parallel.specs import (
+    Specs,
+    assign_specs,
+    check_specs,
+    check_workers_are_whole,
+    list_specs,
+)
 from optfn.parallel.whole import find_layer_axes
 
 
@@ -40,7 +46,7 @@ from optfn.parallel.whole import find_layer_axes
 class Sharded:
     """How params and state are divided; see `sharded`."""
 
-    kind: "str | Mapping[str, P]"
+    kind: str | Specs
     axis: Axes | None = None
     whole: Pattern | None = None
     gather_once: bool = False
@@ -54,13 +60,13 @@ class Sharded:
         Params that are sent in packets are exact only in the shards that devices keep. So a kind
         whose params would be whole on each device divides them too, and gathers them once.
         """
-        if self.gather is None or not isinstance(self.kind, str) or self.kind not in KINDS:
+        if self.gather is None or not _is_kind(self.kind):
             return self.gather_once
         return self.gather_once or KINDS[self.kind].keeps_params
 
 
 def sharded(
-    kind: str | Mapping[str, P],
+    kind: str | Specs,
     *,
     axis: AxisName = None,
     whole: Pattern | None = None,
@@ -74,9 +80,10 @@ def sharded(
     mesh divide, which matrices stay whole, or how many bits are sent.
 
     Args:
-      kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
+      kind: "state", "params", or the PartitionSpecs of params, as a tree or by patterns of paths
+        (`shard` of `make_train_step`).
       axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
-        None: all of them, or for a mapping the axes that its PartitionSpecs name. Along the
+        None: all of them, or with PartitionSpecs those that they name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
       whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
@@ -120,25 +127,25 @@ def sharded(
         "gather": gather and check_param_compressor("sharded: gather", gather),
         "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
     }
-    if any(compressors.values()) and (isinstance(kind, Mapping) or whole is not None):
+    if any(compressors.values()) and (not isinstance(kind, str) or whole is not None):
         raise ValueError(
             f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
             "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
-    if whole is not None and (isinstance(kind, Mapping) or kind not in KINDS):
+    if whole is not None and not _is_kind(kind):
         raise ValueError(
             f"sharded: whole= needs the kind {_list_kinds(' or ')}, which choose how leaves are "
-            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
-            "axis of layers, as P('data') does"
+            f"divided; got {checks.show(kind)}. To keep matrices whole by a PartitionSpec, divide "
+            "only the axis of layers, as P('data') does"
         )
     patterns.check_pattern("sharded: whole", whole)
     return Sharded(kind, names or None, whole, once, **compressors)
 
 
-# "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
-Kind: TypeAlias = str | Mapping[str, P] | Sharded
+# "state", "params", PartitionSpecs of params, or the result of `sharded`.
+Kind: TypeAlias = str | Specs | Sharded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,10 +253,11 @@ class ShardParams(ShardState):
 class ShardBySpec(Layout):
     """Params, gradients and state are divided by given PartitionSpecs.
 
-    specs: the specs of params, by patterns of paths; leaves without one are whole on every device.
+    specs: the specs of params, as a tree or by patterns of paths; leaves without a spec are whole
+      on every device.
     """
 
-    specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    specs: Specs = None
 
     @property
     def is_divided(self) -> bool:
@@ -257,12 +265,17 @@ class ShardBySpec(Layout):
         return True
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return for each leaf the spec of the first pattern that matches its path;
-        P() if none does."""
-        specs = super().dense_param_specs(params)
-        for paths, spec in patterns.first_matches(self.specs, params, "shard"):
-            specs = self._replace_specs(spec, paths, specs, params)
-        return specs
+        """Return the spec of each leaf; P() if a mapping of patterns has none for it."""
+        chosen = assign_specs(self.specs, params)
+
+        def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
+            if tree.is_masked(x):
+                return x
+            spec = chosen.get(str(place), P())
+            check_fit(str(place), jnp.shape(x), spec, self.mesh, "shard")
+            return spec
+
+        return tree.map_named(choose_spec, params)
 
 
 def init_state(
@@ -292,30 +305,39 @@ def init_state(
 KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, ShardParams)}
 
 
+def _is_kind(kind: object) -> TypeGuard[str]:
+    """Tell whether `kind` is the name of a way of sharding."""
+    return isinstance(kind, str) and kind in KINDS
+
+
 def _list_kinds(separator: str) -> str:
     """Return the names of the ways of sharding in quotes, joined for errors."""
     return separator.join(f'"{name}"' for name in KINDS)
 
 
 def layout_of(
-    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: Pattern | None = None
+    shard: Kind | None,
+    mesh: Mesh,
+    data_axis: AxisName,
+    tables: Pattern | None = None,
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
     Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`.
 
     Raises:
-      TypeError: `shard` is neither one of the names nor a mapping from patterns to PartitionSpecs.
+      TypeError: `shard` is neither one of the names, nor PartitionSpecs in one of their forms.
       ValueError: a spec names an axis that the mesh does not have, or names an axis twice.
     """
-    way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
+    way = shard if isinstance(shard, Sharded) else Sharded({} if shard is None else shard)
     divides = shard is not None or tables is not None
-    specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
-    _check_shard(specs, mesh)
+    specs = {} if _is_kind(way.kind) else way.kind
+    check_specs(specs, mesh)
     along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
     # Axes that no spec names are left for workers.
-    if specs and way.axis is None and tables is None:
-        named = join_axes(*itertools.chain.from_iterable(specs.values()))
+    listed = list_specs(specs)
+    if listed and way.axis is None and tables is None:
+        named = join_axes(*itertools.chain.from_iterable(listed.values()))
         along = Axes(name for name in along if name in named)
     unknown = exclude_axes(along, to_axes(data_axis))
     if unknown:
@@ -323,40 +345,17 @@ def layout_of(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
         )
     workers = exclude_axes(data_axis, along)
-    _check_workers_are_whole(specs, workers)
+    check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
     if divides and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
         return Replicated(mesh, workers, along, tables)
-    if isinstance(way.kind, Mapping):
-        return ShardBySpec(mesh, workers, along, tables, specs)
-    if way.kind not in KINDS:
-        raise TypeError(
-            f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
-            f"sharded(...) of one of these; got {way.kind!r}"
-        )
+    if not _is_kind(way.kind):
+        return ShardBySpec(mesh, workers, along, tables, way.kind)
     kind = ShardParams if way.gathers_once else KINDS[way.kind]
     return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
-
-
-def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
-    """Raise unless patterns map to PartitionSpecs that name axes of the mesh, none twice."""
-    for pattern, spec in specs.items():
-        if not isinstance(pattern, str | re.Pattern) or not isinstance(spec, P):
-            raise TypeError(
-                f"shard must map patterns of paths to PartitionSpecs; got {pattern!r}: {spec!r}"
-            )
-        names = [a for entry in spec for a in to_axes(entry)]
-        missing = [a for a in names if a not in mesh.shape]
-        if len(set(names)) < len(names):
-            raise ValueError(f"shard: {spec} for {pattern!r} must not name a mesh axis twice")
-        if missing:
-            raise ValueError(
-                f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
-                f"{mesh.axis_names}"
-            )
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
@@ -369,14 +368,3 @@ def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
             f"axes {(*along,)}, which divide params or state, if the mesh has further axes; its "
             f"axes are {mesh.axis_names}. Make it with the axes {(*workers, *along, *others)}"
         )
-
-
-def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
-    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
-    for pattern, spec in specs.items():
-        over_workers = [name for name in join_axes(*spec) if name in workers]
-        if over_workers:
-            raise ValueError(
-                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, but along that "
-                "axis devices are workers, each with whole leaves. Name it in sharded(..., axis=)"
-            )

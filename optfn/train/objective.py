@@ -34,6 +34,7 @@ from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
 from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
+from optfn.train.keys import fold_device, restore_unchanged_keys
 from optfn.train.loss_form import Inputs, LossForm, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
@@ -264,7 +265,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         gather = _gather_of(inputs.params, layout)
 
         def run(inputs: Inputs) -> Values:
-            return _mean_values(on_device(gather).value(_fold_device(inputs, layout)), layout)
+            own = fold_device(inputs, layout.shard_axes)
+            return _mean_values(on_device(gather).value(own), own, inputs, layout)
 
         return _run_on_devices(run, inputs, gather, P())
 
@@ -274,12 +276,13 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         arriving = _specs_of_arriving(inputs.params, gather, specs)
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:
-            values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
+            own = fold_device(inputs, layout.shard_axes)
+            values, grads = on_device(gather).value_and_grad(own)
             params, step = inputs.params, inputs.step
             grads = scatter_gradients(grads, params, gather.specs, arriving, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
-            return _mean_values(values, layout), grads
+            return _mean_values(values, own, inputs, layout), grads
 
         out_specs = P(), layout.restrict_specs(arriving)
         values, grads = _run_on_devices(run, inputs, gather, out_specs)
@@ -319,19 +322,15 @@ def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -
     return jax.tree.map(spec_of, params, gather.specs, gradient_specs)
 
 
-def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
-    """Fold the number of the device into the key, so that keys differ; a key of None stays None."""
-    if inputs.key is None:
-        return inputs
-    device = lax.axis_index(layout.shard_axes)
-    return inputs._replace(key=jax.random.fold_in(inputs.key, device))
+def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
+    """Return means over the devices; keys and integers of the model state are the first device's.
 
-
-def _mean_values(values: Values, layout: Layout) -> Values:
-    """Return means over the devices; integers of the model state are the first device's."""
+    A key that the loss has not changed is the key of `inputs`, in which no device is folded.
+    """
     names = layout.shard_axes
     loss, aux = mean_over_workers((values.loss, values.aux), names)
-    return Values(loss, mean_or_first(values.model_state, names), aux)
+    state = restore_unchanged_keys(values.model_state, own.model_state, inputs.model_state)
+    return Values(loss, mean_or_first(state, names), aux)
 
 
 def _run_on_devices(

@@ -88,9 +88,12 @@ class StepOptions:
         None: every device has all of them. "state": each of the N devices along `data_axis` keeps
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
         "params": params are divided as well, and gathered for the loss, one layer at a time if it
-        uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
-        PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
-        device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
+        uses `optfn.distributed.scan_layers`. Or the PartitionSpecs of params: a tree of
+        PartitionSpecs or NamedShardings with the structure of params or of a prefix of it, such as
+        flax's `nn.get_partition_spec(...)`, where None stands for whole leaves; or a mapping from
+        patterns of paths to PartitionSpecs, where leaves without a pattern are whole. The state
+        follows them, and axes besides `data_axis` are left to the compiler. Of a NamedSharding only
+        the spec counts. A mapping whose keys name all leaves is a tree. A leaf without a dimension
         that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
         same as on one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that

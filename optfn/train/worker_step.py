@@ -31,6 +31,7 @@ from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import collect_reports, iterate_nodes
+from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import StepFn, TrainState
@@ -88,12 +89,13 @@ def make_worker_step(
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # 1. The batch and the key are this worker's. Params and state are equal on all workers,
+        # 1. The batch and all keys are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, layout))
         key = None if key_of is None else key_of(state.step)
-        inputs = Inputs(state.params, state.model_state, batch, key, state.step, None)
+        seen = fold_worker_into_keys(state.model_state, layout.worker_axes if layout else Axes())
+        inputs = Inputs(state.params, seen, batch, key, state.step, None)
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
         values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
@@ -116,7 +118,8 @@ def make_worker_step(
         with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = mean_or_first(values.model_state, axes)
+        model_state = restore_unchanged_keys(values.model_state, seen, state.model_state)
+        model_state = mean_or_first(model_state, axes)
         model_state = _keep_where_skipped(model_state, state, opt_state)
         metrics = (
             {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)
