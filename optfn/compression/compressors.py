@@ -40,7 +40,7 @@ P = ParamSpec("P")
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place, or the gradient, whose memory the
+    direction: zeros, and the mean may be added to them in place, or the gradient, whose memory the
       mean may take; afterwards the mean over workers. Rows if the mean is wanted as Rows.
     residual: the accumulated updates of a worker, float32; afterwards the residual.
     state: the state of the compressor; for deep gradient compression the velocity.
@@ -58,7 +58,7 @@ class BaseCompressor(Compressor):
     """A compressor with defaults for the methods that `exchange` calls besides the protocol.
 
     is_reduced: whether packets are averaged by all-reduces, in `reduced`, instead of gathered
-      together with those of all gathered leaves.
+      together with the packets of all gathered leaves.
     bias: how far the mean of a decoded entry may be from the entry, relative to the largest entry
       of the leaf; 0 if a compressor is exact in the mean, or does not say. Without error feedback,
       `sharded(reduce=)` warns from 1/100 on.

@@ -106,12 +106,12 @@ def deep_gradient_compression(
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
         selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
-        clipped, > 0; each worker clips to 1/√N of it. None does not clip.
+      local_grad_clip_norm: the largest norm of the mean gradient of a compressed leaf, > 0; each
+        worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as the
-        axis of the devices of a host if `axis_name` is the axis of the hosts.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
+      reduce_axis_name: an axis, or several, to average g over densely first, such as the axis of
+        the devices of a host if `axis_name` is the axis of the hosts.
       min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
         `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
@@ -269,6 +269,7 @@ def _accumulate_and_send_shards(
         for i, leaf in zip(large, leaves, strict=True):
             directions[i], v[i], u[i], _ = leaf
     return structure.unflatten(directions), DeepGradientCompressionState(
+        # A skipped step does not count: the ramp goes by exchanges.
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(axis_size(options.axis_name), jnp.int32),

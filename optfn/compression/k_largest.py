@@ -9,9 +9,9 @@ own k, so that a model of many leaves compiles as fast as one of a single leaf:
 3. Population counts and their cumulative sum locate the candidates.
 4. Bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-If the summary misleads, an exact mask replaces that of step 2, which is slower but never wrong.
+If the summary misleads, an exact mask replaces step 2's mask, which is slower but never wrong.
 Many equal entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes
-are compared as integers, the bits of |x|: their order is that of the numbers, with NaN above
+are compared as integers, the bits of |x|: they have the order of the numbers, with NaN above
 infinity, and subnormal numbers are not flushed to zero.
 
 There are two kinds of summary, since segments differ in length by orders of magnitude. For whole
@@ -72,7 +72,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
     Args:
       m: magnitudes as rows, (rows, …), with −1 for padding.
       k: int32, one per segment, ≥ 1.
-      segments: the segments to which the rows belong.
+      segments: the segments that the rows belong to.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:

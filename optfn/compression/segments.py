@@ -42,6 +42,7 @@ class Chunks:
     def lengths(self) -> np.ndarray:
         """The number of elements of each chunk, (count,)."""
         lengths = np.full(self.count, self.length, np.int32)
+        # A slice, because an empty array has no last chunk.
         lengths[-1:] = self.last_length
         return lengths
 
@@ -83,6 +84,7 @@ class Chunks:
 def chunks_of(size: int, chunk: int | None) -> Chunks:
     """Return the chunks of an array of this size, at most `chunk` long;
     with None the whole array is one."""
+    # At least 1: an empty array then has no chunks, and their number is no division by 0.
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
 
@@ -219,7 +221,7 @@ class Segments:
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """The segment to which each row belongs, (rows,)."""
+        """The segment that each row belongs to, (rows,)."""
         return np.repeat(np.arange(self.num_rows.size, dtype=np.int32), self.num_rows)
 
     @cached_property

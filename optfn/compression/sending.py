@@ -85,7 +85,7 @@ class Sending:
             return mean_by_all_gather([compressors[i] for i in numbers], members, self.axis_name)
 
         def kind(i: int) -> object:
-            """Return the method that reduces leaf i, by which leaves are grouped;
+            """Return the method that reduces leaf i, the key of its group;
             False for gathered leaves."""
             return compressors[i].is_reduced and compressors[i].reduced
 

@@ -126,8 +126,8 @@ def positive(name: str, value: object) -> Scalar:
 
 
 def decay(name: str, value: object) -> Scalar:
-    """Return `value` if it is in [0, 1), the factor of a moving average, else raise;
-    see `number`."""
+    """Return `value` if it is in [0, 1), the factor of a moving average,
+    else raise; see `number`."""
     return number(name, value, BELOW_ONE)
 
 
@@ -157,8 +157,8 @@ def check_signature(
     keywords: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise a TypeError, which ends with `hint`, unless `function` takes these arguments;
-    C functions pass."""
+    """Raise a TypeError, which ends with `hint`,
+    unless `function` takes these arguments; C functions pass."""
     if not callable(function):
         raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:

@@ -63,11 +63,9 @@ def _broadcast_tensors(
         stacked = layout.runs[0].shape[: layout.runs[0].stacked]
         ones = (1,) * (len(shape) - len(stacked))
         return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
-    pieces = [
-        jnp.broadcast_to(number, (run.tensor_size,))
-        for of_run, run in zip(values, layout.runs, strict=True)
-        for number in of_run
-    ]
+    pieces = []
+    for of_run, run in zip(values, layout.runs, strict=True):
+        pieces += [jnp.broadcast_to(number, (run.tensor_size,)) for number in of_run]
     return jnp.concatenate(pieces).reshape(shape)
 
 
@@ -125,8 +123,8 @@ def _norms_of_runs(
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn(*numbers, **scalars) of each leaf or tensor, as a PerLeaf;
-    None where a number is None.
+    """Return fn(*numbers, **scalars) of each leaf or tensor,
+    as a PerLeaf; None where a number is None.
 
     Args:
       fn: an elementwise function of scalars or arrays.

@@ -53,8 +53,8 @@ def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callab
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return the spec by which the compiler's axes divide an array,
-    None where data axes divide too.
+    """Return how the compiler's axes divide an array;
+    None for dimensions that data axes divide too.
 
     A dimension that data axes divide as well gets None: if each slice of it were gathered along the
     data axes, its blocks would stand in another order.

@@ -93,8 +93,8 @@ class Engine:
         return carry.loss, carry.gradient
 
     def _init_carry(self) -> Carry:
-        """Return zeros for the scan: activation, cotangent, ring buffers,
-        sums of gradients, and loss."""
+        """Return zeros for the scan: activation, cotangent,
+        ring buffers, sums of gradients, and loss."""
         item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         # Only shapes: no stage runs before the first tick.

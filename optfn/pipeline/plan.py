@@ -119,11 +119,12 @@ class Plan:
     def phases(self) -> list[Phase]:
         """The clock, split wherever a window begins or ends,
         with the work of each span; for 1f1b three phases."""
-        cuts = sorted({tick for window in self.windows.values() for tick in window})
-        return [
-            Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))
-            for start, stop in itertools.pairwise(cuts)
-        ]
+        cuts = sorted(set(itertools.chain(*self.windows.values())))
+        phases = []
+        for start, stop in itertools.pairwise(cuts):
+            work = [w for w, (a, b) in self.windows.items() if a <= start < b]
+            phases.append(Phase(start, stop, "".join(work)))
+        return phases
 
     @property
     def ticks(self) -> int:
@@ -189,10 +190,12 @@ class Plan:
 
     def __str__(self) -> str:
         """Draw the schedule as text: a line per stage, a column per tick and kind of work."""
-        columns = [(t, w) for phase in self.phases for t in range(*phase[:2]) for w in phase.work]
-        labels = {
-            (c.stage, c.tick, c.work): _format_label(c, self.virtual_stages) for c in self.cells()
-        }
+        columns: list[tuple[int, str]] = []
+        for phase in self.phases:
+            columns += itertools.product(range(phase.start, phase.stop), phase.work)
+        labels = {}
+        for c in self.cells():
+            labels[c.stage, c.tick, c.work] = _format_label(c, self.virtual_stages)
         width = max(map(len, labels.values()))
         bytes_ = "" if self.activation_bytes is None else f" ({self.stash:,} bytes)"
         chunks = f", {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""

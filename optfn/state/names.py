@@ -187,12 +187,11 @@ def make_report_test(state: OptState) -> Callable[[str], bool]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    known = [
-        re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?")
-        for kind, reports in reporting_types()
-        for field, report in reports.items()
-        if report is None or not report.is_needed
-    ]
+    known = []
+    for kind, reports in reporting_types():
+        for field, report in reports.items():
+            if report is None or not report.is_needed:
+                known.append(re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?"))
     present = {state_word(type(x)) for x in iterate_nodes(is_state, state)}
 
     def is_report(name: str) -> bool:

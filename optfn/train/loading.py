@@ -193,7 +193,7 @@ def _find_late_leaves(
       mapping: arrays by name.
 
     Returns:
-      For the name of each such state, a dict from the path of a leaf to the step count at which its
+      For the name of each such state, a dict from the path of a leaf to the step count when its
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}

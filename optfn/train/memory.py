@@ -293,11 +293,10 @@ def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple
     A leaf that is divided only along its axes of stacked layers has whole matrices.
     """
     stacked = contents.count_stacked_axes(params)
-    divided = {
-        str(place)
-        for place, _, spec in tree.items(params, grad_specs)
-        if is_spec(spec) and any(spec[stacked[place.number] :])
-    }
+    divided = set()
+    for place, _, spec in tree.items(params, grad_specs):
+        if is_spec(spec) and any(spec[stacked[place.number] :]):
+            divided.add(str(place))
     whole = find_whole_matrices(state, tree.paths(params))
     return tuple(path for path in whole if path in divided)
 

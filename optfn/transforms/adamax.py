@@ -59,6 +59,7 @@ def adamax_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Return m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
     m = numerics.moving_average(m, g, b1)
+    # eps is added to the decayed maximum, as in fluid, and not to the divisor.
     return m, jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
 
 
