@@ -215,7 +215,11 @@ def mean_scatter_packets(
         return jax.vmap(lambda x: compressor.encode(x, state)[0])(slices), None
 
     mean, _, _ = mean_scatter_slices(
-        slices.astype(jnp.float32), encode, _decoder(compressor, shape), names
+        # Compressors take float32.
+        slices.astype(jnp.float32),
+        encode,
+        _decoder(compressor, shape),
+        names,
     )
     return jnp.astype(mean, x.dtype)
 

@@ -250,6 +250,7 @@ def _accumulate_and_send_shards(
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)
+    # 1. Each worker has another gradient: the mean over its inner axes, clipped, plus the penalty.
     g = _average_and_clip(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -260,9 +261,11 @@ def _accumulate_and_send_shards(
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
     # All small leaves share one all-reduce: on a slow link latency counts more than bytes.
+    # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
+    # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
@@ -289,6 +292,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
         tree.check_same_structure("update", "the state", values, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
+            # Of a group, g is a shard, whose size does not tell: the state does.
             is_flat = (
                 options.is_compressed(g) if options.group is None else not tree.is_masked(residual)
             )

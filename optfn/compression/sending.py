@@ -52,6 +52,7 @@ class Sending:
             """Add g to the residual where packets are sent; elsewhere the residual stays."""
             total = add_feedback(g, mark_varying(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mark_varying(leaf.published, checked)
+            # In the warm-up the mean is dense and exact, so nothing is left over.
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 

@@ -49,6 +49,7 @@ class TopK(ShownAsCall):
         """Return packets and states of several leaves, by one search of all;
         an empty leaf has an empty packet."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
+        # An empty array has no chunk to search.
         found = iter(self._packets([x for x in flat if x.size]))
         packets = [next(found) if x.size else jnp.zeros(0, jnp.uint32) for x in flat]
         return list(zip(packets, states, strict=True))

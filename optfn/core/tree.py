@@ -134,6 +134,7 @@ class Place:
 
 def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yield (place, leaf, *leaves of `trees` in its place) for all leaves of a tree."""
+    # On demand and once: to name the leaves takes longer than to check them.
     known = functools.cache(functools.partial(paths, tree))
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *trees)), strict=True)):
         yield Place(known, i), *row
@@ -198,6 +199,7 @@ def join(*words: str) -> str:
 
 def key_name(key: object) -> str:
     """Return one key of a JAX key path as a word: a dict's key, a position, or an attribute."""
+    # Of DictKey and FlattenedIndexKey, SequenceKey, and GetAttrKey.
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

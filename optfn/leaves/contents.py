@@ -14,6 +14,7 @@ from optfn.leaves.layout import BufferLayout, Run, single_leaf
 
 def has_leaf_layouts(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
+    # By its method, because `nodes` imports this module.
     return hasattr(type(x), "leaf_layouts")
 
 

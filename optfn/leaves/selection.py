@@ -45,6 +45,7 @@ class Selection:
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
         """Return the numbers of the selected leaves of a Packed."""
+        # By the layout of the whole tree, also if leaves have been taken out since.
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
 

@@ -116,6 +116,7 @@ def _norms_of_runs(
     scalars: dict[str, Any],
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
+    # A PerTensor has a number for each tensor of the run; other scalars serve all of them.
     axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
     value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
     runs = enumerate(zip(*map(layout.rows, arrays), strict=True))

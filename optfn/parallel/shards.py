@@ -88,6 +88,8 @@ def gather_shard(
     """
     forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
 
+    # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
+    # averaged, and may be packets.
     @jax.custom_vjp
     @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:

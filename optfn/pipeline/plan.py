@@ -303,6 +303,7 @@ def plan(
     m = checks.count("num_microbatches", num_microbatches)
     v = checks.count("virtual_stages", virtual_stages)
     checks.choice("schedule", schedule, SCHEDULES)
+    # `forward_order` takes microbatches in groups of p.
     if v > 1 and m % p:
         raise ValueError(
             f"num_microbatches must be a multiple of the {p} stages, because virtual_stages={v} is "

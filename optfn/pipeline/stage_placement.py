@@ -144,6 +144,7 @@ class StackedStages(StagePlacement):
         The data axis is the innermost axis of a dimension: the blocks that `gather_along_data`
         gathers are then consecutive.
         """
+        # Innermost: the blocks that a gather joins are then neighbours.
         names = (self.data_axis,)
         entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
         return P(None, self.axis_name, *(entry or None for entry in entries))

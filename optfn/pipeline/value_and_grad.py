@@ -263,6 +263,7 @@ class _Pipeline:
         # shard_map leaves an axis of length 1 in the place of p.
         local = jax.tree.map(lambda x: x[:, 0], weights.stage)
         weights = weights._replace(stage=self.placement.gather_along_data(local))
+        # One chunk, to trace with: all chunks have the same shapes.
         example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
         model = self._make_model(shapes, example, make_work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)

@@ -202,6 +202,7 @@ def _find_late_leaves(
             continue
         field = tree.join(name, traits_of(node).counted)
         paths = find_names_in_field(names, field)
+        # Leaves that began late in the saved run, and leaves whose moments begin now.
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values

@@ -141,6 +141,7 @@ class _Walk:
             wrong = _find_problem(kind, x, bool(text)) or _find_rate_before_plateau(state, x)
             if wrong:
                 self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
+            # Nothing is reported of an unknown form, but the link may decide the form behind it.
             gives = kind.of_unknown if x.form == forms.UNKNOWN else kind.takes.get(x.form, "")
             marks = dict(x.marks) | dict.fromkeys(kind.marks, link)
             if gives == forms.AVERAGED and x.is_uphill:

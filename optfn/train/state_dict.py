@@ -75,6 +75,7 @@ def name_host_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are host arrays, without copying them."""
     host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
     per_worker = per_worker_names(host)
+    # A reader on another number of workers must know which arrays to convert.
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
     return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
 

@@ -101,6 +101,7 @@ def scale_by_adamax(
 
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
+        # u has no sign, and so all of its bits for the magnitude.
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
         return quantize_moments(
             dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step

@@ -173,6 +173,7 @@ def apply_to_trained(
     """
     if not param_attrs:
         return tx
+    # From the inside: stacked axes are marked, then frozen leaves are masked.
     trained = restrict(
         _mark_stacked_leaves(tx, param_attrs),
         partial(_paths, lambda attr: attr.trainable, param_attrs),

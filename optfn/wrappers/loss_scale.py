@@ -86,6 +86,8 @@ def dynamic_loss_scale(
             extra["grad"] = _unscale(extra["grad"], state.scale)
         unscaled = _unscale(updates, state.scale)
         updated, guarded = guard.update(unscaled, state.inner_state, params, **extra)
+        # Unscaled gradients are float32; without params only the gradients tell the dtype of an
+        # update.
         if params is None:
             updated = tree.map(_cast_like, updates, updated)
         bad = guarded.consecutive > 0

@@ -224,6 +224,7 @@ def _make_remainder_form(bits: int) -> MasterForm:
         """Return (u, e), so that p + u and e read as the master, which 24 bits round."""
         noise = None
         if step is not None:
+            # Another multiplier than in `stored`, so that both round with independent bits.
             noise = codes.random_bits(p.shape, step.astype(jnp.uint32) * np.uint32(0xC2B2AE35))
         target, _ = codes.split_float32(master, bits, noise)
         u = update_to(p, target.astype(jnp.float32))

@@ -109,6 +109,7 @@ def record_metrics(
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
+        # Integer leaves have no gradient, and would count in param_norm alone.
         trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
