@@ -156,7 +156,8 @@ class Rotor:
             flops_before += last.forward_flops
 
     def _find_best(self, s: int, t: int, units: int) -> Segmentation:
-        """Return the best segmentation of the functions s to t."""
+        """Return the segmentation of the functions s to t with the fewest FLOPs in so many units of
+        memory."""
         best: Segmentation = []
         while s <= t:
             # The table has the FLOPs alone, so the choice is found again.

@@ -227,7 +227,8 @@ def mean_scatter_packets(
 def all_gather_packets(
     shard: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
-    """Gather a whole array from packets of its shards along one dimension.
+    """Gather a whole array from packets of its shards along one dimension,
+    the same bits on all devices.
 
     The arguments are as for `mean_scatter_packets`.
     """

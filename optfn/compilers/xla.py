@@ -43,7 +43,7 @@ LANES, LONG_ROW = 8, 256
 
 
 def row_norms(x: jax.Array) -> jax.Array:
-    """Return the L2 norms of x[0], x[1], …, shape (len(x),)."""
+    """Return the L2 norms of x[0], x[1], …, over all their axes, shape (len(x),)."""
     length = math.prod(x.shape[1:])
     squares = abs_squared(x)
     in_lanes = length >= LONG_ROW and length % LANES == 0
@@ -106,7 +106,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask; see `pack_mask`.
+    """Return the words of a mask by shifts and sums, for a CPU; see `pack_mask`.
 
     XLA on CPU does not vectorize the reduction of a padded array, so the tail alone is padded.
     """
@@ -119,7 +119,8 @@ def _bits_by_shifts(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_products(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask; see `pack_mask`. Products are of at most 4,096 entries."""
+    """Return the words of a mask by matrix products, for a TPU; see `pack_mask`.
+    Products are of at most 4,096 entries."""
     lead, n = mask.shape[:-1], mask.shape[-1]
     width = min(4096, -(-n // 32) * 32)
     mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)

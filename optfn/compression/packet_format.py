@@ -98,7 +98,8 @@ class PacketFormat:
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of entries that stand segment by segment.
+        """Return the packet of entries, which stand segment by segment in the order of their
+        indices.
 
         Args:
           values: float32 (count,).

@@ -38,8 +38,8 @@ class Sending:
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate and send; in the warm-up return dense means, and for a gradient that is not
-        finite zeros and the old state.
+        """Accumulate and send; before `warmup_steps` take dense means,
+        and if `nonfinite` zeros and the old state.
 
         The branch is the same on all workers, so it may contain collectives. All arrays are updated
         in place, since residuals have the size of the model.

@@ -39,7 +39,7 @@ def apply(
     rows: str = "dense",
     **scalars: Any,
 ) -> Any:
-    """Apply an elementwise rule on arrays to every leaf.
+    """Apply an elementwise rule on arrays to every leaf; masked leaves stay masked.
 
     Args:
       rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; without

@@ -141,7 +141,8 @@ def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
 
 
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
-    """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
+    """Return the path of each leaf, in the order of `flatten`:
+    "layers/0/bias", "" for a tree that is a leaf.
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
     the tree with it at init and without it at update, and a leaf must have the same name in both.

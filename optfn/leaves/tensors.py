@@ -177,7 +177,8 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf.
+    """Map a function over the tensors of each leaf, all of a shape at once;
+    empty and masked leaves stay.
 
     Args:
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.

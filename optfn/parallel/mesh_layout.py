@@ -284,7 +284,7 @@ class Layout:
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0, each leaf placed by its spec.
+        """Return the state of step 0 for all workers, padded, each leaf placed by its spec.
 
         Each device makes only its shards of divided leaves, so no device ever has a whole one.
 

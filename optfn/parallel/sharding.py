@@ -49,7 +49,8 @@ class Sharded:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether the params that a loss sees are gathered once in a step.
+        """Whether params are gathered once in a step:
+        if asked for, or if packets send params that would be whole.
 
         Params that are sent in packets are exact only in the shards that devices keep. So a kind
         whose params would be whole on each device divides them too, and gathers them once.

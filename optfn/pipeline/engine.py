@@ -198,8 +198,8 @@ class Engine:
         return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        """Send arrays to the device `distance` stages further along the ring; return the ones that
-        arrive."""
+        """Send arrays to the device `distance` stages further along the ring;
+        return the ones that arrive."""
         # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages

@@ -100,7 +100,8 @@ class Plan:
 
     @property
     def windows(self) -> dict[str, tuple[int, int]]:
-        """The ticks [start, stop) of each kind of work, over all stages.
+        """The ticks [start, stop) of each kind of work, over all stages:
+        F, B and, if backward is split, W.
 
         Stage d does its k-th forward at start + k + d, its k-th backward at start + k + p − 1 − d,
         and its k-th weight gradient at start + k, when all stages have done that backward.
@@ -167,7 +168,7 @@ class Plan:
         return slots if self.activation_bytes is None else slots * self.activation_bytes
 
     def cells(self) -> Iterator[Cell]:
-        """Yield the work of every stage, kind by kind."""
+        """Yield the tick, microbatch and chunk of each work item of every stage, kind by kind."""
         p, v = self.num_stages, self.virtual_stages
         for stage in range(p):
             delay = {"F": stage, "B": p - 1 - stage, "W": 0}

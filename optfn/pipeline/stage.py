@@ -197,7 +197,8 @@ class _ResidualProgram:
         return [i for i, a in enumerate(self.residuals) if not stashed.intersection(variables([a]))]
 
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
-        """Return (gradient of weights, cotangent of x)."""
+        """Return (gradient of weights, cotangent of x) from residuals,
+        whose random keys are given as bits."""
         leaves = [
             jax.random.wrap_key_data(a, impl=impl) if impl else a
             for a, impl in zip(residuals, self.key_impls, strict=True)

@@ -44,7 +44,8 @@ class Entry(NamedTuple):
 
 
 def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
-    """Return an entry for each array of a state, in the order of jax.tree.leaves.
+    """Return for each array of a state its name, parameter and how workers keep it,
+    in the order of jax.tree.leaves.
 
     Args:
       state: the state of an optimizer, however wrapped, of arrays or their shapes.

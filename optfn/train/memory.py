@@ -235,7 +235,7 @@ class _Rows(NamedTuple):
     local_steps: int
 
     def count_sent(self, whole: int, num_rows: int, workers: int) -> float:
-        """Return the bytes that a device sends for a table in a call.
+        """Return the bytes that a device sends in a call for the rows of a table, or for its mean.
 
         A divided table sends ids and rows to their owners and back; of a whole one, workers gather
         the rows of all gradients. A round of local steps averages the table as a dense array.
@@ -322,7 +322,8 @@ class _Leaf(NamedTuple):
     is_read: bool
 
     def count_sent(self, whole: float, passes: int, workers: int) -> float:
-        """Return the bytes that a device sends in a call, for params and gradient of the leaf.
+        """Return the bytes that a device sends in a call to gather a leaf and to reduce its
+        gradient.
 
         Args:
           whole: the bytes of the leaf, before it is divided over the data axes.

@@ -225,8 +225,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the e, int8 or int16, that brings `join_float32(p, e)` nearest to x;
-    0 if either is NaN."""
+    """Return the e, int8 or int16, that brings `join_float32(p,
+    e)` nearest to x; 0 if either is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)
