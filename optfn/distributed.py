@@ -8,6 +8,8 @@ from optfn.compression.k_largest import select_top_k
 from optfn.compression.power_sgd import power_sgd
 from optfn.compression.quantize import quantize
 from optfn.compression.top_k import top_k
+from optfn.estimate.chips import Chip
+from optfn.estimate.step import StepEstimate, estimate_step
 from optfn.parallel.fingerprint import compare_replicas
 from optfn.parallel.scans import scan_layers
 from optfn.parallel.sharding import init_state, sharded
@@ -18,13 +20,16 @@ from optfn.state.placement import rescale_residuals, state_specs
 from optfn.train.memory import MemoryPlan, plan_memory
 
 __all__ = [
+    "Chip",
     "MemoryPlan",
     "PipelineParams",
     "Plan",
+    "StepEstimate",
     "compare_replicas",
     "copy_to",
     "data_mesh",
     "deep_gradient_compression",
+    "estimate_step",
     "exchange",
     "init_state",
     "pipeline_value_and_grad",

@@ -9,7 +9,7 @@ own k, so that a model of many leaves compiles as fast as one of a single leaf:
 3. Population counts and their cumulative sum locate the candidates.
 4. Bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-If the summary misleads, an exact mask replaces step 2's mask, which is slower but never wrong.
+If the summary misleads, an exact mask replaces the mask of step 2; it is slower but never wrong.
 Many equal entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes
 are compared as integers, the bits of |x|: they have the order of the numbers, with NaN above
 infinity, and subnormal numbers are not flushed to zero.

@@ -60,8 +60,8 @@ class ValueFormat(NamedTuple):
 
         Args:
           x: the values.
-          s: the scale of each value, in a shape that broadcasts to x's; ignored if the format has
-            no scales.
+          s: the scale of each value, in a shape that broadcasts to x; ignored if the format
+            has no scales.
           noise: 32 random bits for each value, for a stochastic format.
         """
         if noise is not None:

@@ -73,6 +73,7 @@ def gather_shard(
     slices: P,
     layout: Layout,
     step: jax.Array | None,
+    dtype: Any = None,
 ) -> jax.Array:
     """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
 
@@ -85,8 +86,11 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
+      dtype: the dtype of the result, in which the array is sent; None keeps its dtype. Packets are
+        made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
     forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
+    kept, sent = shard.dtype, dtype or shard.dtype
 
     # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
     # averaged, and may be packets.
@@ -94,17 +98,17 @@ def gather_shard(
     @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         if forward is None:
-            return all_gather_shards(x, divisions)
+            return all_gather_shards(x.astype(sent), divisions)
         for dimension, names in divisions:
             x = all_gather_packets(x, dimension, names, forward, step)
-        return x
+        return x.astype(sent)
 
     @functools.partial(_map_slices, slices, layout)
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
         return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return scatter(cotangent, step), None
+        return scatter(cotangent.astype(kept), step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
     return gather(shard, step)

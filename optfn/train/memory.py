@@ -2,8 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_a
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.jaxprs.equations import Equations
 from optfn.leaves import contents, patterns
@@ -29,6 +30,7 @@ from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import find_whole_matrices
 from optfn.state.per_worker import Exchanged, find_exchange_axes
+from optfn.train.gathers import LeafGathers, find_gathers
 from optfn.train.local_steps import LocalSteps
 
 
@@ -47,6 +49,8 @@ class MemoryPlan(NamedTuple):
     gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
       does. The update sends several times the bytes of each such leaf, and nothing if
       `sharded(..., whole=)` names it.
+    gathered_whole: with "params" and `loss_fn`, the line of the loss that needs a divided leaf as
+      a whole, by the path of the leaf. A leaf that only scans take has none.
     """
 
     params: int
@@ -54,6 +58,7 @@ class MemoryPlan(NamedTuple):
     gradients: int
     sent: int
     gathered_in_update: tuple[str, ...] = ()
+    gathered_whole: Mapping[str, str] = MappingProxyType({})
 
 
 def plan_memory(
@@ -71,6 +76,8 @@ def plan_memory(
     value_and_grad: bool = False,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
+    loss_fn: Callable[[Params, Batch], Any] | None = None,
+    batch: Batch = None,
 ) -> MemoryPlan:
     """Return the bytes that a way of sharding a model takes, without allocating anything.
 
@@ -83,9 +90,9 @@ def plan_memory(
 
     Exceptions to this table:
 
-    * With "params" a `Stacked` is sent P once more, because `scan_layers` gathers its layers again
-      in the backward pass; and with `sharded(..., whole=)` 2P/N more, because each layer is divided
-      first.
+    * With "params" a `Stacked`, or with `loss_fn` each leaf that a scan takes, is sent P once more,
+      because the backward pass gathers layers again. With `sharded(..., whole=)`, or if devices
+      divide the layers, each layer is divided first, which takes 2P/N more.
     * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the remaining
       axes of `data_axis` have W workers, each device also sends 2(W − 1)/W of its shard of G.
     * A leaf that N does not divide, or that is too small to divide (see `sharded`), counts whole,
@@ -117,6 +124,11 @@ def plan_memory(
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
 
+      loss_fn: (params, batch) -> loss, or (loss, aux). It is traced, to find which leaves a scan
+        gathers layer by layer, and which lines gather a leaf whole. None: each `Stacked` counts as
+        scanned once, and each other leaf as gathered whole.
+      batch: the batch for `loss_fn`, arrays or their shapes; each device has as many examples.
+
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.
     """
@@ -142,6 +154,9 @@ def plan_memory(
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = exchange_bytes(_shard_state(init, params, layout, as_rows), mesh), 0
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
+    gathers: dict[str, LeafGathers] = {}
+    if loss_fn is not None and not (once or value_and_grad):
+        gathers = find_gathers(loss_fn, params, batch, layout)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
@@ -154,7 +169,12 @@ def plan_memory(
             sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
-        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps, str(place) in read)
+        leaf_gathers = gathers.get(str(place), _SCANNED if num_stacked else _WHOLE)
+        num_stacked = max(num_stacked, 1) if leaf_gathers.scans else 0
+        leaf = _Leaf(
+            layout, spec, grad_spec, p.shape, num_stacked, leaf_gathers, local_steps,
+            str(place) in read,
+        )  # fmt: skip
         sent += leaf.count_sent(whole, 1 if once else microbatches, workers)
         gradients += whole if leaf.is_read else 0
     return MemoryPlan(
@@ -163,6 +183,7 @@ def plan_memory(
         gradients,
         round(sent),
         _find_gathered(state, params, grad_specs),
+        {path: x.whole for path, x in gathers.items() if x.whole is not None},
     )
 
 
@@ -218,6 +239,10 @@ def _drop_unknown(state: OptState) -> OptState:
         return None if isinstance(x, Exchanged) and x.traffic == () else x
 
     return jax.tree.map(drop, state, is_leaf=lambda x: isinstance(x, Exchanged))
+
+
+# What counts for a `Stacked`, and for another leaf, if the loss is not given.
+_SCANNED, _WHOLE = LeafGathers(1, None), LeafGathers(0, "")
 
 
 class _Rows(NamedTuple):
@@ -309,6 +334,7 @@ class _Leaf(NamedTuple):
     grad_spec: the PartitionSpec of its gradient.
     shape: its shape.
     stacked: how many of its axes count layers, which are gathered one at a time.
+    gathers: what the loss gathers of it.
     steps: the number of steps in a call.
     is_read: whether the update reads the gradient. If not, XLA removes it with its reduction.
     """
@@ -318,6 +344,7 @@ class _Leaf(NamedTuple):
     grad_spec: P
     shape: tuple[int, ...]
     stacked: int
+    gathers: LeafGathers
     steps: int
     is_read: bool
 
@@ -362,18 +389,18 @@ class _Leaf(NamedTuple):
         """Return how often a divided leaf is gathered in a step:
         once per pass, or layer by layer twice per pass.
 
-        A stacked leaf is gathered layer by layer, and again in the backward pass. If it is divided
-        by layers, an all-to-all, 1/N of a gather, divides each layer first.
+        A scan gathers it layer by layer, and again in the backward pass. If it is divided by
+        layers, an all-to-all, 1/N of a gather, divides each layer first.
         """
         n = self.layout.num_shards
-        if not self.stacked:
-            return passes
+        whole = passes if self.gathers.whole is not None else 0
+        scans = self.gathers.scans
         if all(dimension for dimension, _ in self.layout.divisions(self.spec)):
-            return 2 * passes  # forwards and backwards
+            return whole + scans * 2 * passes  # forwards and backwards
         if not any(size % n == 0 for size in self.shape[1:]):
-            return passes  # all layers at once
+            return whole + scans * passes  # all layers at once
         # Params are sent as shards of each layer once for all passes, gradients back in each.
-        return 2 * passes + (1 + passes) / n
+        return whole + scans * (2 * passes + (1 + passes) / n)
 
 
 def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:

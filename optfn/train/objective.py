@@ -19,19 +19,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.jaxprs.sharded import gather_params, is_sharded
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.scans import gather_params
+from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
+from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.train.loss_form import Inputs, LossForm, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
@@ -62,16 +63,19 @@ class Gather(NamedTuple):
     tables: PyTree
     layout: Layout
 
+    def wrap(self, inputs: Inputs) -> Params:
+        """Return params with a ShardedParam in place of each leaf that the devices divide."""
+        return wrap_shards(inputs.params, self.specs, self.tables, self.layout, inputs.step)
+
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
 
         A gradient with respect to a shard is this device's shard of the mean gradient. Tables stay
-        divided. `scan_layers` inside `fn` gathers its params layer by layer instead.
+        divided.
         """
-        with gather_params(
-            inputs.params, self.specs, self.tables, self.layout, inputs.step
-        ) as params:
-            return fn(inputs._replace(params=params))
+        leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded)
+        params = jax.tree.unflatten(structure, gather_params(leaves))
+        return fn(inputs._replace(params=params))
 
 
 def differentiate(
@@ -97,37 +101,30 @@ def differentiate(
       recompute: names of values that are kept for the backward pass.
     """
 
-    def value_at_whole_params(inputs: Inputs) -> Values:
-        returned = loss_fn(inputs.params, *form.list_arguments(inputs))
+    def values_at(params: Params, inputs: Inputs) -> Values:
+        returned = loss_fn(params, *form.list_arguments(inputs))
         return form.check_result("loss_fn", returned, inputs.model_state)
 
-    def value(inputs: Inputs) -> Values:
-        if gather is None:
-            return value_at_whole_params(inputs)
-        return gather.call(value_at_whole_params, inputs)
-
     def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(inputs._replace(params=params))
+        loss, *rest = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
+
+    def read(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
+        params = inputs.params if gather is None else gather.wrap(inputs)
+        return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
-    if tables is not None:
-        differentiated = sparse.value_and_grad(
-            scale_loss, tables, has_aux=True, transform=transform, owners=owners
-        )
-    else:
-        function = scale_loss if transform is None else transform(scale_loss)
-        differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
+
+    def value(inputs: Inputs) -> Values:
+        values: Values = read(values_at, inputs).value()
+        return values
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(inputs.params, inputs)
+        (loss, rest), grads = read(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    # loss_fn alone would look up ids in a worker's rows as if they were the whole table.
-    if owners is not None:
-        return Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
 

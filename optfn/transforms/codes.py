@@ -69,7 +69,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Return 32 random bits for each element of `shape`: a hash of its number and a uint32 seed.
 
-    Source: Wellons' "prospector" has the mixing constants (triple32's first two rounds).
+    Source: the mixing constants come from Wellons' "prospector" (triple32's first two rounds).
     """
     x = xla.progression(shape, seed, 0x9E3779B1)
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)

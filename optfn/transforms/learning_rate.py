@@ -136,8 +136,8 @@ def scale_by_learning_rate(
     `update` takes `rate_factors`, factors of the rate by path, which an optimizer with
     `param_attrs` passes.
 
-    State: the step and the rate last used (after init, step 0's), float32, or float64 with
-    `jax_enable_x64`. Real and complex leaves.
+    State: the step and the rate last used (after init, the rate of step 0), float32, or float64
+    with `jax_enable_x64`. Real and complex leaves.
     """
     lr = check_rate(learning_rate)
 
