@@ -61,14 +61,12 @@ def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _make_schedule(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Turn a function of an array into a schedule,
-    which takes numbers too and returns `scalar_dtype`."""
+    """Turn a function of an array into a schedule, which also takes numbers."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
 def _to_float(step: jax.Array) -> jax.Array:
-    """Return an integer step in the dtype of rates."""
-    # Convert, because with strict dtype promotion an int32 step times a float is an error.
+    """Convert a step to the dtype of rates: strict promotion refuses int32 times a float."""
     return step.astype(numerics.scalar_dtype())
 
 
@@ -306,8 +304,7 @@ def warmup_cosine(
 def _add_warmup(
     length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
 ) -> Schedule:
-    """Return the schedule of a line from start to end for `length` steps, then of `after`,
-    called with the step."""
+    """Return the schedule of a line from start to end for `length` steps, then of `after`."""
     return _make_schedule(
         lambda i: jnp.where(i < length, _interpolate(i, length, start, end), after(i))
     )

@@ -143,7 +143,8 @@ def _peak_bytes(
     inputs: Iterable[Variable] = (),
     ignored: Collection[Variable] = (),
 ) -> int:
-    """Return the most bytes that are alive at any of `equations`.
+    """Return the most bytes of materialized values alive at any of `equations`;
+    fused values take none.
 
     Args:
       equations: the equations, in the order of their run.

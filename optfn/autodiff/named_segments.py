@@ -1,6 +1,7 @@
 """One function, cut at the values that it names into segments that are recomputed."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,12 +79,14 @@ def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     available = [*program.constants, *program.inputs]
     segments = []
     for i, equations in enumerate(runs):
-        later = {a for after in runs[i + 1 :] for e in after for a in variables(e.invars)}
-        later.update(variables(program.outputs))
-        results = [a for e in equations for a in e.outvars]
+        later = set(variables(program.outputs))
+        for equation in itertools.chain(*runs[i + 1 :]):
+            later.update(variables(equation.invars))
+        results = list(itertools.chain.from_iterable(e.outvars for e in equations))
         outputs = [a for a in results if a in later]
         # jax.checkpoint saves its arguments: a segment gets only what it reads.
-        reads = set(variables(a for e in equations for a in e.invars)).difference(results)
+        operands = itertools.chain.from_iterable(e.invars for e in equations)
+        reads = set(variables(operands)).difference(results)
         segments.append(_Segment(equations, [a for a in available if a in reads], outputs))
         # Results that no later segment reads are not passed on, so nothing keeps them.
         available += outputs

@@ -141,8 +141,11 @@ class Rotor:
         if s == t:
             yield s, self._restrict(np.zeros(UNITS + 1), 0, peak)
             return
+        # 1. Save the residuals of s, and go on behind it.
         occupied = first.residual_bytes + first.output_bytes
         yield s, self._restrict(self.table[s + 1, t], occupied, peak)
+        # 2. Keep only the input of s to c − 1 while the functions from c on run, then run them
+        # again.
         flops_before, forward_peak, input_bytes = 0.0, 0, 0
         for c in range(s + 1, t + 1):
             last = self.costs[c - 1]
@@ -153,9 +156,11 @@ class Rotor:
             flops_before += last.forward_flops
 
     def _find_best(self, s: int, t: int, units: int) -> Segmentation:
-        """Return the best segmentation of the functions s to t."""
+        """Return the segmentation of the functions s to t with the fewest FLOPs in so many units of
+        memory."""
         best: Segmentation = []
         while s <= t:
+            # The table has the FLOPs alone, so the choice is found again.
             choice, _ = min(self._iterate_choices(s, t), key=lambda pair: pair[1][units])
             if choice == s:
                 best.append(s)

@@ -101,6 +101,7 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
     The branches of a cond and the carry of a loop must vary over the same axes.
     """
+    # Sorted, because the order of a set differs between processes.
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 

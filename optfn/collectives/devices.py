@@ -45,7 +45,8 @@ class Devices:
         return dict(self.specs)
 
     def specs_of(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpec of each array of a tree with the paths of params.
+        """Return the PartitionSpec of each array of a tree by its path among the params,
+        P() for any other.
 
         A scalar, and a leaf of no known path, is the same on all devices: P(). A masked leaf stays
         masked.

@@ -129,7 +129,7 @@ class GatheredPackets(NamedTuple):
         packet leaves its bucket only when it is added, so that no copy of all packets exists.
 
         Args:
-          zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
+          zeros: zeros in the shapes of the arrays; the mean may be added to them in place.
           add: adds a multiple of a decoded packet to arrays.
         """
         workers = len(self.buckets[0]) if self.buckets else 0

@@ -146,7 +146,7 @@ def mean_scatter(
     compressor: Compressor | None = None,
     step: jax.Array | None = None,
 ) -> jax.Array:
-    """Return this device's shard of the mean of an array over the axes `names`.
+    """Return this device's shard of the mean over the axes `names`, divided as `divisions` say.
 
     There is a reduce-scatter for each divided dimension, and an all-reduce over the axes that
     divide nothing. A dimension that its number of shards does not divide is padded with zeros.

@@ -115,7 +115,7 @@ def data_mesh(
     axis_name: str = "data",
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh with one axis, for data-parallel training.
+    """Return a mesh with one axis over the first `num_workers` devices, for data-parallel training.
 
     Args:
       num_workers: the number of devices; None: all devices of all processes.

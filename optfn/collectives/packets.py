@@ -215,7 +215,11 @@ def mean_scatter_packets(
         return jax.vmap(lambda x: compressor.encode(x, state)[0])(slices), None
 
     mean, _, _ = mean_scatter_slices(
-        slices.astype(jnp.float32), encode, _decoder(compressor, shape), names
+        # Compressors take float32.
+        slices.astype(jnp.float32),
+        encode,
+        _decoder(compressor, shape),
+        names,
     )
     return jnp.astype(mean, x.dtype)
 
@@ -223,7 +227,8 @@ def mean_scatter_packets(
 def all_gather_packets(
     shard: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
-    """Gather a whole array from packets of its shards along one dimension.
+    """Gather a whole array from packets of its shards along one dimension,
+    the same bits on all devices.
 
     The arguments are as for `mean_scatter_packets`.
     """

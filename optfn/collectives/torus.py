@@ -155,10 +155,11 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
         return [PhaseOfCollective(axis, None)]
     sizes = (*sizes[:-most], math.prod(sizes[-most:]))
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    return [
-        PhaseOfCollective(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
-        for k, size in enumerate(sizes)
-    ]
+    found = []
+    for k, size in enumerate(sizes):
+        groups = np.moveaxis(numbers, k, -1).reshape(-1, size).tolist()
+        found.append(PhaseOfCollective(axis, groups))
+    return found
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:

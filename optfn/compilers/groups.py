@@ -30,8 +30,8 @@ def map_groups(
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Return the mesh axes whose devices may hold different values of `x`, as JAX tracks them;
-    none if it does not.
+    """Return the mesh axes whose devices may hold different values of `x`,
+    as JAX tracks them; none if it does not.
 
     Inside `shard_map(check_vma=True)` each array has such a set; elsewhere the set is empty.
     """

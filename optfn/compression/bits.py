@@ -33,9 +33,10 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
       widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
     digit = math.gcd(32, *widths)
-    digits = [
-        _split_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width
-    ]
+    digits = []
+    for x, width in zip(fields, widths, strict=True):
+        if width:
+            digits.append(_split_digits(x, width, digit))
     stream = digits[0] if len(digits) == 1 else jnp.concatenate(digits)
     per_word = 32 // digit
     # Unconditional, a pad of nothing would still copy the stream in some programs.
@@ -117,8 +118,8 @@ def find_positions(
       words: uint32, flat.
       ends: the number of set bits up to the end of each word.
       number: the numbers of the bits, int32, flat.
-      first: for each bit, the first word in which it may be.
-      most: the number of words, from `first` on, in which it may be; static.
+      first: for each bit, the first word that may have it.
+      most: the number of words, from `first` on, that may have it; static.
     """
     steps, last = most.bit_length(), words.size - 1
 
@@ -127,6 +128,7 @@ def find_positions(
         end = ends[jnp.minimum(word + (ahead - 1), last).astype(jnp.uint32)]
         return jnp.where(end <= number, word + ahead, word)
 
+    # The carry of a loop must vary over the same mesh axes from the start.
     start = mark_varying(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
     at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
     word = words[at]

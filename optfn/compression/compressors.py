@@ -40,7 +40,7 @@ P = ParamSpec("P")
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place, or the gradient, whose memory the
+    direction: zeros, and the mean may be added to them in place, or the gradient, whose memory the
       mean may take; afterwards the mean over workers. Rows if the mean is wanted as Rows.
     residual: the accumulated updates of a worker, float32; afterwards the residual.
     state: the state of the compressor; for deep gradient compression the velocity.

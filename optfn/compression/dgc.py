@@ -106,12 +106,12 @@ def deep_gradient_compression(
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
         selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
-        clipped, > 0; each worker clips to 1/√N of it. None does not clip.
+      local_grad_clip_norm: the largest norm of the mean gradient of a compressed leaf, > 0; each
+        worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as the
-        axis of the devices of a host if `axis_name` is the axis of the hosts.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
+      reduce_axis_name: an axis, or several, to average g over densely first, such as the axis of
+        the devices of a host if `axis_name` is the axis of the hosts.
       min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
         `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
@@ -250,6 +250,7 @@ def _accumulate_and_send_shards(
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)
+    # 1. Each worker has another gradient: the mean over its inner axes, clipped, plus the penalty.
     g = _average_and_clip(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -260,15 +261,18 @@ def _accumulate_and_send_shards(
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
     # All small leaves share one all-reduce: on a slow link latency counts more than bytes.
+    # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
+    # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
         for i, leaf in zip(large, leaves, strict=True):
             directions[i], v[i], u[i], _ = leaf
     return structure.unflatten(directions), DeepGradientCompressionState(
+        # A skipped step does not count: the ramp goes by exchanges.
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(axis_size(options.axis_name), jnp.int32),
@@ -288,6 +292,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
         tree.check_same_structure("update", "the state", values, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
+            # Of a group, g is a shard, whose size does not tell: the state does.
             is_flat = (
                 options.is_compressed(g) if options.group is None else not tree.is_masked(residual)
             )

@@ -58,7 +58,7 @@ class Options:
 
     @property
     def all_axes(self) -> Axes:
-        """The axes over which gradients are exchanged or averaged."""
+        """The axes that gradients are exchanged or averaged over."""
         return join_axes(self.axis_name, self.reduce_axis_name)
 
     @property
@@ -78,10 +78,11 @@ def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]
     word has a value and 16 bits of an index.
     """
     segments, values = Segments(tuple(sizes)), VALUES[options.wire]
-    return [
-        PacketFormat(segments, num_selected(1 - s, segments.lengths), values, values.bits)
-        for s in options.sparsity
-    ]
+    formats = []
+    for s in options.sparsity:
+        k = num_selected(1 - s, segments.lengths)
+        formats.append(PacketFormat(segments, k, values, values.bits))
+    return formats
 
 
 @dataclasses.dataclass(frozen=True)

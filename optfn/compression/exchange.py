@@ -148,11 +148,11 @@ def exchange(
         None or without a match are exchanged densely. Or None, which is the plain mean of each leaf
         in the gradient's dtype.
       error_feedback: the factor of the residual, in [0, 1].
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
       min_size: leaves with fewer elements are exchanged densely; ≥ 1.
       param_attrs: attributes by patterns of paths. Leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
-      warmup_steps: the number of first steps in which the mean is dense, and the residual stays 0.
+      warmup_steps: the number of first steps with a dense mean, when the residual stays 0.
       route: how packets are sent. "gather": each worker sends its packet, of b bytes, to the N − 1
         remaining ones, (N − 1)·b bytes. "parts": each worker owns a slice of each leaf, 1/N of its
         entries in C order. Packets of slices are sent to their owners, and each owner sends the

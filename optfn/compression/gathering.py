@@ -24,7 +24,7 @@ def mean_by_all_gather(
     Args:
       compressors: the compressor of each leaf.
       leaves: the leaves of one worker.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      axis_name: the mesh axis, or axes, of the workers; it must be bound.
     """
     xs = [leaf.residual for leaf in leaves]
     encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])

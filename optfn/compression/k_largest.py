@@ -72,7 +72,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
     Args:
       m: magnitudes as rows, (rows, …), with −1 for padding.
       k: int32, one per segment, ≥ 1.
-      segments: the segments to which the rows belong.
+      segments: the segments that the rows belong to.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:

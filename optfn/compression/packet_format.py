@@ -98,7 +98,8 @@ class PacketFormat:
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of entries that stand segment by segment.
+        """Return the packet of entries, which stand segment by segment in the order of their
+        indices.
 
         Args:
           values: float32 (count,).
@@ -125,6 +126,7 @@ class PacketFormat:
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
         values = self.values.decode(codes, self._repeat_scales(scales))
         if ends:
+            # The end of a segment's last block is not sent: k tells it.
             of_segments = np.repeat(np.cumsum(self.k), self._num_blocks).astype(np.int32)
             sent = np.flatnonzero(self._end_is_sent)
             of_blocks = jnp.asarray(of_segments).at[sent].set(ends[0].astype(jnp.int32))

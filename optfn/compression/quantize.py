@@ -35,8 +35,8 @@ class Quantize(ShownAsCall):
 
     @property
     def bias(self) -> float:  # type: ignore[override]
-        """Half the largest distance of two neighbouring values,
-        relative to the scale; 0 if stochastic."""
+        """Half the distance of two neighbouring values, relative to the largest;
+        0 if stochastic."""
         return 0.0 if self.stochastic else _BIAS[self.bits]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:

@@ -42,6 +42,7 @@ class Chunks:
     def lengths(self) -> np.ndarray:
         """The number of elements of each chunk, (count,)."""
         lengths = np.full(self.count, self.length, np.int32)
+        # A slice, because an empty array has no last chunk.
         lengths[-1:] = self.last_length
         return lengths
 
@@ -83,6 +84,7 @@ class Chunks:
 def chunks_of(size: int, chunk: int | None) -> Chunks:
     """Return the chunks of an array of this size, at most `chunk` long;
     with None the whole array is one."""
+    # At least 1: an empty array then has no chunks, and their number is no division by 0.
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
 
@@ -102,7 +104,8 @@ class RowChunks:
 
     @cached_property
     def flat(self) -> Chunks:
-        """The chunks of the flat array."""
+        """The chunks of the flat array: whole rows, as many as fit in `chunk`,
+        or `chunk` entries of a row."""
         chunks = chunks_of(math.prod(self.shape), self.chunk)
         if not self.rows:
             return chunks
@@ -115,7 +118,7 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return fn's number for each chunk, (count,).
+        """Return fn's number for each chunk, (count,); 0 chunks for an empty leaf.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
@@ -176,7 +179,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """The rows of each array."""
+        """For each array, its rows as `Chunks`;
+        all rows have one length, the last of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]
@@ -219,7 +223,7 @@ class Segments:
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """The segment to which each row belongs, (rows,)."""
+        """The segment that each row belongs to, (rows,)."""
         return np.repeat(np.arange(self.num_rows.size, dtype=np.int32), self.num_rows)
 
     @cached_property

@@ -38,8 +38,8 @@ class Sending:
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate and send; in the warm-up return dense means, and for a gradient that is not
-        finite zeros and the old state.
+        """Accumulate and send; before `warmup_steps` take dense means,
+        and if `nonfinite` zeros and the old state.
 
         The branch is the same on all workers, so it may contain collectives. All arrays are updated
         in place, since residuals have the size of the model.
@@ -52,6 +52,7 @@ class Sending:
             """Add g to the residual where packets are sent; elsewhere the residual stays."""
             total = add_feedback(g, mark_varying(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mark_varying(leaf.published, checked)
+            # In the warm-up the mean is dense and exact, so nothing is left over.
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 
@@ -85,7 +86,7 @@ class Sending:
             return mean_by_all_gather([compressors[i] for i in numbers], members, self.axis_name)
 
         def kind(i: int) -> object:
-            """Return the method that reduces leaf i, by which leaves are grouped;
+            """Return the method that reduces leaf i, the key of its group;
             False for gathered leaves."""
             return compressors[i].is_reduced and compressors[i].reduced
 

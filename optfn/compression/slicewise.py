@@ -33,7 +33,7 @@ def slicewise_mean(
       compressors: the compressor of each leaf.
       leaves: the leaves of one worker. `published` is the residual of the mean of the slice that it
         owns, or an array of all slices.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      axis_name: the mesh axis, or axes, of the workers; it must be bound.
       error_feedback: the factor of that residual.
     """
     workers, worker = axis_size(axis_name), lax.axis_index(axis_name)

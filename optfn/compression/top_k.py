@@ -49,12 +49,13 @@ class TopK(ShownAsCall):
         """Return packets and states of several leaves, by one search of all;
         an empty leaf has an empty packet."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
+        # An empty array has no chunk to search.
         found = iter(self._packets([x for x in flat if x.size]))
         packets = [next(found) if x.size else jnp.zeros(0, jnp.uint32) for x in flat]
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packets of flat leaves, none of them empty."""
+        """Return the packets of flat leaves, none of them empty; [] for no leaves."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
@@ -78,7 +79,8 @@ class TopK(ShownAsCall):
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
-        """Return the encoding of a leaf with `size` ≥ 1 elements."""
+        """Return the encoding of a leaf with `size` ≥ 1 elements:
+        its chunks, their k, and the bits of an index."""
         segments = Segments((size,), self.chunk)
         k = num_selected(self.density, segments.lengths)
         index_bits = (int(segments.lengths.max()) - 1).bit_length()

@@ -55,7 +55,8 @@ class ValueFormat(NamedTuple):
         return divide(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        """Return the codes of float32 values, uint32 of the same shape.
+        """Return the codes of float32 values, uint32 of the same shape,
+        rounded by the noise if there is any.
 
         Args:
           x: the values.

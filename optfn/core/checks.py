@@ -41,7 +41,7 @@ def package(module: str) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called the library, through JAX or not."""
+    """Warn at the line outside of optfn, optax and JAX that called the library."""
     frame, level = sys._getframe(1), 2
     inner = ("optfn", "optax", "jax", "contextlib")
     # The number of frames differs with JAX's version and with `jit`, so count them here.
@@ -87,8 +87,8 @@ SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
-    """Return `value`, as a float if it is a host number,
-    if it is a valid value of the argument `name`; else raise.
+    """Return `value` if it may be the value of the argument `name`, a host number as a float;
+    else raise.
 
     A Python or NumPy number must be in the range and is returned as a float. A JAX array must be a
     real scalar and is returned unchanged.
@@ -126,8 +126,8 @@ def positive(name: str, value: object) -> Scalar:
 
 
 def decay(name: str, value: object) -> Scalar:
-    """Return `value` if it is in [0, 1), the factor of a moving average, else raise;
-    see `number`."""
+    """Return `value` if it is in [0, 1), the factor of a moving average,
+    else raise; see `number`."""
     return number(name, value, BELOW_ONE)
 
 
@@ -157,8 +157,8 @@ def check_signature(
     keywords: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise a TypeError, which ends with `hint`, unless `function` takes these arguments;
-    C functions pass."""
+    """Raise a TypeError, which ends with `hint`,
+    unless `function` takes these arguments; C functions pass."""
     if not callable(function):
         raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:
@@ -202,7 +202,8 @@ def path(name: str, value: object) -> Path:
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Return a module of an optional package, which an extra of optfn installs.
+    """Return a module of an optional package;
+    without the package, raise an ImportError with the extra to install.
 
     Raises:
       ImportError: the package is not installed; the error names the extra.

@@ -43,6 +43,7 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
 
 def _is_of_another_library(x: object) -> bool:
     """Tell whether `x` is an array of another library than JAX and NumPy, such as torch."""
+    # ml_dtypes has bfloat16 and float8, also for arrays of NumPy.
     packages = ("numpy", "jax", "ml_dtypes")
     return tree.is_array(x) and checks.package(type(x.dtype).__module__) not in packages
 
@@ -75,6 +76,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
     for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
             g.check(f"{name}: the gradient of {place!r}")
+        # For an integer leaf: no gradient, JAX's float0, or the zeros that `frozen_update` gives.
         fits = tree.is_masked(g) or tree.is_float0(g) or numerics.is_known_zero(g)
         if tree.is_inexact(p):
             fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
@@ -85,6 +87,8 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
             if not tree.is_inexact(p):
                 needed += ": an integer leaf cannot be trained (its gradient may be None or float0)"
+        # A gradient of the right kind in a wrong place or shape is a ValueError, any other a
+        # TypeError.
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
         raise error(f"{name}: the gradient of {place!r} is {_kind_of(g)}; the parameter {needed}")
 
@@ -106,6 +110,7 @@ def name_integer_leaves(updates: Updates) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
+        # JAX's message has the dtype, but names no leaf.
         integers = [str(place) for place, g in tree.items(updates) if tree.is_float0(g)]
         if not integers or "float0 array" not in str(error):
             raise

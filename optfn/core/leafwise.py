@@ -39,7 +39,7 @@ def apply(
     rows: str = "dense",
     **scalars: Any,
 ) -> Any:
-    """Apply an elementwise rule on arrays to every leaf.
+    """Apply an elementwise rule on arrays to every leaf; masked leaves stay masked.
 
     Args:
       rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; without
@@ -136,8 +136,8 @@ def numbers_of(g: Leaf) -> Any:
 
 
 def scalar_at(scalar: Any, i: int) -> Any:
-    """Return the scalar of leaf i, a number or a PerTensor, if scalars differ between leaves;
-    else the scalar."""
+    """Return the scalar of leaf i, a number or a PerTensor,
+    if scalars differ between leaves; else the scalar."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
@@ -225,8 +225,8 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(updates: Updates) -> jax.Array:
-    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider;
-    0 without leaves.
+    """Return the L2 norm of all leaves together, √∑‖g‖²,
+    a scalar of float32 or wider; 0 without leaves.
 
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf must be added up
     before, see `merge_rows`.

@@ -242,7 +242,7 @@ def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[U
 
 
 def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
-    """Put a boundary around a pair of functions: a gradient transformation.
+    """Put a boundary around a pair of functions: it checks and casts gradients and params.
 
     Leaves that are not floating point are masked: they have no state, and their update is zero. An
     update has the dtype of its parameter, or without params the dtype of its gradient.

@@ -134,13 +134,15 @@ class Place:
 
 def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yield (place, leaf, *leaves of `trees` in its place) for all leaves of a tree."""
+    # On demand and once: to name the leaves takes longer than to check them.
     known = functools.cache(functools.partial(paths, tree))
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *trees)), strict=True)):
         yield Place(known, i), *row
 
 
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
-    """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
+    """Return the path of each leaf, in the order of `flatten`:
+    "layers/0/bias", "" for a tree that is a leaf.
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
     the tree with it at init and without it at update, and a leaf must have the same name in both.
@@ -198,6 +200,7 @@ def join(*words: str) -> str:
 
 def key_name(key: object) -> str:
     """Return one key of a JAX key path as a word: a dict's key, a position, or an attribute."""
+    # Of DictKey and FlattenedIndexKey, SequenceKey, and GetAttrKey.
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

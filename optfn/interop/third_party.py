@@ -18,8 +18,8 @@ from optfn.leaves.nodes import Stacked
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
-    """Return `tx`, or the transformation that it makes, as MultiSteps does;
-    raise for anything else."""
+    """Return `tx`, or the transformation that it makes,
+    as MultiSteps does; raise for anything else."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -40,8 +40,8 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `tx`, a third-party transformation, with clearer errors about Rows and Stacked;
-    other errors pass.
+    """Return `tx`, a third-party transformation,
+    with clearer errors about Rows and Stacked; other errors pass.
 
     Raises, at init and update:
       TypeError: it takes no row-sparse gradients.

@@ -14,6 +14,7 @@ from optfn.leaves.layout import BufferLayout, Run, single_leaf
 
 def has_leaf_layouts(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
+    # By its method, because `nodes` imports this module.
     return hasattr(type(x), "leaf_layouts")
 
 
@@ -45,10 +46,8 @@ def runs_by_name(tree: PyTree) -> dict[str, Run]:
 
 
 def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
-    """Return the names of each leaf, in the order of `flatten`.
-
-    A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
-    """
+    """Return the names of each leaf, in the order of `flatten`:
+    its path, or all paths packed in it."""
     found: list[tuple[str, ...]] = []
     nodes = jax.tree.leaves(tree, is_leaf=_is_named)
     for path, node in zip(paths(tree, _is_named), nodes, strict=True):

@@ -25,7 +25,7 @@ class Run:
     Args:
       shape: the shape of each leaf.
       leaves: the leaves, by their number in the tree.
-      start: the element at which the first leaf starts.
+      start: the first element of the first leaf.
       stacked: how many leading axes of a leaf count tensors.
     """
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The element at which the last leaf ends."""
+        """The element behind the last leaf."""
         return self.start + self.size * len(self.leaves)
 
     @property
@@ -98,8 +98,8 @@ class BufferLayout:
         ]
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors of each run: of a buffer as rows (num_tensors, n),
-        else as `split_tensors` does.
+        """Return the tensors of each run: of a buffer as rows (num_tensors,
+        n), else as `split_tensors` does.
 
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
@@ -114,7 +114,7 @@ class BufferLayout:
         return jnp.concatenate([x.reshape(-1) for x in tensors]).reshape(shape)
 
     def stack_once(self) -> "BufferLayout":
-        """Return the layout in which one more leading axis of each leaf counts tensors."""
+        """Return the layout with one more leading axis of each leaf that counts tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
 
@@ -124,6 +124,7 @@ def make_buffer_layout(
 ) -> BufferLayout:
     """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
     runs: list[Run] = []
+    # Only neighbours: a run is one slice of the buffer.
     for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
         start = runs[-1].stop if runs else 0
         runs.append(Run(shape, tuple(i for _, _, i in group), start, stacked))
@@ -140,7 +141,7 @@ class PackedLayout:
     """The positions of the leaves of a tree in the buffers of a Packed; static.
 
     Args:
-      structure: the structure of the tree, in which masked leaves count as leaves.
+      structure: the structure of the tree; masked leaves count as leaves.
       paths: the paths of its leaves.
       buffers: the layout of each buffer.
       frozen: the leaves outside the buffers, by their number: those that are not floating point,
@@ -170,6 +171,7 @@ class PackedLayout:
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
 
+# Kept, because each update selects again, and a jitted step then compares layouts by identity.
 @lru_cache(maxsize=64)
 def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
     """Keep the chosen leaves of a layout, by their numbers in the tree;

@@ -42,6 +42,7 @@ class Stacked(NamedTuple):
         return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
+        # With the attributes of an array it would pass for an array (`tree.is_array`).
         if name.startswith("_") or tree.is_array(self.layers):
             raise AttributeError(name)
         return getattr(self.layers, name)

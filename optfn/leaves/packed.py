@@ -142,8 +142,8 @@ def _check_buffer(
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """Return one buffer for each group of leaves, joined after `lead` leading axes;
-    masked if all leaves are."""
+    """Return one buffer for each group of leaves,
+    joined after `lead` leading axes; masked if all leaves are."""
     buffers: list[Leaf] = []
     for leaves in groups:
         if _all_masked(leaves):
@@ -200,8 +200,8 @@ def _unpack(packed: Packed) -> PyTree:
 
 
 def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
-    """Return the leaves of a buffer in their shapes, behind the buffer's leading axes;
-    on the host or traced."""
+    """Return the leaves of a buffer in their shapes,
+    behind the buffer's leading axes; on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = xla.split(x, [run.size for run in runs])
     return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
@@ -294,8 +294,8 @@ def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool,
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of the chosen leaves of a buffer, joined;
-    of a masked buffer, the mask."""
+    """Return the elements of the chosen leaves of a buffer,
+    joined; of a masked buffer, the mask."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0

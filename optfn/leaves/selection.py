@@ -44,7 +44,9 @@ class Selection:
         return map_nodes(fill, whole, kept)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
-        """Return the numbers of the selected leaves of a Packed."""
+        """Return the numbers of a Packed's leaves that are selected;
+        `path` is the path of the Packed."""
+        # By the layout of the whole tree, also if leaves have been taken out since.
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
 

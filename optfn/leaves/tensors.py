@@ -63,11 +63,9 @@ def _broadcast_tensors(
         stacked = layout.runs[0].shape[: layout.runs[0].stacked]
         ones = (1,) * (len(shape) - len(stacked))
         return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
-    pieces = [
-        jnp.broadcast_to(number, (run.tensor_size,))
-        for of_run, run in zip(values, layout.runs, strict=True)
-        for number in of_run
-    ]
+    pieces = []
+    for of_run, run in zip(values, layout.runs, strict=True):
+        pieces += [jnp.broadcast_to(number, (run.tensor_size,)) for number in of_run]
     return jnp.concatenate(pieces).reshape(shape)
 
 
@@ -118,6 +116,7 @@ def _norms_of_runs(
     scalars: dict[str, Any],
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
+    # A PerTensor has a number for each tensor of the run; other scalars serve all of them.
     axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
     value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
     runs = enumerate(zip(*map(layout.rows, arrays), strict=True))
@@ -125,8 +124,8 @@ def _norms_of_runs(
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn(*numbers, **scalars) of each leaf or tensor, as a PerLeaf;
-    None where a number is None.
+    """Return fn(*numbers, **scalars) of each leaf or tensor,
+    as a PerLeaf; None where a number is None.
 
     Args:
       fn: an elementwise function of scalars or arrays.
@@ -178,7 +177,8 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf.
+    """Map a function over the tensors of each leaf, all of a shape at once;
+    empty and masked leaves stay.
 
     Args:
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.

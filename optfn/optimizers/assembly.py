@@ -52,6 +52,7 @@ def optimizer(
         penalty = _check_optional("regularization", penalty, "optfn.l2_decay")
         # Only an optimizer with attributes or masters imports them.
         if attrs is None and masters is False:
+            # Clip before penalty: a penalty is not clipped.
             rules = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
             return core.with_boundary(name, core.chain_unchecked([*rules, *links]), **fields)
         from optfn.optimizers.options import apply_options

@@ -102,8 +102,10 @@ def muon(
     links = [dense_rows.unchecked("muon"), direction]
     if others is None:
         adam = choose_adam(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        # Decay and rate are the same for both, and come once, behind both.
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
+    # The other optimizer has its own decay and rate.
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
 
 

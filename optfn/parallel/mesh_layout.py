@@ -138,7 +138,7 @@ class Layout:
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
         shape of its parameter, or of its leading axes as scales of rows have, is divided like the
-        gradient of that parameter, also behind further leading axes such as that of a history. An
+        gradient of that parameter, also behind further leading axes such as a history's. An
         array of another shape is divided along its first dimension that the shard axes divide.
         """
         if not self.is_divided:
@@ -165,11 +165,11 @@ class Layout:
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
                 return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
-            # 5. x has only the padded layers in common with it: a device keeps those of its layers.
+            # 5. x has only the padded layers in common with it: a device keeps its layers' entries.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
             # 6. x has a number for each index of leading axes, such as the scale of a row: a device
-            #    keeps those of its shard.
+            #    keeps the numbers of its shard.
             if shape == padded[: len(shape)]:
                 return _join_specs(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
@@ -244,12 +244,10 @@ class Layout:
         None if a worker is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
-        specs = tree.items(params, self.gradient_specs(params))
-        by_path = [
-            (str(place), restrict_spec(spec, self.inner_axes))
-            for place, x, spec in specs
-            if not tree.is_masked(x)
-        ]
+        by_path = []
+        for place, x, spec in tree.items(params, self.gradient_specs(params)):
+            if not tree.is_masked(x):
+                by_path.append((str(place), restrict_spec(spec, self.inner_axes)))
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def restrict_specs(self, specs: PyTree) -> PyTree:
@@ -286,7 +284,7 @@ class Layout:
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0, each leaf placed by its spec.
+        """Return the state of step 0 for all workers, padded, each leaf placed by its spec.
 
         Each device makes only its shards of divided leaves, so no device ever has a whole one.
 

@@ -115,7 +115,8 @@ def describe_shapes(values: PyTree) -> str:
 
 
 def _check_same(noun: str, text: str) -> None:
-    """Raise a ValueError in every process unless all pass the same text."""
+    """Raise a ValueError in every process unless all pass the same text;
+    the error shows this one's text."""
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(

@@ -55,7 +55,8 @@ class Sharded:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether the params that a loss sees are gathered once in a step.
+        """Whether params are gathered once in a step:
+        if asked for, or if packets send params that would be whole.
 
         Params that are sent in packets are exact only in the shards that devices keep. So a kind
         whose params would be whole on each device divides them too, and gathers them once.
@@ -94,10 +95,10 @@ def sharded(
         devices, and each device keeps its exact shard of them in `state.params`. With "state",
         params are then divided as well, and gathered once per step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
-        stochastic=True)`. There is no error feedback, for which each device would have to keep a
-        whole gradient, so choose a rounding whose mean is exact; for `top_k` and `quantize(1)` you
-        get a warning. Its random bits are a hash of the step and the gradient, so that a gradient
-        that comes again is rounded in another way.
+        stochastic=True)`. There is no error feedback, because each device would have to keep a
+        whole gradient for it, so choose a rounding whose mean is exact; for `top_k` and
+        `quantize(1)` you get a warning. Its random bits are a hash of the step and the gradient, so
+        that a gradient that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients.
 
@@ -224,6 +225,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
             sizes[number] = math.prod(shape) * jnp.result_type(x).itemsize
             layers[number] = math.prod(shape[: stacked[number]])
     chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
+    # The smallest first: within the limit they are the most collectives.
     chosen.sort(key=lambda number: sizes[number])
     totals = itertools.accumulate(sizes[number] for number in chosen)
     # S bytes of params give shards of S/N, so the limit is S/N/100. From N = 100 on it is S/10,000,
@@ -361,6 +363,7 @@ def layout_of(
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
     """Raise a ValueError if XLA would end the process, because it cannot nest these axes."""
     others = exclude_axes(mesh.axis_names, (*workers, *along))
+    # Earlier versions nest the axes in any order.
     aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
     if others and aborts:
         raise ValueError(

@@ -53,8 +53,8 @@ def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callab
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return the spec by which the compiler's axes divide an array,
-    None where data axes divide too.
+    """Return how the compiler's axes divide an array;
+    None for dimensions that data axes divide too.
 
     A dimension that data axes divide as well gets None: if each slice of it were gathered along the
     data axes, its blocks would stand in another order.
@@ -92,6 +92,8 @@ def gather_shard(
     forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
     kept, sent = shard.dtype, dtype or shard.dtype
 
+    # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
+    # averaged, and may be packets.
     @jax.custom_vjp
     @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:

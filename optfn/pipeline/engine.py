@@ -93,8 +93,8 @@ class Engine:
         return carry.loss, carry.gradient
 
     def _init_carry(self) -> Carry:
-        """Return zeros for the scan: activation, cotangent, ring buffers,
-        sums of gradients, and loss."""
+        """Return zeros for the scan: activation, cotangent,
+        ring buffers, sums of gradients, and loss."""
         item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         # Only shapes: no stage runs before the first tick.
@@ -117,6 +117,7 @@ class Engine:
     def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
         """Run the work of a tick, one kind after the other;
         kinds that are not in `work` are left out."""
+        # Forward first: the backward of the last stage takes the stash of the same tick.
         if "F" in work:
             carry = self._run_forward(carry, tick)
         if "B" in work:
@@ -197,8 +198,8 @@ class Engine:
         return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        """Send arrays to the device `distance` further along the ring of stages,
-        and receive the same."""
+        """Send arrays to the device `distance` stages further along the ring;
+        return the ones that arrive."""
         # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages

@@ -60,6 +60,7 @@ class UserFunctions(NamedTuple):
         """Raise if no function takes a given `shared` or `rng`,
         or a function requires further arguments."""
         given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
+        # A loss gets no key, also if it has a parameter `rng`.
         loss_keywords = _find_keywords(self.loss) - {"rng"}
         for name in sorted(given.difference(loss_keywords, *map(_find_keywords, self.stages))):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")

@@ -100,7 +100,8 @@ class Plan:
 
     @property
     def windows(self) -> dict[str, tuple[int, int]]:
-        """The ticks [start, stop) of each kind of work, over all stages.
+        """The ticks [start, stop) of each kind of work, over all stages:
+        F, B and, if backward is split, W.
 
         Stage d does its k-th forward at start + k + d, its k-th backward at start + k + p − 1 − d,
         and its k-th weight gradient at start + k, when all stages have done that backward.
@@ -119,11 +120,12 @@ class Plan:
     def phases(self) -> list[Phase]:
         """The clock, split wherever a window begins or ends,
         with the work of each span; for 1f1b three phases."""
-        cuts = sorted({tick for window in self.windows.values() for tick in window})
-        return [
-            Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))
-            for start, stop in itertools.pairwise(cuts)
-        ]
+        cuts = sorted(set(itertools.chain(*self.windows.values())))
+        phases = []
+        for start, stop in itertools.pairwise(cuts):
+            work = [w for w, (a, b) in self.windows.items() if a <= start < b]
+            phases.append(Phase(start, stop, "".join(work)))
+        return phases
 
     @property
     def ticks(self) -> int:
@@ -166,7 +168,7 @@ class Plan:
         return slots if self.activation_bytes is None else slots * self.activation_bytes
 
     def cells(self) -> Iterator[Cell]:
-        """Yield the work of every stage, kind by kind."""
+        """Yield the tick, microbatch and chunk of each work item of every stage, kind by kind."""
         p, v = self.num_stages, self.virtual_stages
         for stage in range(p):
             delay = {"F": stage, "B": p - 1 - stage, "W": 0}
@@ -189,10 +191,12 @@ class Plan:
 
     def __str__(self) -> str:
         """Draw the schedule as text: a line per stage, a column per tick and kind of work."""
-        columns = [(t, w) for phase in self.phases for t in range(*phase[:2]) for w in phase.work]
-        labels = {
-            (c.stage, c.tick, c.work): _format_label(c, self.virtual_stages) for c in self.cells()
-        }
+        columns: list[tuple[int, str]] = []
+        for phase in self.phases:
+            columns += itertools.product(range(phase.start, phase.stop), phase.work)
+        labels = {}
+        for c in self.cells():
+            labels[c.stage, c.tick, c.work] = _format_label(c, self.virtual_stages)
         width = max(map(len, labels.values()))
         bytes_ = "" if self.activation_bytes is None else f" ({self.stash:,} bytes)"
         chunks = f", {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""
@@ -300,6 +304,7 @@ def plan(
     m = checks.count("num_microbatches", num_microbatches)
     v = checks.count("virtual_stages", virtual_stages)
     checks.choice("schedule", schedule, SCHEDULES)
+    # `forward_order` takes microbatches in groups of p.
     if v > 1 and m % p:
         raise ValueError(
             f"num_microbatches must be a multiple of the {p} stages, because virtual_stages={v} is "

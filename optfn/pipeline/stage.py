@@ -197,7 +197,8 @@ class _ResidualProgram:
         return [i for i, a in enumerate(self.residuals) if not stashed.intersection(variables([a]))]
 
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
-        """Return (gradient of weights, cotangent of x)."""
+        """Return (gradient of weights, cotangent of x) from residuals,
+        whose random keys are given as bits."""
         leaves = [
             jax.random.wrap_key_data(a, impl=impl) if impl else a
             for a, impl in zip(residuals, self.key_impls, strict=True)
@@ -216,14 +217,17 @@ class _SplitPullback:
         ordered = unsplit.has_effects
         self.program = program = unsplit if ordered else split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
+        # 1. Backward runs the equations of the cotangent of x.
         self.first = program.equations if ordered else program.find_equations(self.cotangent)
         # Compute values that depend only on the weights in both halves: in the context they would
         # take the same memory again for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
         from_weights = program.find_computable(() if ordered else weight_inputs)
+        # 2. The remaining equations of the weight gradient run later.
         in_first = {id(e) for e in self.first if ordered or not from_weights.issuperset(e.outvars)}
         self.second = [e for e in program.find_equations(self.gradients) if id(e) not in in_first]
         available: set[Variable] = {a for e in self.second for a in e.outvars} | from_weights
+        # 3. Values that the second half reads, and that nothing computes again, are the context.
         reads = [a for e in self.second for a in e.invars]
         self.context = [a for a in variables([*reads, *self.gradients]) if a not in available]
 

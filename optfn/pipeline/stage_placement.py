@@ -73,10 +73,8 @@ class StagePlacement:
 
     def check_specs(self, stages: Params, front: int) -> None:
         """Raise unless `param_specs` fits params whose leaves have `front` leading axes."""
-        structures: list[Any] = [
-            jax.tree.structure(x, is_leaf=is_spec) for x in (self.param_specs, stages)
-        ]
-        if structures[0] != structures[1]:
+        found: Any = jax.tree.structure(self.param_specs, is_leaf=is_spec)
+        if found != jax.tree.structure(stages, is_leaf=is_spec):
             raise ValueError(
                 "param_specs must be a tree of PartitionSpecs like the params of a stage; its "
                 f"paths are {tree.list_names(tree.paths(self.param_specs))}, but the params have "
@@ -122,6 +120,7 @@ class StackedStages(StagePlacement):
 
     def shapes(self, stages: Params) -> PyTree:
         """Return the shapes of the params, without their sharding outside of shard_map."""
+        # Inside shard_map the sharding of arrays outside of it has no meaning.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
 
     def weight_specs(self, stages: Params) -> PyTree:
@@ -145,6 +144,7 @@ class StackedStages(StagePlacement):
         The data axis is the innermost axis of a dimension: the blocks that `gather_along_data`
         gathers are then consecutive.
         """
+        # Innermost: the blocks that a gather joins are then neighbours.
         names = (self.data_axis,)
         entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
         return P(None, self.axis_name, *(entry or None for entry in entries))
@@ -193,6 +193,7 @@ class StackedStages(StagePlacement):
         if self.plan.virtual_stages == 1:
             return jax.tree.map(lambda x: x[None], stages)
         v, p = self.plan.virtual_stages, self.plan.num_stages
+        # Along an explicit axis JAX cannot tell how (v, p) would be divided if v·p is.
         stages = self.reshard_explicit_axes(stages, P())
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 

@@ -263,10 +263,12 @@ class _Pipeline:
         # shard_map leaves an axis of length 1 in the place of p.
         local = jax.tree.map(lambda x: x[:, 0], weights.stage)
         weights = weights._replace(stage=self.placement.gather_along_data(local))
+        # One chunk, to trace with: all chunks have the same shapes.
         example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
         model = self._make_model(shapes, example, make_work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
         loss, gradients = self._average_over_batch(*engine.run(), weights)
+        # The engine adds losses in float32 or wider.
         return loss.astype(model.loss_dtype), gradients
 
     def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
@@ -291,10 +293,12 @@ class _Pipeline:
             stage = self.placement.average_over_data(weights.stage, gradient.stage)
             gradient = Gradient(stage, shared)
         m = self.plan.num_microbatches
-        stage, shared = (
-            [(g / m).astype(w.dtype) for g, w in zip(sums, select_inexact_leaves(of), strict=True)]
-            for sums, of in zip(gradient, weights, strict=True)
-        )
+
+        def divide(sums: Leaves, of: Params) -> Leaves:
+            pairs = zip(sums, select_inexact_leaves(of), strict=True)
+            return [(g / m).astype(w.dtype) for g, w in pairs]
+
+        stage, shared = map(divide, gradient, weights)
         # The axis p again, for the out_specs.
         return loss / m, ([g[:, None] for g in stage], shared)
 

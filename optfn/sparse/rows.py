@@ -201,13 +201,16 @@ def _view_rows(x: jax.Array, rows: Rows) -> jax.Array:
 def _merge(rows: Rows) -> Rows:
     """Sort the indices, give each distinct one a place,
     and add the values up there, in the order of the blocks."""
+    # 1. Negative indices count from the end, as in an array; indices out of range are padding.
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
+    # 2. Sorted, equal indices are neighbours: the first of them takes the next place.
     order = _find_order(indices, rows.num_rows)
     rising = indices[order]
     first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
+    # 3. Values go to the places in their old order, in which all devices have them.
     # Padding goes to the end; its values are dropped.
     target = jnp.where(rising < rows.num_rows, place, rising.size)
     target = jnp.zeros_like(target).at[order].set(target)

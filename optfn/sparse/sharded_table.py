@@ -153,7 +153,7 @@ def to_logical(values: PyTree) -> PyTree:
 def to_physical(like: PyTree, values: PyTree) -> PyTree:
     """Wrap arrays in logical order as `like` stores them: the inverse of `to_logical`.
 
-    Arrays that are already in stored order, because they are those of `like`, stay as they are.
+    Arrays of `like` itself are already in stored order, and stay as they are.
     """
 
     def convert(node: PyTree, value: PyTree) -> PyTree:

@@ -319,7 +319,7 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, divided over the workers."""
+        """Return the array that the rows represent, zero elsewhere, divided over the workers."""
         whole: jax.Array = run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
@@ -339,7 +339,8 @@ class OwnedRows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows, on the workers that keep them."""
+        """Apply a rule to the rows on the workers that keep them;
+        return the update and the accumulators."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
         values, *new = run_on_owners(
             self.owners, run, self.indices, self.values, *accumulators, *params, **scalars

@@ -94,6 +94,7 @@ def find_codes(names: Collection[str]) -> dict[str, Codes]:
         word = state_word(kind)
         of_kind = [name for name in names if word in name]
         for field in fields:
+            # A second transform of the type has a number, as in scale_by_…_2/mu.
             pattern = re.compile(rf"((?:.*/)?{word}(?:_\d+)?/){field.codes}((?:/.*)?)")
             for match in filter(None, map(pattern.fullmatch, of_kind)):
                 scales = f"{match[1]}{field.scale}{match[2]}"

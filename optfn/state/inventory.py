@@ -44,7 +44,8 @@ class Entry(NamedTuple):
 
 
 def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
-    """Return an entry for each array of a state, in the order of jax.tree.leaves.
+    """Return for each array of a state its name, parameter and how workers keep it,
+    in the order of jax.tree.leaves.
 
     Args:
       state: the state of an optimizer, however wrapped, of arrays or their shapes.
@@ -53,12 +54,11 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
     named = list(arrays_with_names(state))
     codes = find_codes([name for name, _ in named])
     owners = match_params(named, params)
-    return [
-        Entry(name, param, *placement, codes.get(name))
-        for (name, _), param, placement in zip(
-            named, owners, _iterate_placements(state), strict=True
-        )
-    ]
+    placements = _iterate_placements(state)
+    entries = []
+    for (name, _), param, placement in zip(named, owners, placements, strict=True):
+        entries.append(Entry(name, param, *placement, codes.get(name)))
+    return entries
 
 
 def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tuple[Entry, Any]]:

@@ -133,6 +133,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
+            # A state: its type gives the word of the name, and its fields the next.
             name, words = prefix, traits_of(node).words
             if not words:
                 name = join(labels, state_word(type(node)))
@@ -154,6 +155,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
+            # A chain, list or dict of states: its positions add no word, its keys are labels.
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
                 label = key_name(key) if isinstance(node, dict) else ""
@@ -187,12 +189,11 @@ def make_report_test(state: OptState) -> Callable[[str], bool]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    known = [
-        re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?")
-        for kind, reports in reporting_types()
-        for field, report in reports.items()
-        if report is None or not report.is_needed
-    ]
+    known = []
+    for kind, reports in reporting_types():
+        for field, report in reports.items():
+            if report is None or not report.is_needed:
+                known.append(re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?"))
     present = {state_word(type(x)) for x in iterate_nodes(is_state, state)}
 
     def is_report(name: str) -> bool:

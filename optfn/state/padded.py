@@ -74,6 +74,7 @@ def unwrap_padded(node: Padded) -> Leaf:
     count = math.prod(lies.mesh.shape[name] for name in names)
     fitting = [d for d, n in enumerate(x.shape) if d != axis and n % count == 0]
     spec = P(*[None] * fitting[0], names) if fitting and names else P()
+    # jitted, so that devices cut and send their shards, and none holds the whole array.
     cutting = jax.jit(
         lambda x: lax.slice_in_dim(x, 0, size, axis=axis),
         out_shardings=NamedSharding(lies.mesh, spec),

@@ -161,8 +161,7 @@ def has_exchange(state: OptState) -> bool:
 
 
 def join_exchange_axes(state: OptState) -> Axes:
-    """Return the mesh axes over which transforms in a state exchange gradients,
-    joined; () if none does."""
+    """Return the mesh axes of all exchanges in a state, joined; () if no transform exchanges."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
@@ -238,8 +237,9 @@ def _check_before(who: str, chain: OptState) -> None:
     Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
     for i, link in enumerate(chain):
-        marks = [node for later in chain[i + 1 :] for node in find_nodes(Exchanged, later)]
-        covered = {name for mark in marks for name in _find_exchanged(mark)}
+        covered: set[str] = set()
+        for mark in find_nodes(Exchanged, chain[i + 1 :]):
+            covered |= _find_exchanged(mark)
         ends = tuple(name and f"/{name}" for name in covered)
         paths = [] if has_exchange(link) else _find_floating(link)
         kept = [path for path in paths if f"/{path}".endswith(ends)]

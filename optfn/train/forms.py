@@ -48,7 +48,7 @@ class LinkKind(NamedTuple):
 
 
 def _keep_forms(*forms: str) -> dict[str, str]:
-    """Return the `takes` of a link that takes these forms and gives each of them on as it is."""
+    """Return the `takes` of a link that takes these forms and leaves them as they are."""
     return {form: form for form in forms}
 
 

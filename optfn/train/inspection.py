@@ -8,6 +8,7 @@ from optfn.core import checks
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 
+# copy-start begins an asynchronous copy.
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\((.*)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 

@@ -193,7 +193,7 @@ def _find_late_leaves(
       mapping: arrays by name.
 
     Returns:
-      For the name of each such state, a dict from the path of a leaf to the step count at which its
+      For the name of each such state, a dict from the path of a leaf to the step count when its
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
@@ -202,6 +202,7 @@ def _find_late_leaves(
             continue
         field = tree.join(name, traits_of(node).counted)
         paths = find_names_in_field(names, field)
+        # Leaves that began late in the saved run, and leaves whose moments begin now.
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values

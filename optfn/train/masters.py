@@ -125,7 +125,7 @@ def _convert_master(
 
     Args:
       kept: the array in the old form.
-      p: the parameter. Only copies need it: remainders of a copy use the copy rounded without it.
+      p: the parameter; copies need it. Without it, the parameter of a copy is the copy rounded.
       before: the bits of the old form if it is a remainder; None for a copy.
       after: the bits of the new form if it is a remainder; None for a copy.
     """

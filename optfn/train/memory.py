@@ -260,7 +260,7 @@ class _Rows(NamedTuple):
     local_steps: int
 
     def count_sent(self, whole: int, num_rows: int, workers: int) -> float:
-        """Return the bytes that a device sends for a table in a call.
+        """Return the bytes that a device sends in a call for the rows of a table, or for its mean.
 
         A divided table sends ids and rows to their owners and back; of a whole one, workers gather
         the rows of all gradients. A round of local steps averages the table as a dense array.
@@ -318,11 +318,10 @@ def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple
     A leaf that is divided only along its axes of stacked layers has whole matrices.
     """
     stacked = contents.count_stacked_axes(params)
-    divided = {
-        str(place)
-        for place, _, spec in tree.items(params, grad_specs)
-        if is_spec(spec) and any(spec[stacked[place.number] :])
-    }
+    divided = set()
+    for place, _, spec in tree.items(params, grad_specs):
+        if is_spec(spec) and any(spec[stacked[place.number] :]):
+            divided.add(str(place))
     whole = find_whole_matrices(state, tree.paths(params))
     return tuple(path for path in whole if path in divided)
 
@@ -350,7 +349,8 @@ class _Leaf(NamedTuple):
     is_read: bool
 
     def count_sent(self, whole: float, passes: int, workers: int) -> float:
-        """Return the bytes that a device sends in a call, for params and gradient of the leaf.
+        """Return the bytes that a device sends in a call to gather a leaf and to reduce its
+        gradient.
 
         Args:
           whole: the bytes of the leaf, before it is divided over the data axes.

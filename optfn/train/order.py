@@ -71,6 +71,7 @@ def warn_of_order(
     for message in walk.warnings:
         checks.warn(message)
     uphill = [path for path, x in after.items() if x.is_uphill]
+    # A link at the wrong position is then the likely cause: one warning is enough.
     if uphill and not walk.warnings:
         some = "" if len(uphill) == len(after) else f" to {tree.list_names(uphill)}"
         checks.warn(
@@ -140,6 +141,7 @@ class _Walk:
             wrong = _find_problem(kind, x, bool(text)) or _find_rate_before_plateau(state, x)
             if wrong:
                 self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
+            # Nothing is reported of an unknown form, but the link may decide the form behind it.
             gives = kind.of_unknown if x.form == forms.UNKNOWN else kind.takes.get(x.form, "")
             marks = dict(x.marks) | dict.fromkeys(kind.marks, link)
             if gives == forms.AVERAGED and x.is_uphill:
@@ -180,9 +182,8 @@ class _Walk:
         if way == "masters":
             named = contents.leaves_with_names(state[0])
             with_master = {path for path, x in named if not tree.is_masked(x)}
-            return after | {
-                path: _mark_mastered(after[path], name) for path in with_master.intersection(after)
-            }
+            for path in with_master.intersection(after):
+                after[path] = _mark_mastered(after[path], name)
         return after
 
     def _check_dtypes(self, after: FormsByPath) -> None:
@@ -207,6 +208,7 @@ class _Walk:
         rest = set(before).difference(*owned)
         for state, paths in zip(states, owned, strict=True):
             inner = state.inner_state if isinstance(state, optax.MaskedState) else state
+            # Without arrays we only guess the leaves of a state, so its problems are not reported.
             was_certain, self._is_certain = self._is_certain, self._is_certain and bool(paths)
             result = self.follow(inner, {p: before[p] for p in paths or rest}, None, text)
             self._is_certain = was_certain
@@ -216,14 +218,14 @@ class _Walk:
                 unclaimed.append(result)
         for path in rest if unclaimed else ():
             possible = [result[path] for result in unclaimed]
-            if len(states) == 1:  # a mask, outside of which updates stay as they are
+            if len(states) == 1:  # a mask: updates outside of it stay as they are
                 possible.append(before[path])
             first, *others = possible
             after[path] = first if all(x.form == first.form for x in others) else UpdateForm()
         return after
 
     def _find_leaves(self, state: OptState) -> set[str]:
-        """Return the paths of the leaves for which a state has arrays."""
+        """Return the paths of the leaves that a state has arrays for."""
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:

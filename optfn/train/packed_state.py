@@ -132,6 +132,7 @@ def _unpack_buffers(
     """
     if not is_packed(node):
         return node
+    # The buffers of local steps are PerWorkers themselves.
     layout, buffers = node.layout, _unwrap(node.buffers)
     # A worker's elements are together: split by worker first, then by leaf.
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]

@@ -75,6 +75,7 @@ def name_host_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are host arrays, without copying them."""
     host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
     per_worker = per_worker_names(host)
+    # A reader on another number of workers must know which arrays to convert.
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
     return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
 
@@ -136,6 +137,7 @@ def _host_copy(leaf: Leaf) -> Leaf:
 
 def _view_as_bits(leaf: Leaf) -> Leaf:
     """Return a host array without a NumPy dtype as unsigned integers; any other leaf as it is."""
+    # NumPy saves such an array as raw bytes, and loads no numbers from them.
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
     return leaf.view(bits_dtype(leaf.dtype)) if is_host else leaf
 
@@ -330,12 +332,11 @@ def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     # Columns of numbers.
     right = {4, 5, 7}
-    lines = [
-        "  ".join(
-            cell.rjust(w) if k in right else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if k in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
     rule = "-" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])

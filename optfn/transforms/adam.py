@@ -98,7 +98,7 @@ def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
     """Return the count one step later and numbers by leaf,
-    of a state in which some leaves began late."""
+    for a state with leaves that began late."""
     # Imported here: a first use of adam has no late leaves, and need not read about them.
     from optfn.transforms.late_steps import advance_by_leaf
 

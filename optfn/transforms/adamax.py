@@ -59,6 +59,7 @@ def adamax_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Return m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
     m = numerics.moving_average(m, g, b1)
+    # eps is added to the decayed maximum, as in fluid, and not to the divisor.
     return m, jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
 
 
@@ -100,6 +101,7 @@ def scale_by_adamax(
 
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
+        # u has no sign, and so all of its bits for the magnitude.
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
         return quantize_moments(
             dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step

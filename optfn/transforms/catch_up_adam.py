@@ -66,9 +66,11 @@ def catch_up_adam_rule(
         last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
     )
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
+    # The direction of the moments at the last touch, which decayed with each missed step.
     late = adam_direction(
         m, v, eps=eps, scale=_broadcast_rows(scale, m), root=_broadcast_rows(root, m)
     )
+    # Σᵢ rⁱ for i = 1 … n.
     series = _broadcast_rows(ratio * (1 - faded) / (1 - ratio), m)
     m, v = catch_up(m, v, missed, b1=b1, b2=b2)
     scale, root = adam_factors(b1, b2, step, eps_hat)

@@ -204,13 +204,13 @@ def split_float32(
 
         bits(|x|) = bits(|p|)·2ᵏ + e      k = bits − 16, −2ᵏ⁻¹ ≤ e < 2ᵏ⁻¹
 
-    p is x rounded to the nearest bfloat16, and away from zero at a tie, for which e = 2ᵏ⁻¹ would be
+    p is x rounded to the nearest bfloat16, and away from zero at a tie, because e = 2ᵏ⁻¹ would be
     too large. NaN is the canonical one, with e = 0.
 
     Args:
       x: float32.
-      bits: 32, for which `join_float32` gives x bit for bit; or 24, for which the bits of x are
-        first rounded at random to 24, a finite number to a finite one.
+      bits: 32, so that `join_float32` gives x bit for bit; or 24, which rounds the bits of x at
+        random to 24 first, a finite number to a finite one.
       noise: random uint32 of the shape of x, for 24 bits; None rounds to the nearest.
 
     Returns:
@@ -225,8 +225,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the e, int8 or int16, for which `join_float32(p,
-    e)` comes nearest to x; 0 if either is NaN."""
+    """Return the e, int8 or int16, that brings `join_float32(p,
+    e)` nearest to x; 0 if either is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)

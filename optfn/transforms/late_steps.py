@@ -3,8 +3,8 @@
 A frozen parameter has no moments. If a run continues and trains it, its moments begin at zero in a
 state that has counted many steps. With that count there would be hardly any bias correction, and
 the first steps of Adam would be too large, up to (1 − β₁)/√(1 − β₂) and more. So the state
-remembers at which step the moments of such a leaf began, and its steps are counted from there.
-`load_state_dict` makes these counts; a state in which all leaves began together has none.
+remembers the step when the moments of such a leaf began, and its steps are counted from there.
+`load_state_dict` makes these counts; a state whose leaves all began together has none.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from optfn.leaves import tensors
 
 @traits(words=("step", "begun"))
 class LateStepsState(NamedTuple):
-    """The step count of a state in which some leaves began late: int32, and 4 bytes for each leaf.
+    """The step count of a state with leaves that began late: int32, and 4 bytes for each such leaf.
 
-    begun: the count at which the moments of a leaf began, by its path.
+    begun: the count when the moments of a leaf began, by its path.
     """
 
     step: jax.Array

@@ -106,7 +106,7 @@ def scale_by_momentum(
         `scale_by_quantized_adam` does; None is float32.
 
     State: velocity, 4 bytes per parameter; in bfloat16 2, in int8 1.00 to 1.02, with its scales;
-    in both also the step. None for a Python or NumPy 0, with which the update is the gradient. Real
+    in both also the step. None for a Python or NumPy 0: the update is then the gradient. Real
     leaves, and without `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
@@ -133,6 +133,7 @@ class ScaleByAdagradState(NamedTuple):
 def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array, jax.Array]:
     """Return (g/(√m + eps), m) with m = m + |g|²; g where the divisor is 0."""
     m = m + numerics.abs_squared(g)
+    # Where all gradients so far were 0, the direction is 0 and not NaN.
     divisor = jnp.sqrt(m) + numerics.scalar(eps, g)
     return g / jnp.where(divisor == 0, 1, divisor), m
 
@@ -215,6 +216,7 @@ def adadelta_rule(
     a = numerics.moving_average(a, square, rho)
     share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # then a' is infinite too
     u = numerics.moving_average(u, (u + eps) * share, rho)
+    # With ρ = 0 and g = 0 it would be 0, and the direction NaN.
     below = jnp.maximum(rho * (a + eps) + (1 - rho) * square, jnp.finfo(a.dtype).tiny)
     return jnp.sqrt((u + rho * eps) / below) * g, a, u
 

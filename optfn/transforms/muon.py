@@ -163,7 +163,7 @@ def scale_by_muon(
       coefficients: a, b, c: "jordan", which is (3.4445, −4.7750, 2.0315) five times; "dion", five
         different triples; three numbers, for five steps; or three numbers for each step.
       scale: "jordan", √max(1, columns/rows) for a weight that is used as x @ w; "moonlight",
-        0.2·√max(rows, columns), for which the rates and decays of adamw fit; or a function
+        0.2·√max(rows, columns), so that the rates and decays of adamw fit; or a function
         (rows, columns) -> factor.
       eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration; None is float32, or the dtype of

@@ -140,10 +140,12 @@ class _Plateau(NamedTuple):
         """Apply the metric of the previous update: reduce the rate after `patience` bad values;
         without a metric the state stays."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
+        # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better.
         better = jnp.isinf(state.best) | (state.value < state.best - gap)
         bad = jnp.where(better, 0, state.bad_values + 1)
         reduce = bad > self.patience
         rate = state.rate.learning_rate
+        # Not above the rate, which may be below min_lr from the start.
         lower = jnp.minimum(rate, jnp.maximum(rate * self.factor, self.min_lr))
         counted = state._replace(
             rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),

@@ -61,7 +61,8 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
 
 
 def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
-    """Return `opt_state` with another learning rate; nothing is recompiled.
+    """Return `opt_state` with another learning rate, of all rates if `path` is None;
+    nothing is recompiled.
 
     Args:
       opt_state: the state of an optimizer, however wrapped. If you have a TrainState, pass its
@@ -114,10 +115,11 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
 def numbers_of_rates(
     opt_state: OptState, kind: type[RateState] = LearningRateState
 ) -> dict[str, float]:
-    """Return the learning rates of a state that were given as numbers, by name.
+    """Return by name the learning rates that were given as numbers;
+    other kinds and traced ones are left out.
 
-    Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
-    different rates, it is the largest of this process.
+    Schedules, arrays and `reduce_on_plateau` determine the other kinds. If workers have different
+    rates, it is the largest of this process.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.

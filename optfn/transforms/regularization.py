@@ -129,6 +129,7 @@ def decay_rule(
         decay_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
+        # Only a schedule needs the step: the state of a number is empty.
         if not callable(coeff):
             return update(updates, params, coeff, decay_factors), of_number
         value = weight_decay_at(argument, coeff, state.step)

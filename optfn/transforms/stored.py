@@ -68,12 +68,13 @@ class Storage(NamedTuple):
         def zero_scales(p: jax.Array) -> jax.Array:
             return jnp.zeros(codes.scale_shape(p.shape), jnp.float32)
 
-        return tuple(
-            leafwise.zeros_like(params, dtype=part.dtype)
-            if part.per_element
-            else tree.map_arrays(zero_scales, params)
-            for part in self.parts
-        )
+        trees = []
+        for part in self.parts:
+            if part.per_element:
+                trees.append(leafwise.zeros_like(params, dtype=part.dtype))
+            else:
+                trees.append(tree.map_arrays(zero_scales, params))
+        return tuple(trees)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the shape of each part for a leaf of `shape`:

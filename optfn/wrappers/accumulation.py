@@ -166,6 +166,7 @@ def _step_if(
     The updates overwrite the totals, because new arrays would be allocated in every call. Updates
     of integer leaves are zero in both cases, and stay outside the conditional.
     """
+    # The dtypes of the updates: the conditional returns them in the dtypes of the totals.
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
 
     def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:

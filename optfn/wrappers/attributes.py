@@ -23,6 +23,7 @@ class _Inherit:
         return "<inherit>"
 
 
+# Not None, which means no regularization.
 INHERIT = _Inherit()
 
 
@@ -67,11 +68,11 @@ class ParamAttr:
             core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
-        given = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        )
+        given = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(f"{field.name}={value!r}")
         return f"ParamAttr({', '.join(given)})"
 
 
@@ -172,6 +173,7 @@ def apply_to_trained(
     """
     if not param_attrs:
         return tx
+    # From the inside: stacked axes are marked, then frozen leaves are masked.
     trained = restrict(
         _mark_stacked_leaves(tx, param_attrs),
         partial(_paths, lambda attr: attr.trainable, param_attrs),
@@ -292,6 +294,7 @@ def penalties_of_leaves(
     def has(penalty: object, attr: ParamAttr) -> bool:
         return attr.regularization is penalty
 
+    # By identity: transformations are functions, which have no equality.
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]

@@ -58,8 +58,8 @@ def dynamic_loss_scale(
     Args:
       tx: an optimizer of optfn or optax; it is wrapped in `skip_nonfinite`, to skip bad gradients.
       initial_scale: the first scale, > 0.
-      growth_factor: the factor by which the scale grows, > 1.
-      backoff_factor: the factor by which it shrinks, in (0, 1).
+      growth_factor: the factor of the scale after `growth_interval` good gradients, > 1.
+      backoff_factor: the factor of the scale after a bad gradient, in (0, 1).
       growth_interval: after how many good gradients in a row the scale grows, ≥ 1.
       max_consecutive: as in `skip_nonfinite`.
       axis_name: as in `skip_nonfinite`.
@@ -86,6 +86,8 @@ def dynamic_loss_scale(
             extra["grad"] = _unscale(extra["grad"], state.scale)
         unscaled = _unscale(updates, state.scale)
         updated, guarded = guard.update(unscaled, state.inner_state, params, **extra)
+        # Unscaled gradients are float32; without params only the gradients tell the dtype of an
+        # update.
         if params is None:
             updated = tree.map(_cast_like, updates, updated)
         bad = guarded.consecutive > 0

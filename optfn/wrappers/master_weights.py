@@ -67,7 +67,7 @@ class MasterForm(NamedTuple):
     is_narrow: tells whether a parameter has a master.
     start: p -> the array to store for a master that equals p.
     read: (p, stored) -> the master.
-    write: (p, master, *numbers) -> (u, stored), for which read(p + u, stored) is the master.
+    write: (p, master, *numbers) -> (u, stored), so that read(p + u, stored) is the master.
     numbers: the numbers of a fresh state besides the stored arrays: `moved`, `step` or none.
     advance: (numbers, all stored arrays, params) -> the numbers of this step.
     """
@@ -221,10 +221,10 @@ def _make_remainder_form(bits: int) -> MasterForm:
     def write(
         p: jax.Array, master: jax.Array, step: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return u and the remainder for which p + u and it read as the master,
-        rounded with 24 bits."""
+        """Return (u, e), so that p + u and e read as the master, which 24 bits round."""
         noise = None
         if step is not None:
+            # Another multiplier than in `stored`, so that both round with independent bits.
             noise = codes.random_bits(p.shape, step.astype(jnp.uint32) * np.uint32(0xC2B2AE35))
         target, _ = codes.split_float32(master, bits, noise)
         u = update_to(p, target.astype(jnp.float32))
@@ -257,7 +257,7 @@ def _wide_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Return the update u for which p + u, rounded to the dtype of p, is the rounded `master`.
+    """Return the update u, so that p + u, rounded to the dtype of p, is the rounded `master`.
 
     u is master − p. If this difference is itself rounded, p + u may round to a neighbour; then u is
     the difference between the rounded master and p. A zero is −0.0: p = −0.0 keeps its sign.

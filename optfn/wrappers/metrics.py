@@ -80,8 +80,8 @@ def record_metrics(
       per: patterns of paths, such as ("embed/.*", "layers/.*"). For each of these regular
         expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
         leaves count in param_norm.
-      axis_name: if each worker has its own gradient, the mesh axes over which the squares of the
-        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+      axis_name: if each worker has its own gradient, the mesh axes of the workers, to average the
+        squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its own axes.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
@@ -109,6 +109,7 @@ def record_metrics(
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
+        # Integer leaves have no gradient, and would count in param_norm alone.
         trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
@@ -161,6 +162,7 @@ def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
         rate = jnp.asarray(jnp.nan, jnp.float32)
+    # A copy: one buffer twice in a state cannot be donated.
     return factor, jnp.array(rate, jnp.float32, copy=True)
 
 
@@ -181,12 +183,10 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
     state = state_names.find_main_state(opt_state) if path is None else opt_state
-    found = [
-        recorder
-        for name, node in state_names.states_with_names(_is_recorder, state)
-        if path is None or f"/{path}/" in f"/{name}/"
-        for recorder in iterate_nodes(_is_recorder, node)
-    ]
+    found: list[RecordMetricsState] = []
+    for name, node in state_names.states_with_names(_is_recorder, state):
+        if path is None or f"/{path}/" in f"/{name}/":
+            found += iterate_nodes(_is_recorder, node)
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")

@@ -51,12 +51,10 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
 
     Only leaves with a master are counted and numbered.
     """
-    pairs = tree.items(masters, params)
-    moved = [
-        jnp.any(~is_rounded(sample(p), sample(master)))
-        for _, master, p in pairs
-        if not tree.is_masked(master)
-    ]
+    moved = []
+    for _, master, p in tree.items(masters, params):
+        if not tree.is_masked(master):
+            moved.append(jnp.any(~is_rounded(sample(p), sample(master))))
     if not moved:
         return jnp.zeros((), jnp.int32)
     flags = jnp.stack(moved)

@@ -64,8 +64,8 @@ def skip_spikes(
 
     Args:
       tx: an optimizer of optfn or optax.
-      factor: by which factor a spike exceeds the median, > 1.
-      window: the number of norms of which the median is taken, ≥ 1.
+      factor: how many times the median a spike exceeds, > 1.
+      window: the median is taken of so many norms, ≥ 1.
       max_consecutive: how many spikes in a row are skipped, ≥ 0. With 0, the ratio n/m is only
         recorded.
       axis_name: if each worker has a private update, the mesh axes over which the squares of the
