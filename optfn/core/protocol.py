@@ -55,7 +55,8 @@ class Unchecked(NamedTuple):
     name: str = ""
 
 
-rule = Unchecked  # The public name; docs/own-transform.md promises it.
+# The public name, which docs/own-transform.md promises. Elsewhere a rule is a function on arrays.
+rule = Unchecked
 
 
 class Transform(optax.GradientTransformationExtraArgs):

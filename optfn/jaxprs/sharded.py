@@ -171,8 +171,8 @@ class ShardedParam:
         whole: jax.Array = value(self)
         return whole
 
-    def stack(self, length: int) -> "ShardedParam | None":
-        """Return this stack of layers, divided within each; None if it cannot be divided so.
+    def divide_within_layers(self, length: int) -> "ShardedParam | None":
+        """Return this stack of layers, divided within each layer; None if a scan needs it whole.
 
         Args:
           length: the number of layers.
@@ -196,7 +196,7 @@ class ShardedParam:
         return ShardedParam(shard, tuple(operations))
 
     def layer(self, array: jax.Array) -> "ShardedParam":
-        """Return one layer of a `stack`, from its shard."""
+        """Return one layer of what `divide_within_layers` returns, from its shard."""
         return dataclasses.replace(self, shard=self.shard.layer(array))
 
 
@@ -219,7 +219,7 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
     return False
 
 
-def is_sharded(x: object) -> bool:
+def is_sharded_param(x: object) -> bool:
     """Tell whether `x` is a ShardedParam."""
     return isinstance(x, ShardedParam)
 
@@ -291,7 +291,7 @@ def _run_scan(equation: Equation, operands: Sequence[Value], by_name: bool) -> l
     constants, init = gather_params(constants, by_name), gather_params(init, by_name)
     stacks: list[Value] = []
     for x in elements:
-        stack = x.stack(length) if isinstance(x, ShardedParam) else None
+        stack = x.divide_within_layers(length) if isinstance(x, ShardedParam) else None
         stacks += gather_params([x], by_name) if stack is None else [stack]
     if not any(isinstance(x, ShardedParam) for x in stacks):
         return bind(equation, *constants, *init, *stacks)
@@ -316,13 +316,16 @@ def _run_recomputed_layer(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value
     A `jax.checkpoint` around the whole layer is left out: it would keep the arguments of the layer
     together, so that all gathers would end before the first product.
     """
-    run = jax.checkpoint(partial(_run_inside_checkpoint, jaxpr), prevent_cse=False)
+    run = jax.checkpoint(partial(_run_without_outer_call, jaxpr), prevent_cse=False)
     results: list[Value] = run(operands)
     return results
 
 
-def _run_inside_checkpoint(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-    """Return the results of a jaxpr, without a checkpoint or jit that is all of it."""
+def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+    """Return the results of a jaxpr; of a checkpoint or jit that is all of it, those of its inside.
+
+    The caller puts a checkpoint around it, in place of the one left out.
+    """
     calls = [e for e in jaxpr.eqns if e.primitive.name != "name"]
     if len(calls) != 1 or calls[0].primitive.name not in (*JITTED, *CHECKPOINTS):
         return _run_jaxpr(jaxpr, operands, by_name=False)
@@ -331,7 +334,7 @@ def _run_inside_checkpoint(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Valu
     closed: Any = call.params["jaxpr"]
     inner: Jaxpr = getattr(closed, "jaxpr", closed)
     arguments = [*getattr(closed, "consts", ()), *read(values, call.invars)]
-    values |= bindings(call.outvars, _run_inside_checkpoint(inner, arguments))
+    values |= bindings(call.outvars, _run_without_outer_call(inner, arguments))
     names = [e for e in jaxpr.eqns if e is not call]
     values = run_equations(names, values, rule=run_on_shards)
     return gather_params(read(values, jaxpr.outvars), by_name=False)
@@ -354,12 +357,12 @@ def _run_body(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
         else:
             _run_together(together, jaxpr, jaxpr.eqns[i:], values)
             together = []
-            values = run_equations([equation], values, rule=_run_in_body)
+            values = run_equations([equation], values, rule=_run_with_checkpoint)
     _run_together(together, jaxpr, [], values)
     return gather_params(read(values, jaxpr.outvars), by_name=False)
 
 
-def _run_in_body(equation: Equation, *operands: Value) -> list[Value]:
+def _run_with_checkpoint(equation: Equation, *operands: Value) -> list[Value]:
     """Return the results of an equation that has a checkpoint; a jitted function runs as a body."""
     inner = find_called_jaxpr(equation)
     if equation.primitive.name not in JITTED or inner is None:

@@ -24,14 +24,14 @@ from optfn.leaves.layout import (
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
-#   1. packed_layout  the float32 buffer has the runs (3,): leaf 0 from element 0, and (2, 3): leaf
-#                     2 from element 3; leaf 1 is frozen. Leaves of one shape share a run, so that
+#   1. make_packed_layout: the float32 buffer has the runs (3,): leaf 0 from element 0, and
+#                     (2, 3): leaf 2 from element 3; leaf 1 is frozen. Leaves of one shape share a run, so that
 #                     one reshape gives all of their tensors.
 #   2. pack_like      buffers[0] is b | w, flat, (9,), or (…, 9) below `lead` axes; frozen is [n].
 #   3. unpack         [0:3] and [3:9] of the last axis, in the order of the runs, go back to leaves
 #                     0 and 2. The derivative joins their cotangents, as step 2 does.
-#   4. subset {2}     the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its number
-#                     and path, so that patterns find it.
+#   4. take_subset {2}: the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its
+#                     number and path, so that patterns find it.
 #   5. fill           from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
 #                     the subset's offset advances with chosen spans only.
 

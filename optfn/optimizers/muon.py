@@ -120,7 +120,7 @@ class MatricesAndOthers(NamedTuple):
 def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
-    """Chain two rules: `links` for the leaves that `matrices` selects,
+    """Join two chains: `links` for the leaves that `matrices` selects,
     `others` for all other leaves.
 
     The second gets the directions of the first, and passes them unchanged.

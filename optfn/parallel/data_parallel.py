@@ -1,8 +1,9 @@
 """Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
-The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
-workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it gets
-each worker's own gradient instead.
+The whole step runs in one `shard_map` over the worker axes, if there are any; along shard axes only
+the objective does (`optfn/train/objective.py`). The optimizer gets the mean gradient, the same on
+all workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it
+gets each worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -26,23 +27,23 @@ from optfn.state.placement import specs_of
 
 
 def shard_map_step(
-    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
+    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, worker_axes: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from one worker's step.
 
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes of the workers, which split the batch.
+      worker_axes: the mesh axes of the workers, which split the batch.
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: P(), state)
-        placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
-        split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
+        placed = replicated._replace(opt_state=specs_of(state.opt_state, worker_axes))
+        split = jax.tree.map(lambda x: batch_spec(x, worker_axes), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may run over axes that do not split the batch. They must be bound too.
-        names = join_axes(data_axis, join_exchange_axes(state.opt_state))
+        names = join_axes(worker_axes, join_exchange_axes(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
@@ -92,7 +93,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
                 f"the leading axis of the batch must be divisible by {factors}; "
                 f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}"
             )
-        placement = NamedSharding(mesh, batch_spec(x, data_axis))
+        placement = NamedSharding(mesh, batch_spec(x, worker_axes))
         if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
         # device_put moves an array between devices without a copy on the host.

@@ -52,16 +52,16 @@ class Layout:
     worker_axes: the data axes of the workers, each a shard group with a private gradient.
     shard_axes: the data axes that divide params or state.
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
-    gather, reduce: compressors for the params that are gathered, and for the gradients that are
-      reduced, over the shard axes; None sends arrays as they are.
+    gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
+      that are reduced, over the shard axes; None sends arrays as they are.
     """
 
     mesh: Mesh
     worker_axes: Axes
     shard_axes: Axes
     tables: Pattern | None = None
-    gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
-    reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    gather_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    reduce_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:
@@ -208,7 +208,7 @@ class Layout:
             sizes[dimension] = -(-shape[dimension] // count) * count
         return tuple(sizes)
 
-    def stored(self, state: OptState, params: Params) -> OptState:
+    def pad_state(self, state: OptState, params: Params) -> OptState:
         """Return a state with a Padded around each array that devices could not divide otherwise.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
@@ -250,7 +250,7 @@ class Layout:
                 by_path.append((str(place), restrict_spec(spec, self.inner_axes)))
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
-    def restrict_specs(self, specs: PyTree) -> PyTree:
+    def keep_shard_axes(self, specs: PyTree) -> PyTree:
         """Drop all but the shard axes from specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
@@ -270,7 +270,7 @@ class Layout:
             self.shardings(specs, arrays), arrays,
         )  # fmt: skip
 
-    def place(self, specs: PyTree) -> PyTree:
+    def make_shardings(self, specs: PyTree) -> PyTree:
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
@@ -308,7 +308,7 @@ class Layout:
           init: the function from params to the state of one worker.
         """
         widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
-        return lambda params: self.stored(widened(params), params)
+        return lambda params: self.pad_state(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges over shard axes,

@@ -54,7 +54,9 @@ class LeafShard:
         size = array.size * count_devices(
             layout.mesh, join_axes(*(names for _, names in divisions))
         )
-        if (layout.gather is None and layout.reduce is None) or size < MIN_SIZE:
+        if (
+            layout.gather_compressor is None and layout.reduce_compressor is None
+        ) or size < MIN_SIZE:
             return cls(array, None, divisions, compiler_slices(spec, layout), layout)
         return cls(array, step, divisions, compiler_slices(spec, layout), layout)
 

@@ -54,7 +54,7 @@ class Sharded:
     reduce: Compressor | None = None
 
     @property
-    def gathers_once(self) -> bool:
+    def is_gathered_once(self) -> bool:
         """Whether params are gathered once in a step:
         if asked for, or if packets send params that would be whole.
 
@@ -100,7 +100,8 @@ def sharded(
         `quantize(1)` you get a warning. Its random bits are a hash of the step and the gradient, so
         that a gradient that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
-        once for all of them. This takes the memory of whole params and gradients.
+        once for all of them. This takes the memory of whole params and gradients. With "state",
+        params are then divided as well.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
     as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
@@ -152,6 +153,9 @@ Kind: TypeAlias = str | Specs | Sharded
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
     """Params are whole on every device; gradients and state are divided (ZeRO-1).
+
+    It is the base of the ways that divide a leaf along a dimension that fits. They inherit how
+    gradients and state are divided, and say how params are (`dense_param_specs`, `keeps_params`).
 
     name: the name of the way of sharding, as the `shard` of a step.
     keeps_params: whether each device keeps whole params.
@@ -235,7 +239,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
 
 
 class ShardParams(ShardState):
-    """Params, gradients and state are divided in the same way (FSDP).
+    """Params are divided as `ShardState` divides gradients and state (FSDP).
 
     Params are never padded. If N does not divide the layers of a leaf that `whole` selects, the
     leaf is divided along another dimension, and each update sends it to the devices of its layers
@@ -356,8 +360,17 @@ def layout_of(
         return Replicated(mesh, workers, along, tables)
     if not _is_kind(way.kind):
         return ShardBySpec(mesh, workers, along, tables, way.kind)
-    kind = ShardParams if way.gathers_once else KINDS[way.kind]
-    return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
+    # What is gathered once in a step is divided between steps: every way is then ShardParams.
+    kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
+    return kind(
+        mesh,
+        workers,
+        along,
+        tables,
+        way.whole,
+        gather_compressor=way.gather,
+        reduce_compressor=way.reduce,
+    )
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:

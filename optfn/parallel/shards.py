@@ -31,11 +31,14 @@ from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout
 
 
-def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return fn(array, step) run on each device's slice of the array;
-    `fn` itself if nothing divides it.
+def _run_on_compiler_slices(
+    spec: P, layout: Layout, fn: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """Return a function that runs fn(array, step) on each slice that the compiler's axes make.
 
-    Without this, the compiler would gather the slices along its own axes before each collective.
+    They are the axes of the mesh besides data axes, such as those of tensor parallelism; if none
+    divides the array, the function is `fn`. Without this, the compiler would gather the slices
+    along its own axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -89,13 +92,15 @@ def gather_shard(
       dtype: the dtype of the result, in which the array is sent; None keeps its dtype. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
-    forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
+    forward, reduce = (
+        (None, None) if step is None else (layout.gather_compressor, layout.reduce_compressor)
+    )
     kept, sent = shard.dtype, dtype or shard.dtype
 
     # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
     # averaged, and may be packets.
     @jax.custom_vjp
-    @functools.partial(_map_slices, slices, layout)
+    @functools.partial(_run_on_compiler_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         if forward is None:
             return all_gather_shards(x.astype(sent), divisions)
@@ -103,7 +108,7 @@ def gather_shard(
             x = all_gather_packets(x, dimension, names, forward, step)
         return x.astype(sent)
 
-    @functools.partial(_map_slices, slices, layout)
+    @functools.partial(_run_on_compiler_slices, slices, layout)
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
         return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
 
@@ -149,14 +154,14 @@ def scatter_gradients(
             return g  # the owners already have the rows
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
-        compressor = layout.reduce if g.size >= MIN_SIZE else None
+        compressor = layout.reduce_compressor if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
             return mean_scatter(g, divisions, layout.shard_axes, layout.mesh, compressor, step)
 
         slices = compiler_slices(gradient_spec, layout)
-        return _map_slices(slices, layout, take_shard)(g, step)
+        return _run_on_compiler_slices(slices, layout, take_shard)(g, step)
 
     # One call for all whole leaves, so that the small ones share an all-reduce.
     means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), layout.shard_axes)
@@ -190,7 +195,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
     def run(params: Params) -> Params:
         return jax.tree.map(gather, specs, before, params, is_leaf=is_spec)
 
-    in_specs, out_specs = (layout.restrict_specs(x) for x in (before, specs))
+    in_specs, out_specs = (layout.keep_shard_axes(x) for x in (before, specs))
     names = layout.shard_axes
     whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
     return whole

@@ -28,7 +28,7 @@ def _get_thread() -> ThreadPoolExecutor:
 
 
 def start_write(directory: Path, *calls: Callable[[], None]) -> None:
-    """Begin to write a checkpoint by some calls; `wait` first for the previous one there."""
+    """Begin to write a checkpoint by some calls; call `wait_for_writes` first."""
     _writing[directory] = _get_thread().submit(lambda: [call() for call in calls])
 
 

@@ -23,7 +23,7 @@ from optfn.parallel import processes
 from optfn.run.background import start_write, wait_for_writes
 from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, is_directory_default
 from optfn.run.checkpoint_file import NpzFile
-from optfn.run.finiteness import has_finite_end
+from optfn.run.finiteness import may_keep_last_loss
 from optfn.run.newest import OtherRun, backend_of, find_newest, remove_oldest
 from optfn.run.storage import NONFINITE, Backend, is_remote, to_path
 from optfn.sparse.sharded_table import unwrap_tables
@@ -31,15 +31,15 @@ from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import has_per_worker_state
 from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
-from optfn.train.loading import ABOUT, load_named, to_host
+from optfn.train.loading import load_named, to_host
 from optfn.train.packed_state import make_placeholders, unpack_state
 from optfn.train.state import TrainState
-from optfn.train.state_dict import RESERVED, check_names
+from optfn.train.state_dict import ABOUT, check_names
 
 _HISTORY = "history/"
-_TRAIN = "train"  # the first word of the names of a TrainState
+_TRAIN = "train"  # the first word of the names of a TrainState: `state_word` of its type
 # The names of the entries of a checkpoint that are not arrays of the state.
-_RESERVED = (*RESERVED, _HISTORY, NONFINITE, *ENTRIES)
+_RESERVED = (*ABOUT, _HISTORY, NONFINITE, *ENTRIES)
 
 _Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
@@ -123,7 +123,7 @@ def save_checkpoint(
         path,
         jax.tree.map(_to_key_data, state),
         beside,
-        is_finite=has_finite_end(state, history or {}),
+        is_loss_finite=may_keep_last_loss(state, history or {}),
     )
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):

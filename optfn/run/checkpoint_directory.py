@@ -31,9 +31,8 @@ from optfn.sparse.sharded_table import to_logical, unwrap_tables
 from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
-from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, leaves_by_name, per_worker_names
+from optfn.train.state_dict import ABOUT, VERSION, leaves_by_name, per_worker_names
 
 # The names of the entries that are not arrays of the state.
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
@@ -80,7 +79,7 @@ class OrbaxDirectory:
     suffix = ""
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
         ocp = _import_orbax()
@@ -100,7 +99,7 @@ class OrbaxDirectory:
         def write() -> None:
             sums = np.concatenate([checksums(), _hash_arrays(beside.values())])
             saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
-            marks = [] if params_are_finite() and is_finite else [NONFINITE]
+            marks = [] if params_are_finite() and is_loss_finite else [NONFINITE]
             if is_remote(path):
                 self._write_remote(path, saved, marks)
                 return

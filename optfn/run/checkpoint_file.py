@@ -32,7 +32,7 @@ class NpzFile:
     suffix = ".npz"
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
         whole = copy_to_host(jax.tree.map(_gather_leaf, state))
@@ -40,7 +40,7 @@ class NpzFile:
         def write() -> None:
             host = jax.tree.map(np.asarray, whole)
             arrays = {**name_host_arrays(host), **beside}
-            if not (is_finite and are_finite(host)):
+            if not (is_loss_finite and are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 

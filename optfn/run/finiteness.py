@@ -32,8 +32,11 @@ def are_finite(state: OptState) -> bool:
     return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays_with_names(state)))
 
 
-def has_finite_end(state: OptState, history: Mapping[str, Any]) -> bool:
-    """Tell whether the last loss of a history is finite, or was that of a step left out."""
+def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
+    """Tell whether the last loss of a history is finite, or may be that of a step left out.
+
+    True too for an optimizer with a guard, and without a loss.
+    """
     losses = np.asarray(history.get("loss", ()))
     return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)
 

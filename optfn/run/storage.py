@@ -28,7 +28,7 @@ class Backend(Protocol):
     suffix: str
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a checkpoint as a whole; any thread may call it.
 
@@ -36,7 +36,8 @@ class Backend(Protocol):
           path: where; if there is a checkpoint, it is replaced.
           state: a TrainState, its PRNG keys as data. It may be overwritten at once.
           beside: further arrays by name, of the host.
-          is_finite: whether the last loss is; if it or params are not, the checkpoint is marked.
+          is_loss_finite: whether the last loss is; if it or params are not, the checkpoint is
+            marked.
         """
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Lookups in a loss: where the program that JAX traces reads rows of tables."""
+"""TracedLoss in a loss: where the program that JAX traces reads rows of tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +30,7 @@ from optfn.sparse.rows import Rows
 from optfn.sparse.tables import count_rows, lookup_rows
 
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
-_CASTS = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
+_COMMUTING = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
 _LOOKUPS = ("gather", "dynamic_slice", "slice")
 # Where a product with the whole table begins.
 _PRODUCTS = ("dot_general", "transpose")
@@ -39,7 +39,7 @@ _BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
 
 
 class _Source(NamedTuple):
-    """What a variable is: a table after some casts."""
+    """What a variable is: a table after some casts, or other operations of `_COMMUTING`."""
 
     table: Variable
     casts: tuple[Equation, ...]
@@ -122,10 +122,11 @@ class _Lookup(NamedTuple):
         return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
 
 
-class Lookups:
-    """A program that looks up rows of tables, and does nothing else with tables.
+class TracedLoss:
+    """A traced loss: its lookups of tables run first, then the rest of it, on rows and shards.
 
-    Inputs that are no tables may be ShardedParams.
+    An input is a table, a ShardedParam or an array, and there may be no table. All equations but
+    lookups run by `run_on_shards`, which gathers params, in a scan a layer at a time.
 
     Args:
       program: the program.
@@ -222,7 +223,7 @@ def _sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, 
     """Return the variables of a program that are tables or casts of tables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
-        if equation.primitive.name in _CASTS and (used := _used(equation, found)):
+        if equation.primitive.name in _COMMUTING and (used := _used(equation, found)):
             source = found[used[0]]
             found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
     return found
@@ -305,7 +306,7 @@ def _with_lookups_before_checkpoints(
 ) -> Equations:
     """Return a program whose checkpoints get rows, which are looked up before, and no table.
 
-    The arguments are those of `Lookups`.
+    The arguments are those of `TracedLoss`.
     """
     tables = _tables(program, paths)
     sources = _sources(program, tables)
@@ -324,7 +325,7 @@ def _run_checkpoint(
     """Return the results of a checkpoint, with its lookups before it."""
     jaxpr: Any = find_called_jaxpr(equation)
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
-    inner = Lookups(body, paths, operands)
+    inner = TracedLoss(body, paths, operands)
     dense = [i for i, path in enumerate(paths) if path is None]
 
     def rest(values: list[Value], rows: list[jax.Array]) -> Any:

@@ -20,10 +20,10 @@ from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, Updates
 from optfn.jaxprs.equations import Equations
-from optfn.jaxprs.sharded import ShardedParam, gather_params, has_scan_over_arrays, is_sharded
+from optfn.jaxprs.sharded import ShardedParam, gather_params, has_scan_over_arrays, is_sharded_param
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.sparse.lookups import Lookups
+from optfn.sparse.lookups import TracedLoss
 from optfn.sparse.tables import count_rows, send_gradients
 
 
@@ -50,14 +50,14 @@ class LossProgram:
         owners: Devices | None = None,
     ) -> None:
         self._loss_fn, self._owners = loss_fn, owners
-        self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded)
-        self._lookups: Lookups | None = None
-        if tables is not None or any(map(is_sharded, self._leaves)):
-            self._lookups = self._find_lookups(params, tables)
+        self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded_param)
+        self._program: TracedLoss | None = None
+        if tables is not None or any(map(is_sharded_param, self._leaves)):
+            self._program = self._trace(params, tables)
 
-    def _find_lookups(self, params: Params, tables: Pattern | None) -> Lookups | None:
-        """Trace the loss, and return its lookups; None if it has neither tables nor scans."""
-        whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded)
+    def _trace(self, params: Params, tables: Pattern | None) -> TracedLoss | None:
+        """Return the traced loss; None if it has neither tables nor scans, and may run as it is."""
+        whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
         chosen = patterns.match_names(tables, whole, "tables")
 
         def enter(place: tree.Place, x: Leaf) -> Leaf:
@@ -68,15 +68,17 @@ class LossProgram:
             return x if self._owners is None else _divided_table_shape(x, self._owners)
 
         traced = tree.map_named(enter, whole)
+        # TracedLoss are found among equations outside of calls, so jitted functions are inlined for
+        # tables. For params alone they stay calls, which `run_on_shards` enters.
         program = Equations(self._loss_fn, traced, inline=bool(chosen))
         if not chosen and not has_scan_over_arrays(program.equations):
             return None
         paths = [path if path in chosen else None for path in tree.array_paths(whole)]
-        return Lookups(program, paths, jax.tree.leaves(traced), self._owners)
+        return TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
         """Return the loss at the params."""
-        rows = [] if self._lookups is None else self._lookups.look_up(self._leaves)[1]
+        rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
         return self._value(self._leaves, rows)
 
     def value_and_grad(
@@ -93,10 +95,10 @@ class LossProgram:
           has_aux: whether the loss returns auxiliary data too.
           transform: a transformation of the loss after its lookups; None leaves it as it is.
         """
-        lookups = self._lookups
-        tables = [] if lookups is None else lookups.tables
+        program = self._program
+        tables = [] if program is None else program.tables
         dense = [i for i in range(len(self._leaves)) if i not in tables]
-        ids, rows = ([], []) if lookups is None else lookups.look_up(self._leaves)
+        ids, rows = ([], []) if program is None else program.look_up(self._leaves)
 
         def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
             leaves = list(self._leaves)
@@ -111,14 +113,14 @@ class LossProgram:
             allow_int=True,
         )([self._leaves[i] for i in dense], rows)
         found = {i: _shard_of(g) for i, g in zip(dense, grads, strict=True)}
-        if lookups is not None:
-            for i, g in lookups.gradients(ids, row_grads).items():
+        if program is not None:
+            for i, g in program.gradients(ids, row_grads).items():
                 found[i] = g if self._owners is None else send_gradients(self._owners, g)
         return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
 
     def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
-        if self._lookups is not None:
-            return self._lookups.value(leaves, rows)
+        if self._program is not None:
+            return self._program.value(leaves, rows)
         return self._loss_fn(jax.tree.unflatten(self._structure, gather_params(leaves)))
 
 

@@ -1,7 +1,8 @@
 """Embedding tables whose rows are divided over N owners: owner k keeps rows k, k + N, k + 2·N, …
 
-A worker fetches the rows that its batch looks up from their owners, and sends them the gradients.
-Each worker sends an id once, however often its batch repeats it. Usually one round is enough, in
+The owners are the devices along the shard axes, and each is also one that looks rows up. A device
+fetches the rows that its batch looks up from their owners, and sends them the gradients. It sends
+an id once, however often its batch repeats it. Usually one round is enough, in
 which every owner gets as many ids as the fullest one needs; if that is unusually many, there are
 more rounds. There is nothing to tune, and no id is dropped.
 """
@@ -178,8 +179,10 @@ class _Rounds(NamedTuple):
         return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
     def find_positions(self, first: jax.Array, size: int) -> jax.Array:
-        """Return the positions of each owner's ids from number `first` on, (N,
-        size); n where it has no more."""
+        """Return the positions of each owner's ids from number `first` on, n where there is none.
+
+        The result is (N, size).
+        """
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 

@@ -19,7 +19,7 @@ from optfn.state.encoded import Codes, find_codes
 from optfn.state.names import arrays_with_names, match_params, states_with_names
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, find_nodes
 
-Kept = Literal["replicated", "per_worker", "sliced", "count"]
+Kept = Literal["shared", "per_worker", "sliced", "count"]
 
 
 class Entry(NamedTuple):
@@ -27,10 +27,10 @@ class Entry(NamedTuple):
 
     name: its name in `state_dict`, "scale_by_adam/mu/layers/0/w".
     param: the path of its parameter, "layers/0/w"; None for counters and rates.
-    kept: "replicated", the same on all workers, though the devices of each may divide it;
+    kept: "shared", the same on all workers, though the devices of each may divide it;
       "per_worker", in a `PerWorker`; "sliced", in a `Divided`: each worker keeps a slice; or
       "count", the `num_workers` of a state with per-worker arrays.
-    axes: the mesh axes of the workers, if it is not replicated; without any, all worker axes.
+    axes: the mesh axes of the workers, if it is not shared; without any, all worker axes.
     size: the length of the last axis without padding if it is sliced, else 0.
     codes: how to decode it, if it has codes instead of numbers.
     """
@@ -77,7 +77,7 @@ def map_entries(
 
 def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
     """Yield (kept, axes, size) of each array of a state;
-    an array in no declared node is replicated."""
+    an array in no declared node is shared."""
     for node in jax.tree.leaves(state, is_leaf=_is_declared):
         if isinstance(node, PerWorker):
             for _ in jax.tree.leaves(node):
@@ -94,7 +94,7 @@ def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
                 else:
                     yield from _iterate_placements(child)
         else:
-            yield "replicated", Axes(), 0
+            yield "shared", Axes(), 0
 
 
 def _is_declared(x: object) -> bool:

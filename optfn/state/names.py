@@ -13,7 +13,10 @@ from optfn.core.types import OptState, PyTree
 
 
 def is_state(x: object) -> bool:
-    """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
+    """Tell whether `x` is the state of a transform, or a TrainState: a NamedTuple named …State.
+
+    The name of its type is a word in the names of checkpoints (`state_word`): don't rename a type.
+    """
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 

@@ -89,7 +89,7 @@ def widen_init(
 
     def widen(entry: Entry, x: Leaf) -> Leaf:
         """Return an array of one worker's state as all workers keep it; a replicated one stays."""
-        if entry.kept == "replicated":
+        if entry.kept == "shared":
             return x
         count = count_devices(mesh, entry.axes or axis_name)
         if entry.kept == "per_worker":
@@ -182,7 +182,7 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
     old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
     def rescale(entry: Entry, x: Leaf) -> Any:
-        if entry.kept == "replicated":
+        if entry.kept == "shared":
             return _to_host(x)
         if entry.kept == "sliced":
             return pad_to_multiple(np.asarray(x), entry.size, count)

@@ -24,7 +24,7 @@ from optfn.state.names import (
     make_report_test,
     states_with_names,
 )
-from optfn.state.placement import PER_WORKER_KEY, pad_to_multiple
+from optfn.state.placement import pad_to_multiple
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import convert_masters
 from optfn.train.packed_state import (
@@ -33,12 +33,9 @@ from optfn.train.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.train.state_dict import VERSION, bits_dtype, is_foreign
+from optfn.train.state_dict import ABOUT, VERSION, bits_dtype, is_foreign
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
-
-# Keys of a mapping that do not name arrays of the state.
-ABOUT = ("version", PER_WORKER_KEY)
 
 
 def load_state_dict(
@@ -351,8 +348,9 @@ def _place_like(like: OptState, state: OptState) -> OptState:
 
 
 def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return (`value` with the dtype and sharding of `leaf`, ""), or (the leaf,
-    the reason) if it does not fit."""
+    """Return a value with the dtype and sharding of a leaf, and ""; if it does not fit, the leaf
+    and the reason.
+    """
     if tree.is_key(leaf):
         data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem

@@ -150,7 +150,7 @@ def plan_memory(
         patterns.match_names(tables, params, "tables"),
     )
     exchanged = find_exchange_axes(_drop_unknown(state), params)
-    once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
+    once = packed or (isinstance(shard, Sharded) and shard.is_gathered_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = exchange_bytes(_shard_state(init, params, layout, as_rows), mesh), 0
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
@@ -370,7 +370,7 @@ class _Leaf(NamedTuple):
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
         gather, reduce = (
             packet_bytes(codec, size, n, once if is_divided else padded, layers)
-            for codec in (self.layout.gather, self.layout.reduce)
+            for codec in (self.layout.gather_compressor, self.layout.reduce_compressor)
         )
         reduce = reduce if self.is_read else 0.0
         if not is_divided:

@@ -2,11 +2,15 @@
 
 `composition.make_objective` builds an objective from the inside to the outside:
 
-    loss_fn          takes whole params and a batch
-    Gather.call      takes a device's shards of params, and gathers the params that the loss sees
-    differentiate    adds the gradients with respect to these shards
-    split_objective  takes the batch of a device, and splits it into microbatches (microbatches.py)
-    shard_objective  takes whole arrays, and gives each device its shards and its examples
+    loss_fn               takes whole params and a batch
+    differentiate         takes a device's shards of params (`Gather.wrap`), which are gathered
+                          where the loss reads them (sparse/loss_program.py), and adds the
+                          gradients with respect to these shards
+    average_microbatches  takes the batch of a device, and splits it (microbatches.py)
+    shard_objective       takes whole arrays, and gives each device its shards and its examples
+
+Where the loss cannot gather by itself (packed params, a user's value_and_grad, `gather_once`),
+`differentiate` takes whole params, and `gather_once` gathers all of them around the microbatches.
 """
 
 import contextlib
@@ -25,7 +29,7 @@ from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.jaxprs.sharded import gather_params, is_sharded
+from optfn.jaxprs.sharded import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
@@ -71,10 +75,10 @@ class Gather(NamedTuple):
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
 
-        A gradient with respect to a shard is this device's shard of the mean gradient. Tables stay
-        divided.
+        Tables stay divided. A gradient that `fn` computes is with respect to whole params, and this
+        device's own: `scatter_gradients` reduces it later.
         """
-        leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded)
+        leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded_param)
         params = jax.tree.unflatten(structure, gather_params(leaves))
         return fn(inputs._replace(params=params))
 
@@ -110,7 +114,7 @@ def differentiate(
         loss, *rest = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
 
-    def read(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
+    def make_program(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
 
@@ -119,11 +123,11 @@ def differentiate(
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def value(inputs: Inputs) -> Values:
-        values: Values = read(values_at, inputs).value()
+        values: Values = make_program(values_at, inputs).value()
         return values
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = read(scale_loss, inputs).value_and_grad(True, transform)
+        (loss, rest), grads = make_program(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
     return Objective(value, value_and_grad)
@@ -250,7 +254,9 @@ def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
 
 
 def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
-    """Make the objective of all devices that divide params from the objective of one device.
+    """Make the objective of all devices along the shard axes from the objective of one device.
+
+    It serves every way of sharding. Where params are whole, as with "state", nothing is gathered.
 
     It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
     params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
@@ -284,7 +290,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, own, inputs, layout), grads
 
-        out_specs = P(), layout.restrict_specs(arriving)
+        out_specs = P(), layout.keep_shard_axes(arriving)
         values, grads = _run_on_devices(run, inputs, gather, out_specs)
 
         # Gradients leave the devices padded, and divided like the params; the update takes them
@@ -341,7 +347,7 @@ def _run_on_devices(
     names = layout.shard_axes
     replicated: Any = P()
     specs = Inputs(
-        params=layout.restrict_specs(gather.specs),
+        params=layout.keep_shard_axes(gather.specs),
         model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,

@@ -97,9 +97,10 @@ class StepOptions:
         that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
         same as on one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
-        `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
-        are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
-        such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+        `tables` selects, and of their state; any `shard` does the same with them. N must divide the
+        number of rows. Row r is on device r mod N. Rows that a batch looks up are fetched from
+        these devices, and gradients are sent back to them. In `TrainState.params` such a leaf is an
+        `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
     """
 
     has_aux: bool = False

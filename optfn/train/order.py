@@ -82,7 +82,7 @@ def warn_of_order(
 
 
 class _Walk:
-    """A walk along the links of a state, with the Update of each leaf.
+    """A walk along the links of a state, with the UpdateForm of each leaf.
 
     paths: the leaves that are trained.
     warnings: the messages so far, each once, in order.

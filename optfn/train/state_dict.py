@@ -38,8 +38,8 @@ from optfn.wrappers.averaging import is_average, read_average
 
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
-# Names of the entries that state_dict gives beside arrays.
-RESERVED = ("version", PER_WORKER_KEY)
+# The keys of a mapping of `state_dict` that name no array of the state.
+ABOUT = ("version", PER_WORKER_KEY)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
     return dict(named)
 
 
-def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> None:
+def check_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
     """Raise a ValueError unless arrays with these names can be saved, in any form.
 
     Args:
@@ -263,9 +263,9 @@ def _layout_columns(
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(shard, values, layout.place(specs))
+        return jax.tree.map(shard, values, layout.make_shardings(specs))
 
-    state = jax.eval_shape(layout.stored, state, params)
+    state = jax.eval_shape(layout.pad_state, state, params)
     state = shards(state, layout.state_specs(state, params))
     local = shards(params, layout.param_specs(params))
     kept = _bytes_by_leaf(state, tree.paths(params))

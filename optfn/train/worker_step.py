@@ -103,7 +103,8 @@ def make_worker_step(
         grads, (loss, aux), extra = reduce_gradients(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
-        exchanges_itself = bool(extra)
+        # `extra` has "workers" only where the optimizer exchanges gradients itself.
+        exchanges_itself = "workers" in extra
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))

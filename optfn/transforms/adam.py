@@ -105,14 +105,13 @@ def _count_by_leaf(
     return advance_by_leaf(of_step, step, like)
 
 
-def count_steps(
+def make_moments_link(
     rule: Callable[..., Any],
     of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
 ) -> core.Unchecked:
-    """Return an unchecked transform that counts steps,
-    and maps `rule` over gradients and two moments.
+    """Return the link that maps a rule over gradients and two moments, and counts its steps.
 
     Args:
       rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
@@ -173,4 +172,4 @@ def scale_by_adam(
 
     rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
 
-    return count_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
+    return make_moments_link(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")

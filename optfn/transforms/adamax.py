@@ -12,7 +12,7 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
 from optfn.state.encoded import declare_encoded
-from optfn.transforms.adam import count_steps
+from optfn.transforms.adam import make_moments_link
 from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import (
     check_moment_dtype,
@@ -107,4 +107,4 @@ def scale_by_adamax(
             dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step
         )
     rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
-    return count_steps(rule, of_step, ScaleByAdamaxState)
+    return make_moments_link(rule, of_step, ScaleByAdamaxState)

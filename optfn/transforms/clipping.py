@@ -92,14 +92,13 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
-    return _make_clip_rule(max_norm, clip)
+    return _make_clip_link(max_norm, clip)
 
 
-def _make_clip_rule(
+def _make_clip_link(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
-    """Return an unchecked transform from clip(updates, max_norm) -> (updates,
-    factor); with ∞ it changes nothing."""
+    """Return the link of a clip, (updates, max_norm) -> (updates, factor); ∞ changes nothing."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -134,4 +133,4 @@ def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
         factor = clip_factor(leafwise.global_norm(updates), c)
         return leafwise.scale(updates, factor), factor
 
-    return _make_clip_rule(max_norm, clip)
+    return _make_clip_link(max_norm, clip)

@@ -153,9 +153,9 @@ def test_codes_and_scales_stay_where_they_are(shape, axis, expected):
     grads = {"w": RNG.normal(size=shape).astype(np.float32)}
     layout = layout_of({"w": spec}, mesh, "data")
     specs = layout.state_specs(jax.eval_shape(tx.init, params), params)
-    state = jax.device_put(tx.init(params), layout.place(specs))
+    state = jax.device_put(tx.init(params), layout.make_shardings(specs))
     placed = jax.device_put(grads, NamedSharding(mesh, spec))
-    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, layout.place(specs)))
+    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, layout.make_shardings(specs)))
     text = update.lower(placed, state).compile().as_text()
     found = re.findall(r"= f32\[([\d,]*)\]\S* (all-\w+|collective-\w+|reduce-scatter)", text)
     assert {kind for _, kind in found} == expected
