@@ -383,5 +383,5 @@ def make_train_step(options: StepArguments) -> TrainStep:
     layout = None
     if options.mesh is not None:
         tables = options.tables if options.shard_tables or options.shard else None
-        layout = layout_of(options.shard, options.mesh, options.data_axis, tables)
+        layout = layout_of(options.shard, options.mesh, options.data_axis, tables, options.tx)
     return TrainStep(options, layout)
