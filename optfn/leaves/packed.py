@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.collectives.mesh import explicit_sharding
 from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
@@ -64,13 +65,15 @@ def pack(params: Params) -> Packed:
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
-        kept beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
+        kept beside the buffers. Sharded arrays are gathered, except along explicit mesh axes, which
+        are an error. Works inside and outside `jit`.
 
     Returns:
       A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
       TypeError: a leaf is not an array, or is row-sparse; or params are already packed.
+      ValueError: explicit mesh axes divide a leaf.
 
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
@@ -91,6 +94,13 @@ def pack(params: Params) -> Packed:
             return jnp.asarray(x)
         if not tree.is_masked(x) and not tree.is_array(x):
             raise TypeError(f"pack: leaf {place!r} must be an array; got {x!r}")
+        placement = None if tree.is_masked(x) else explicit_sharding(x)
+        if placement is not None:
+            raise ValueError(
+                f"pack: leaf {place!r} is divided by {placement.spec} over explicit mesh axes, but "
+                "a buffer of several leaves has one sharding. Leave pack (packed=True) out, or "
+                "make the mesh with axes of AxisType.Auto"
+            )
         return x
 
     params = tree.map_named(array, params)
