@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from optfn.collectives import torus
 from optfn.collectives.axes import AxisName, check_axis_names, manual_axes, to_axes
 from optfn.core import checks
+from optfn.core.types import DType
 
 
 def shard_map(
@@ -96,6 +98,28 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     whole = NamedSharding(placement.mesh, PartitionSpec(*spec[:-2], None, None))
     result: jax.Array = jax.sharding.reshard(fn(jax.sharding.reshard(x, whole)), placement)
     return result
+
+
+def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Array:
+    """Return zeros that explicit mesh axes divide as they divide the leading axes of `like`.
+
+    Without explicit axes, the compiler or the caller chooses their sharding.
+    """
+    zeros = jnp.zeros(shape, dtype)
+    placement = explicit_sharding(like)
+    if placement is None:
+        return zeros
+    spec = PartitionSpec(*placement.spec[: len(shape)])
+    divided: jax.Array = jax.sharding.reshard(zeros, NamedSharding(placement.mesh, spec))
+    return divided
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """Return the sharding of an array that explicit mesh axes divide; None for any other leaf."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    placement = jax.typeof(x).sharding
+    return placement if any(placement.spec) else None
 
 
 def make_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:

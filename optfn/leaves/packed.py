@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.collectives.mesh import explicit_sharding
 from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
@@ -25,8 +26,8 @@ from optfn.leaves.nodes import Packed, Stacked, is_packed
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
 #   1. make_packed_layout: the float32 buffer has the runs (3,): leaf 0 from element 0, and
-#                     (2, 3): leaf 2 from element 3; leaf 1 is frozen. Leaves of one shape share a run, so that
-#                     one reshape gives all of their tensors.
+#                     (2, 3): leaf 2 from element 3; leaf 1 is frozen. Leaves of one shape share a
+#                     run, so that one reshape gives all of their tensors.
 #   2. pack_like      buffers[0] is b | w, flat, (9,), or (…, 9) below `lead` axes; frozen is [n].
 #   3. unpack         [0:3] and [3:9] of the last axis, in the order of the runs, go back to leaves
 #                     0 and 2. The derivative joins their cotangents, as step 2 does.
@@ -63,14 +64,16 @@ def pack(params: Params) -> Packed:
     have one scale for the whole buffer, and Deep Gradient Compression selects from all of it.
 
     Args:
-      params: a tree of arrays. Leaves that are not floating point, or have no elements, are kept
-        beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
+      params: a tree of arrays. Leaves that are not floating point, and those without elements, are
+        kept beside the buffers. Sharded arrays are gathered, except along explicit mesh axes, which
+        are an error. Works inside and outside `jit`.
 
     Returns:
       A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
       TypeError: a leaf is not an array, or is row-sparse; or params are already packed.
+      ValueError: explicit mesh axes divide a leaf.
 
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
@@ -91,6 +94,13 @@ def pack(params: Params) -> Packed:
             return jnp.asarray(x)
         if not tree.is_masked(x) and not tree.is_array(x):
             raise TypeError(f"pack: leaf {place!r} must be an array; got {x!r}")
+        placement = None if tree.is_masked(x) else explicit_sharding(x)
+        if placement is not None:
+            raise ValueError(
+                f"pack: leaf {place!r} is divided by {placement.spec} over explicit mesh axes, but "
+                "a buffer of several leaves has one sharding. Leave pack (packed=True) out, or "
+                "make the mesh with axes of AxisType.Auto"
+            )
         return x
 
     params = tree.map_named(array, params)

@@ -93,7 +93,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
                 f"the leading axis of the batch must be divisible by {factors}; "
                 f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}"
             )
-        placement = NamedSharding(mesh, batch_spec(x, worker_axes))
+        placement = NamedSharding(mesh, batch_spec(x, data_axis))
         if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
         # device_put moves an array between devices without a copy on the host.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,6 +43,7 @@ from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
 from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
 from optfn.state.placement import spec_over_workers, specs_of, widen_init
+from optfn.wrappers.attributes import mark_stacked_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -54,6 +56,7 @@ class Layout:
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
       that are reduced, over the shard axes; None sends arrays as they are.
+    tx: the optimizer, whose attributes of parameters say which leading axes count layers.
     """
 
     mesh: Mesh
@@ -62,6 +65,7 @@ class Layout:
     tables: Pattern | None = None
     gather_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    tx: optax.GradientTransformation | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:
@@ -72,6 +76,10 @@ class Layout:
         """Return the PartitionSpec of each leaf's gradient,
         and of its moments, as if it were no table."""
         return self.dense_param_specs(params)
+
+    def mark_stacked(self, params: Params) -> Params:
+        """Put leaves into a `Stacked` whose axes of layers only the attributes of `tx` name."""
+        return mark_stacked_params(self.tx, params)
 
     @property
     def data_axes(self) -> Axes:

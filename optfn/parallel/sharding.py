@@ -87,7 +87,8 @@ def sharded(
         None: all of them, or with PartitionSpecs those that they name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
-      whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
+      whole: a pattern of paths of stacked leaves (in a `Stacked`, or with the attribute
+        `ParamAttr(stacked=1)` in `tx`), which are divided along the axis of layers,
         so that each matrix is whole on one device. Rules that treat matrices whole, such as
         `muon`, then update them without sending anything.
       gather: a compressor that keeps every entry, such as `quantize(8)`, for the params that are
@@ -186,9 +187,10 @@ class ShardState(Layout):
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
         """
-        stacked = contents.count_stacked_axes(params)
-        axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
-        small = find_small_leaves(params, self.num_shards)
+        marked = self.mark_stacked(params)
+        stacked = contents.count_stacked_axes(marked)
+        axes_of = find_layer_axes(self.whole, self.tables, marked, self.num_shards)
+        small = find_small_leaves(marked, self.num_shards)
 
         def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
@@ -326,10 +328,12 @@ def layout_of(
     mesh: Mesh,
     data_axis: AxisName,
     tables: Pattern | None = None,
+    tx: optax.GradientTransformation | None = None,
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
-    Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`.
+    Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`. Of `tx` only the
+    `stacked` axes in the attributes of parameters are read.
 
     Raises:
       TypeError: `shard` is neither one of the names, nor PartitionSpecs in one of their forms.
@@ -359,7 +363,7 @@ def layout_of(
     if shard is None:
         return Replicated(mesh, workers, along, tables)
     if not _is_kind(way.kind):
-        return ShardBySpec(mesh, workers, along, tables, way.kind)
+        return ShardBySpec(mesh, workers, along, tables, way.kind, tx=tx)
     # What is gathered once in a step is divided between steps: every way is then ShardParams.
     kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
     return kind(
@@ -370,6 +374,7 @@ def layout_of(
         way.whole,
         gather_compressor=way.gather,
         reduce_compressor=way.reduce,
+        tx=tx,
     )
 
 

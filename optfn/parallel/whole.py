@@ -50,7 +50,7 @@ def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) ->
     if not stacked:
         return (
             "which is not stacked. Put layers of equal shape into an optfn.Stacked, whose leaves "
-            "have a leading axis of layers"
+            "have a leading axis of layers, or say so by ParamAttr(stacked=1)"
         )
     if len(shape) - stacked < 2:
         return (

@@ -138,15 +138,16 @@ def plan_memory(
     count_devices(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divided_tables = tables if shard is not None or shard_tables else None
-    layout = layout_of(shard, mesh, data_axis, divided_tables)
+    layout = layout_of(shard, mesh, data_axis, divided_tables, tx)
     init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
     read, state = (
         _find_read_gradients(tx, params),
         jax.eval_shape(layout.make_padded_init(init), params),
     )
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
+    marked = layout.mark_stacked(params)
     stacked, rows = (
-        contents.count_stacked_axes(params),
+        contents.count_stacked_axes(marked),
         patterns.match_names(tables, params, "tables"),
     )
     exchanged = find_exchange_axes(_drop_unknown(state), params)
@@ -182,7 +183,7 @@ def plan_memory(
         _count_bytes(state, layout.state_specs(state, params), mesh),
         gradients,
         round(sent),
-        _find_gathered(state, params, grad_specs),
+        _find_gathered(state, marked, grad_specs),
         {path: x.whole for path, x in gathers.items() if x.whole is not None},
     )
 

@@ -222,7 +222,7 @@ def summary(
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        placement = _layout_columns(state, params, mesh, shard, data_axis, tables)
+        placement = _layout_columns(tx, state, params, mesh, shard, data_axis, tables)
     titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -244,6 +244,7 @@ def summary(
 
 
 def _layout_columns(
+    tx: optax.GradientTransformation,
     state: OptState,
     params: Params,
     mesh: Mesh | None,
@@ -257,7 +258,7 @@ def _layout_columns(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
             "are divided"
         )
-    layout = layout_of(shard, mesh, data_axis, tables)
+    layout = layout_of(shard, mesh, data_axis, tables, tx)
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -385,5 +385,5 @@ def make_train_step(options: StepArguments) -> TrainStep:
         # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
         # another layout would gather the whole table for it.
         tables = options.tables if options.shard_tables or options.shard else None
-        layout = layout_of(options.shard, options.mesh, options.data_axis, tables)
+        layout = layout_of(options.shard, options.mesh, options.data_axis, tables, options.tx)
     return TrainStep(options, layout)

@@ -126,7 +126,8 @@ def numbers_of_rates(
       kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
     return {
-        name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
+        # np.max of a JAX array would run on the devices of the mesh in the context.
+        name: float(np.max(np.asarray(jax.tree.leaves(x.learning_rate)[0].addressable_data(0))))
         for name, x in state_names.states_with_names(is_rate, opt_state)
         if type(x) is kind and not checks.is_traced(x)
     }

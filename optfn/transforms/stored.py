@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import core
+from optfn.collectives.mesh import make_zeros
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
@@ -66,7 +67,7 @@ class Storage(NamedTuple):
         of the leaf's shape, or of the shape of its scales."""
 
         def zero_scales(p: jax.Array) -> jax.Array:
-            return jnp.zeros(codes.scale_shape(p.shape), jnp.float32)
+            return make_zeros(codes.scale_shape(p.shape), jnp.float32, p)
 
         trees = []
         for part in self.parts:

@@ -14,6 +14,7 @@ from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns
+from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import restrict
 
@@ -41,7 +42,8 @@ class ParamAttr:
       trainable: False freezes the parameter: it never changes and has no state.
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
-        separate leaf. The result of `optfn.distributed.stack_stages` does not need this.
+        separate leaf, and `shard=` of a training step divides an axis of each layer. The result of
+        `optfn.distributed.stack_stages` does not need this.
       weight_decay: a factor of the optimizer's decay (`weight_decay`, `lars_weight_decay`), ≥ 0; 0
         for no decay. It does not affect `regularization`.
 
@@ -216,13 +218,7 @@ def _mark_stacked_leaves(
     without any, trees stay."""
 
     def mark(values: PyTree) -> PyTree:
-        attrs = resolve(param_attrs, values)
-        if not any(attr.stacked for attr in attrs.values()):
-            return values
-        for path, run in contents.runs_by_name(values).items():
-            _check_stacked(path, run.shape, attrs[path])
-        # The layout of a Packed still has the paths of leaves that are not selected.
-        return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+        return _mark_stacked(values, resolve(param_attrs, values))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         marked = None if params is None else mark(params)
@@ -230,6 +226,27 @@ def _mark_stacked_leaves(
         return updated
 
     return core.Unchecked(lambda params: tx.init(mark(params)), update)
+
+
+def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
+    """Put each leaf whose attribute has `stacked` axes into a `Stacked`; without any, pass them."""
+    if not any(attr.stacked for attr in attrs.values()):
+        return values
+    for path, run in contents.runs_by_name(values).items():
+        _check_stacked(path, run.shape, attrs[path])
+    # The layout of a Packed still has the paths of leaves that are not selected.
+    return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+
+
+def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params) -> Params:
+    """Put each leaf that the attributes of an optimizer call stacked into a `Stacked`.
+
+    The leaves, their order and their paths stay. Packed params pass: their shards are parts of a
+    buffer, and not of layers.
+    """
+    if tx is None or is_packed(params):
+        return params
+    return _mark_stacked(params, attributes_of(tx, params))
 
 
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
