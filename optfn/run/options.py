@@ -41,6 +41,10 @@ class LoopOptions:
       epochs: how many times to iterate over `batches`, which must then be something like a list or
         a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
         history, the log and the progress bar.
+      prefetch: 1 to read the next batch, and place it on the devices, as soon as a step has begun;
+        0 to read it after the step and its callback. With 1, a run that a callback, `patience` or a
+        signal ends has read a batch that it does not use. A checkpoint does not count that batch,
+        and an error of `batches` is raised at the step of its batch.
       progress: whether to show a bar with loss, learning rate and examples per second on the
         terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
         are printed. You are also told if the run resumes, or was already finished.
@@ -99,6 +103,7 @@ class LoopOptions:
 
     steps: int | None = None
     epochs: int | None = None
+    prefetch: Literal[0, 1] = 1
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
     evaluate_average: bool | str = False
@@ -138,6 +143,7 @@ class FitArguments(LoopOptions):
         elif self.save_every <= datetime.timedelta():
             raise ValueError(f"save_every must be longer than 0; got {self.save_every}")
         checks.count("keep", self.keep)
+        checks.choice("prefetch", self.prefetch, (0, 1))
         checks.choice("on_nonfinite", self.on_nonfinite, ("warn", "stop"))
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:
