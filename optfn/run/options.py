@@ -93,6 +93,9 @@ class LoopOptions:
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
       keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed. One whose
         params or loss are not finite does not count (`save_checkpoint`).
+      save_frozen: whether checkpoints have the params that are not trained
+        (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
+        resumes takes these params from `params` or `state`, and refuses others by name.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
       on_nonfinite: what a loss does that is NaN or infinite. "warn": you get one warning, with the
         first such step and what helps. "stop": the run ends with a FloatingPointError, which says
@@ -118,6 +121,7 @@ class LoopOptions:
     checkpoint: str | os.PathLike[str] | None = None
     save_every: int | datetime.timedelta = 100
     keep: int = 2
+    save_frozen: bool = True
     resume: bool = True
     on_nonfinite: Literal["warn", "stop"] = "warn"
 
@@ -136,7 +140,7 @@ class FitArguments(LoopOptions):
                 "step must be a TrainStep, as make_train_step returns it; got "
                 f"{checks.show(self.step)}"
             )
-        for name in ("progress", "keep_best", "resume"):
+        for name in ("progress", "keep_best", "save_frozen", "resume"):
             checks.flag(name, getattr(self, name))
         if not isinstance(self.save_every, datetime.timedelta):
             checks.count("save_every", self.save_every)

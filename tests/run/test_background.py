@@ -158,10 +158,10 @@ def test_a_run_saves_every_so_many_minutes(tmp_path, monkeypatch):
             now[0] += 100.0
             yield np.ones(2, np.float32)
 
-    real = saving.save_checkpoint
+    real = saving.write_checkpoint
     monkeypatch.setattr(
         saving,
-        "save_checkpoint",
+        "write_checkpoint",
         lambda directory, state, *rest, **options: (
             saved.append(int(state.step)),
             real(directory, state, *rest, **options),
