@@ -153,7 +153,7 @@ class _Run:
             for batch in () if self.stopped else self.remaining:
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
-                lines(self.n, metrics)
+                lines(self.n, metrics, batch)
                 page()
                 self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
                 self.stopped |= interrupt.is_due(self.n // per_call)

@@ -78,7 +78,9 @@ class LoopOptions:
       log: where to write the metrics of each step during the run. A path: a file with one JSON
         object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
         tensorboardX, torch or flax, or any object with `flush()` and either
-        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights & Biases: the
+        run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of these. About
+        every ten seconds it has "examples_per_second" too, the mean since the last such number.
       report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, even if an error ends the run. Needs matplotlib.
