@@ -104,6 +104,22 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     return tree.map_named(put, batch)
 
 
+def copy_beside(batch: Batch, like: jax.Array) -> Batch:
+    """Copy the NumPy arrays of a batch to the device of an array; all else passes unchanged.
+
+    If the array lies on several devices, the batch passes unchanged.
+    """
+    if like.sharding.num_devices > 1:
+        return batch
+    device = next(iter(like.devices())) if like.committed else None
+
+    def copy(x: Leaf) -> Leaf:
+        # No alias: a loader may overwrite its buffer while the step still reads it.
+        return jax.device_put(x, device, may_alias=False) if type(x) is np.ndarray else x
+
+    return jax.tree.map(copy, batch)
+
+
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Copy an array to all devices of `placement`, also of other processes; a traced array passes
     through.

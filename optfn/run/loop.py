@@ -1,5 +1,6 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from optfn.run.saving import Best, Saver
 from optfn.train.ineffective import warn_of_schedules
 from optfn.train.options import StepOptions, accept_fields
 from optfn.train.state import TrainState
-from optfn.train.step import make_train_step
+from optfn.train.step import make_train_step, wait_on_cpus
 
 
 @accept_fields(MinimizeArguments)
@@ -152,7 +153,7 @@ class _Run:
             for batch in () if self.stopped else self.remaining:
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
-                lines(self.n, metrics)
+                lines(self.n, metrics, batch)
                 page()
                 self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
                 self.stopped |= interrupt.is_due(self.n // per_call)
@@ -171,8 +172,12 @@ class _Run:
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
         """Take a step on a batch, and evaluate if that is due; return the numbers of both."""
-        self.state, metrics = self.step(self.state, batch)
+        self.state, metrics = self.step.dispatch(self.state, batch)
         self.n += self.step.local_steps
+        # Before anything waits for the step, so that its devices and the loader work together.
+        if self.options.prefetch:
+            self.remaining.read_ahead(functools.partial(self.step.place_batch, state=self.state))
+        wait_on_cpus(metrics)
         if self.remaining.epoch is not None:
             metrics["epoch"] = self.remaining.epoch
         self.history.append(metrics)

@@ -41,6 +41,10 @@ class LoopOptions:
       epochs: how many times to iterate over `batches`, which must then be something like a list or
         a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
         history, the log and the progress bar.
+      prefetch: 1 to read the next batch, and place it on the devices, as soon as a step has begun;
+        0 to read it after the step and its callback. With 1, a run that a callback, `patience` or a
+        signal ends has read a batch that it does not use. A checkpoint does not count that batch,
+        and an error of `batches` is raised at the step of its batch.
       progress: whether to show a bar with loss, learning rate and examples per second on the
         terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
         are printed. You are also told if the run resumes, or was already finished.
@@ -74,7 +78,9 @@ class LoopOptions:
       log: where to write the metrics of each step during the run. A path: a file with one JSON
         object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
         tensorboardX, torch or flax, or any object with `flush()` and either
-        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights & Biases: the
+        run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of these. About
+        every ten seconds it has "examples_per_second" too, the mean since the last such number.
       report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, even if an error ends the run. Needs matplotlib.
@@ -89,6 +95,9 @@ class LoopOptions:
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
       keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed. One whose
         params or loss are not finite does not count (`save_checkpoint`).
+      save_frozen: whether checkpoints have the params that are not trained
+        (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
+        resumes takes these params from `params` or `state`, and refuses others by name.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
       on_nonfinite: what a loss does that is NaN or infinite. "warn": you get one warning, with the
         first such step and what helps. "stop": the run ends with a FloatingPointError, which says
@@ -99,6 +108,7 @@ class LoopOptions:
 
     steps: int | None = None
     epochs: int | None = None
+    prefetch: Literal[0, 1] = 1
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
     evaluate_average: bool | str = False
@@ -113,6 +123,7 @@ class LoopOptions:
     checkpoint: str | os.PathLike[str] | None = None
     save_every: int | datetime.timedelta = 100
     keep: int = 2
+    save_frozen: bool = True
     resume: bool = True
     on_nonfinite: Literal["warn", "stop"] = "warn"
 
@@ -131,13 +142,14 @@ class FitArguments(LoopOptions):
                 "step must be a TrainStep, as make_train_step returns it; got "
                 f"{checks.show(self.step)}"
             )
-        for name in ("progress", "keep_best", "resume"):
+        for name in ("progress", "keep_best", "save_frozen", "resume"):
             checks.flag(name, getattr(self, name))
         if not isinstance(self.save_every, datetime.timedelta):
             checks.count("save_every", self.save_every)
         elif self.save_every <= datetime.timedelta():
             raise ValueError(f"save_every must be longer than 0; got {self.save_every}")
         checks.count("keep", self.keep)
+        checks.choice("prefetch", self.prefetch, (0, 1))
         checks.choice("on_nonfinite", self.on_nonfinite, ("warn", "stop"))
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:

@@ -13,8 +13,9 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining
-from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import restore_checkpoint, write_checkpoint
 from optfn.run.evaluation import Evaluator
+from optfn.run.frozen import FrozenParams
 from optfn.run.history import History
 from optfn.run.newest import list_checkpoints
 from optfn.run.options import LoopOptions
@@ -33,11 +34,13 @@ class Saver:
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the checkpoint that the run resumes from; None for a new run.
     batches: the position of the iterator of batches in that checkpoint, if it is known.
+    frozen: leaves frozen params out of the checkpoints; None if they are saved.
     """
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
         self.directory = options.checkpoint
+        self.frozen = None if options.save_frozen else FrozenParams(step.tx)
         self.place = "" if self.directory is None else os.path.join(self.directory, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
@@ -104,7 +107,9 @@ class Saver:
                 batches.position(), processes.has_state_on_all_processes(state)
             )
             arrays, keep = history.arrays() | stands, self.options.keep
-            save_checkpoint(self.directory, state, arrays, keep=keep, background=True)
+            write_checkpoint(
+                self.directory, state, arrays, keep=keep, background=True, frozen=self.frozen
+            )
             self.saved = int(state.step)
 
 
@@ -173,6 +178,7 @@ class Best:
         self.evaluator = evaluator
         self.is_kept = evaluator.options.keep_best
         self.directory = None if saver.directory is None else to_path(saver.directory) / "best"
+        self.frozen = saver.frozen
         self.state: TrainState | None = None
         self.value = evaluator.worst
 
@@ -202,7 +208,7 @@ class Best:
         if self.evaluator.is_better(value, self.value):
             self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
-                save_checkpoint(self.directory, state, keep=1, background=True)
+                write_checkpoint(self.directory, state, keep=1, background=True, frozen=self.frozen)
 
     def choose(self, last: TrainState) -> TrainState:
         """Return the best state, or the last one; warn if a better one was not kept."""

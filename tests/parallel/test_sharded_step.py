@@ -128,7 +128,7 @@ def test_int8_moments_are_bit_identical_given_equal_gradients():
         sharding = layout_of(spec, mesh, "data")
         placed = jax.device_put((grads, params), NamedSharding(mesh, spec["w"]))
         specs = sharding.state_specs(jax.eval_shape(tx.init, params), params)
-        state = jax.device_put(tx.init(params), sharding.place(specs))
+        state = jax.device_put(tx.init(params), sharding.make_shardings(specs))
         found = jax.jit(update)(placed[0], state, placed[1])
         chex.assert_trees_all_equal(jax.device_get(found[1]), jax.device_get(want[1]))
 
