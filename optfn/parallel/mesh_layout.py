@@ -34,7 +34,7 @@ from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, replicate
@@ -54,6 +54,7 @@ class Layout:
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
       reduced, over the shard axes; None sends arrays as they are.
+    reduce_dtype: in what dtype gradients are added and sent over the shard axes; None: their own.
     """
 
     mesh: Mesh
@@ -62,6 +63,7 @@ class Layout:
     tables: Pattern | None = None
     gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    reduce_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""

@@ -8,10 +8,11 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -29,7 +30,7 @@ from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
@@ -46,6 +47,7 @@ class Sharded:
     gather_once: bool = False
     gather: Compressor | None = None
     reduce: Compressor | None = None
+    reduce_dtype: DType | None = None
 
     @property
     def gathers_once(self) -> bool:
@@ -59,6 +61,25 @@ class Sharded:
         return self.gather_once or KINDS[self.kind].keeps_params
 
 
+def check_reduce_dtype(name: str, dtype: object) -> DType | None:
+    """Return the dtype of an argument, or None for None.
+
+    Raises:
+      TypeError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(cast("DType", dtype))
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f'{name} must be None or a real floating-point dtype such as "float32"; got {dtype!r}'
+        )
+    return found
+
+
 def sharded(
     kind: str | Mapping[str, P],
     *,
@@ -67,6 +88,7 @@ def sharded(
     gather: Compressor | None = None,
     reduce: Compressor | None = None,
     gather_once: bool = False,
+    reduce_dtype: DType | None = None,
 ) -> Sharded:
     """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
 
@@ -93,6 +115,9 @@ def sharded(
         that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients.
+      reduce_dtype: in what dtype gradients are added and sent over `axis`, such as "float32" for
+        bfloat16 params; None: as the `reduce_dtype` of the step says. Packets of `reduce` are as
+        the compressor makes them.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
     as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
@@ -103,7 +128,8 @@ def sharded(
     leaf.
 
     Raises:
-      TypeError: `gather` or `reduce` is not a compressor.
+      TypeError: `gather` or `reduce` is not a compressor, or `reduce_dtype` is not a real
+        floating-point dtype.
       ValueError: a compressor cannot send slices, such as `power_sgd`; or `gather` leaves entries
         out, as `top_k` does; or `whole`, `gather` or `reduce` is given with PartitionSpecs, which
         already say how each leaf is divided; or `gather` or `reduce` is given with `whole`, whose
@@ -134,7 +160,8 @@ def sharded(
             "axis of layers, as P('data') does"
         )
     patterns.check_pattern("sharded: whole", whole)
-    return Sharded(kind, names or None, whole, once, **compressors)
+    dtype = check_reduce_dtype("sharded: reduce_dtype", reduce_dtype)
+    return Sharded(kind, names or None, whole, once, **compressors, reduce_dtype=dtype)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -294,7 +321,11 @@ def _list_kinds(separator: str) -> str:
 
 
 def layout_of(
-    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: Pattern | None = None
+    shard: Kind | None,
+    mesh: Mesh,
+    data_axis: AxisName,
+    tables: Pattern | None = None,
+    reduce_dtype: DType | None = None,
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
@@ -306,6 +337,7 @@ def layout_of(
     """
     way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
     divides = shard is not None or tables is not None
+    dtype = reduce_dtype if way.reduce_dtype is None else way.reduce_dtype
     specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
     _check_shard(specs, mesh)
     along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
@@ -324,16 +356,17 @@ def layout_of(
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
-        return Replicated(mesh, workers, along, tables)
+        return Replicated(mesh, workers, along, tables, reduce_dtype=dtype)
     if isinstance(way.kind, Mapping):
-        return ShardBySpec(mesh, workers, along, tables, specs)
+        return ShardBySpec(mesh, workers, along, tables, specs, reduce_dtype=dtype)
     if way.kind not in KINDS:
         raise TypeError(
             f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
             f"sharded(...) of one of these; got {way.kind!r}"
         )
     kind = ShardParams if way.gathers_once else KINDS[way.kind]
-    return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
+    codecs = {"gather": way.gather, "reduce": way.reduce}
+    return kind(mesh, workers, along, tables, way.whole, **codecs, reduce_dtype=dtype)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
