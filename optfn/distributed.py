@@ -2,6 +2,7 @@
 
 from optfn.collectives.mesh import data_mesh
 from optfn.collectives.tensor_parallel import copy_to, sum_over
+from optfn.compilers.options import overlap_options
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.compression.exchange import exchange
 from optfn.compression.k_largest import select_top_k
@@ -32,6 +33,7 @@ __all__ = [
     "estimate_step",
     "exchange",
     "init_state",
+    "overlap_options",
     "pipeline_value_and_grad",
     "plan",
     "plan_memory",

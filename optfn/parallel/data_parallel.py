@@ -21,7 +21,7 @@ from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
 from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
-from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
+from optfn.core.types import Batch, DType, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import find_exchange_axes, has_exchange, join_exchange_axes
 from optfn.state.placement import specs_of
 
@@ -137,12 +137,17 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 
 
 def reduce_gradients(
-    grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
+    grads: Updates,
+    opt_state: OptState,
+    workers: Workers,
+    metrics: PyTree = None,
+    dtype: DType | None = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Average gradients over the worker axes, except over axes where a transform exchanges the leaf
     itself.
 
-    Metrics are averaged over all worker axes.
+    Metrics are averaged over all worker axes, and gradients are added and sent in `dtype`, or in
+    their own if it is None.
 
     Returns:
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
@@ -150,7 +155,7 @@ def reduce_gradients(
     """
     axes = workers.axes
     if not axes or not has_exchange(opt_state):
-        return *mean_over_shard_groups(grads, metrics, workers), {}
+        return *mean_over_shard_groups(grads, metrics, workers, dtype), {}
     remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
@@ -161,7 +166,8 @@ def reduce_gradients(
 
         some = tree.map_named(select, grads)
         of_all = metrics if names == axes else None
-        means, of_all = mean_over_shard_groups(some, of_all, workers._replace(axes=names))
+        over = workers._replace(axes=names)
+        means, of_all = mean_over_shard_groups(some, of_all, over, dtype)
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"workers": workers}

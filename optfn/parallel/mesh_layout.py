@@ -35,7 +35,7 @@ from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, replicate
@@ -57,6 +57,7 @@ class Layout:
     gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
       that are reduced, over the shard axes; None sends arrays as they are.
     tx: the optimizer, whose attributes of parameters say which leading axes count layers.
+    reduce_dtype: in what dtype gradients are added and sent over the shard axes; None: their own.
     """
 
     mesh: Mesh
@@ -66,6 +67,7 @@ class Layout:
     gather_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
     tx: optax.GradientTransformation | None = dataclasses.field(default=None, kw_only=True)
+    reduce_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:

@@ -7,10 +7,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias, TypeGuard
+from typing import ClassVar, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -28,7 +29,7 @@ from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated, check_fit
@@ -52,6 +53,7 @@ class Sharded:
     gather_once: bool = False
     gather: Compressor | None = None
     reduce: Compressor | None = None
+    reduce_dtype: DType | None = None
 
     @property
     def is_gathered_once(self) -> bool:
@@ -66,6 +68,25 @@ class Sharded:
         return self.gather_once or KINDS[self.kind].keeps_params
 
 
+def check_reduce_dtype(name: str, dtype: object) -> DType | None:
+    """Return the dtype of an argument, or None for None.
+
+    Raises:
+      TypeError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(cast("DType", dtype))
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f'{name} must be None or a real floating-point dtype such as "float32"; got {dtype!r}'
+        )
+    return found
+
+
 def sharded(
     kind: str | Specs,
     *,
@@ -74,6 +95,7 @@ def sharded(
     gather: Compressor | None = None,
     reduce: Compressor | None = None,
     gather_once: bool = False,
+    reduce_dtype: DType | None = None,
 ) -> Sharded:
     """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
 
@@ -103,6 +125,9 @@ def sharded(
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients. With "state",
         params are then divided as well.
+      reduce_dtype: in what dtype gradients are added and sent over `axis`, such as "float32" for
+        bfloat16 params; None: as the `reduce_dtype` of the step says. Packets of `reduce` are as
+        the compressor makes them.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
     as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
@@ -113,7 +138,8 @@ def sharded(
     leaf.
 
     Raises:
-      TypeError: `gather` or `reduce` is not a compressor.
+      TypeError: `gather` or `reduce` is not a compressor, or `reduce_dtype` is not a real
+        floating-point dtype.
       ValueError: a compressor cannot send slices, such as `power_sgd`; or `gather` leaves entries
         out, as `top_k` does; or `whole`, `gather` or `reduce` is given with PartitionSpecs, which
         already say how each leaf is divided; or `gather` or `reduce` is given with `whole`, whose
@@ -144,7 +170,8 @@ def sharded(
             "only the axis of layers, as P('data') does"
         )
     patterns.check_pattern("sharded: whole", whole)
-    return Sharded(kind, names or None, whole, once, **compressors)
+    dtype = check_reduce_dtype("sharded: reduce_dtype", reduce_dtype)
+    return Sharded(kind, names or None, whole, once, **compressors, reduce_dtype=dtype)
 
 
 # "state", "params", PartitionSpecs of params, or the result of `sharded`.
@@ -329,6 +356,7 @@ def layout_of(
     data_axis: AxisName,
     tables: Pattern | None = None,
     tx: optax.GradientTransformation | None = None,
+    reduce_dtype: DType | None = None,
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
@@ -341,6 +369,7 @@ def layout_of(
     """
     way = shard if isinstance(shard, Sharded) else Sharded({} if shard is None else shard)
     divides = shard is not None or tables is not None
+    dtype = reduce_dtype if way.reduce_dtype is None else way.reduce_dtype
     specs = {} if _is_kind(way.kind) else way.kind
     check_specs(specs, mesh)
     along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
@@ -361,9 +390,9 @@ def layout_of(
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
-        return Replicated(mesh, workers, along, tables)
+        return Replicated(mesh, workers, along, tables, reduce_dtype=dtype)
     if not _is_kind(way.kind):
-        return ShardBySpec(mesh, workers, along, tables, way.kind, tx=tx)
+        return ShardBySpec(mesh, workers, along, tables, way.kind, tx=tx, reduce_dtype=dtype)
     # What is gathered once in a step is divided between steps: every way is then ShardParams.
     kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
     return kind(
@@ -375,6 +404,7 @@ def layout_of(
         gather_compressor=way.gather,
         reduce_compressor=way.reduce,
         tx=tx,
+        reduce_dtype=dtype,
     )
 
 

@@ -110,7 +110,8 @@ def gather_shard(
 
     @functools.partial(_run_on_compiler_slices, slices, layout)
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
-        return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
+        names, mesh, dtype = layout.shard_axes, layout.mesh, layout.reduce_dtype
+        return mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
         return scatter(cotangent.astype(kept), step), None
@@ -158,13 +159,14 @@ def scatter_gradients(
         divisions = layout.divisions(gradient_spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
-            return mean_scatter(g, divisions, layout.shard_axes, layout.mesh, compressor, step)
+            return mean_scatter(g, divisions, names, layout.mesh, compressor, step, dtype)
 
         slices = compiler_slices(gradient_spec, layout)
         return _run_on_compiler_slices(slices, layout, take_shard)(g, step)
 
+    names, dtype = layout.shard_axes, layout.reduce_dtype
     # One call for all whole leaves, so that the small ones share an all-reduce.
-    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), layout.shard_axes)
+    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), names, dtype)
     return tree.map(scatter, grads, means, params, specs, gradient_specs)
 
 

@@ -64,7 +64,7 @@ def compose_step(
         objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
-    step = make_worker_step(objective, tx, key_of, averaged, layout)
+    step = make_worker_step(objective, tx, key_of, averaged, layout, options.reduce_dtype)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:

@@ -17,7 +17,7 @@ from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_a
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
-from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
+from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.jaxprs.equations import Equations
 from optfn.leaves import contents, patterns
@@ -25,7 +25,7 @@ from optfn.leaves.packed import pack
 from optfn.leaves.patterns import Pattern
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.sharding import Kind, Sharded, layout_of
+from optfn.parallel.sharding import Kind, Sharded, check_reduce_dtype, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import find_whole_matrices
@@ -76,6 +76,7 @@ def plan_memory(
     value_and_grad: bool = False,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
+    reduce_dtype: DType | None = None,
     loss_fn: Callable[[Params, Batch], Any] | None = None,
     batch: Batch = None,
 ) -> MemoryPlan:
@@ -123,6 +124,7 @@ def plan_memory(
       local_steps: as for `make_train_step`; `sent` then counts a round. With "state" params are
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
+      reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
 
       loss_fn: (params, batch) -> loss, or (loss, aux). It is traced, to find which leaves a scan
         gathers layer by layer, and which lines gather a leaf whole. None: each `Stacked` counts as
@@ -138,7 +140,8 @@ def plan_memory(
     count_devices(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divided_tables = tables if shard is not None or shard_tables else None
-    layout = layout_of(shard, mesh, data_axis, divided_tables, tx)
+    dtype = check_reduce_dtype("plan_memory: reduce_dtype", reduce_dtype)
+    layout = layout_of(shard, mesh, data_axis, divided_tables, tx, dtype)
     init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
     read, state = (
         _find_read_gradients(tx, params),
@@ -172,9 +175,10 @@ def plan_memory(
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
         leaf_gathers = gathers.get(str(place), _SCANNED if num_stacked else _WHOLE)
         num_stacked = max(num_stacked, 1) if leaf_gathers.scans else 0
+        widths = tuple(_widen(p.dtype, x) for x in (layout.reduce_dtype, dtype))
         leaf = _Leaf(
             layout, spec, grad_spec, p.shape, num_stacked, leaf_gathers, local_steps,
-            str(place) in read,
+            str(place) in read, *widths,
         )  # fmt: skip
         sent += leaf.count_sent(whole, 1 if once else microbatches, workers)
         gradients += whole if leaf.is_read else 0
@@ -338,6 +342,8 @@ class _Leaf(NamedTuple):
     gathers: what the loss gathers of it.
     steps: the number of steps in a call.
     is_read: whether the update reads the gradient. If not, XLA removes it with its reduction.
+    over_shards: the bytes of the gradient where shards are reduced, for a byte of the leaf.
+    over_workers: likewise where the gradient is averaged over the workers.
     """
 
     layout: Layout
@@ -348,6 +354,8 @@ class _Leaf(NamedTuple):
     gathers: LeafGathers
     steps: int
     is_read: bool
+    over_shards: float
+    over_workers: float
 
     def count_sent(self, whole: float, passes: int, workers: int) -> float:
         """Return the bytes that a device sends in a call to gather a leaf and to reduce its
@@ -359,19 +367,25 @@ class _Leaf(NamedTuple):
           workers: over how many workers the gradient is averaged, once in a call.
         """
         n, steps, size = self.layout.num_shards, self.steps, math.prod(self.shape)
+        averaged = whole * (self.over_workers if steps == 1 else 1)
         if not self.is_read and steps == 1:
             workers = 1  # nothing is averaged; a round averages the pseudo-gradient in any case
         if not self.layout.divisions(self.grad_spec):
-            reduced = steps * all_reduce_bytes(whole, n) if self.is_read else 0.0
-            return float(reduced + all_reduce_bytes(whole, workers))
+            each = all_reduce_bytes(whole * self.over_shards, n)
+            reduced = steps * each if self.is_read else 0.0
+            return float(reduced + all_reduce_bytes(averaged, workers))
         once = (n - 1) / n * whole
         padded_shape = self.layout.pad_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, size)
         is_divided = bool(self.layout.divisions(self.spec))
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
+        exact = once if is_divided else padded
         gather, reduce = (
-            packet_bytes(codec, size, n, once if is_divided else padded, layers)
-            for codec in (self.layout.gather_compressor, self.layout.reduce_compressor)
+            packet_bytes(codec, size, n, width * exact, layers)
+            for codec, width in (
+                (self.layout.gather_compressor, 1),
+                (self.layout.reduce_compressor, self.over_shards),
+            )
         )
         reduce = reduce if self.is_read else 0.0
         if not is_divided:
@@ -384,7 +398,7 @@ class _Leaf(NamedTuple):
             if self.spec != self.grad_spec and self.is_read:
                 sent += 3 * padded / n
             sent *= steps
-        return float(sent + all_reduce_bytes(whole / n, workers))
+        return float(sent + all_reduce_bytes(averaged / n, workers))
 
     def _count_gathers(self, passes: int) -> float:
         """Return how often a divided leaf is gathered in a step:
@@ -402,6 +416,13 @@ class _Leaf(NamedTuple):
             return whole + scans * passes  # all layers at once
         # Params are sent as shards of each layer once for all passes, gradients back in each.
         return whole + scans * (2 * passes + (1 + passes) / n)
+
+
+def _widen(given: DType, reduced: DType | None) -> float:
+    """Return the bytes of a dtype that gradients are reduced in, for a byte of their own dtype."""
+    if reduced is None or not jnp.issubdtype(given, jnp.floating):
+        return 1.0
+    return jnp.dtype(reduced).itemsize / jnp.dtype(given).itemsize
 
 
 def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:

@@ -28,7 +28,7 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
-from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.sharded import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
@@ -358,7 +358,7 @@ def _run_on_devices(
 
 
 def make_value_fn(
-    objective: Objective, workers: Workers, inputs: Inputs
+    objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
     """Make the function params -> mean loss on the batch of a step, for line searches.
 
@@ -369,6 +369,7 @@ def make_value_fn(
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
       inputs: the inputs of the step, without a loss factor; only their params are replaced.
+      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
     """
 
     @jax.custom_vjp
@@ -378,7 +379,7 @@ def make_value_fn(
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(inputs._replace(params=params))
-        grads, mean = mean_over_shard_groups(grads, values.loss, workers)
+        grads, mean = mean_over_shard_groups(grads, values.loss, workers, reduce_dtype)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:

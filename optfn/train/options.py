@@ -15,9 +15,9 @@ from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks
-from optfn.core.types import LossFn, Updates
+from optfn.core.types import DType, LossFn, Updates
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.sharding import Kind, Sharded
+from optfn.parallel.sharding import Kind, Sharded, check_reduce_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +30,7 @@ NEEDS = (
     ("shard_tables", "mesh", "rows are divided over its devices"),
     ("local_steps", "mesh", "its workers train apart"),
     ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
+    ("reduce_dtype", "mesh", "gradients are reduced over its devices"),
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
@@ -101,6 +102,17 @@ class StepOptions:
         number of rows. Row r is on device r mod N. Rows that a batch looks up are fetched from
         these devices, and gradients are sent back to them. In `TrainState.params` such a leaf is an
         `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+      compiler_options: options of XLA for the step, as `jax.jit` takes them: a mapping from names
+        to values, such as `optfn.distributed.overlap_options(mesh)`. Those that the installed
+        compiler does not know are dropped, with a warning. Inside another `jax.jit`, which must
+        have them instead, JAX refuses such a step. None: XLA's own.
+      reduce_dtype: in what dtype gradients are added and sent where devices take their mean: in
+        all-reduces and reduce-scatters, over shards and over workers. "float32" keeps the digits
+        of a sum of bfloat16 gradients over many devices, and sends twice the bytes; the mean is
+        rounded to the dtype of its parameter. None: the dtype of the gradient. Packets, rows of
+        tables, what a pipeline or a `value_and_grad` sums itself, and what the compiler sums along
+        axes besides `data_axis` stay as they are; pseudo-gradients of local steps are float32 in
+        any case. See docs/precision.md.
     """
 
     has_aux: bool = False
@@ -116,6 +128,8 @@ class StepOptions:
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
     shard_tables: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+    reduce_dtype: DType | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +145,19 @@ class StepArguments(StepOptions):
     def __post_init__(self) -> None:
         # The only way to set a field of a frozen dataclass: tx of another library is wrapped.
         object.__setattr__(self, "tx", core.check_transform("tx", self.tx))
+        if self.reduce_dtype is not None:
+            dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
+            object.__setattr__(self, "reduce_dtype", dtype)
         for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
         _check_mesh(self.mesh, self.data_axis)
+        if not isinstance(self.compiler_options, Mapping | None):
+            raise TypeError(
+                "compiler_options must be a mapping from names of XLA's options to values; "
+                f"got {checks.show(self.compiler_options)}"
+            )
         _check_together(self.list_given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
             raise ValueError(

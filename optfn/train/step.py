@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
+from optfn.compilers.options import drop_unknown_options
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.leaves.nodes import is_packed
@@ -62,7 +63,12 @@ class TrainStep:
         self.tx = optax.with_extra_args_support(options.tx)
         self.local = make_local_steps(options, self.tx, layout)
         step = compose_step(options.loss_fn, self.tx, options, layout, self.local)
-        self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
+        device = None if layout is None else layout.mesh.devices.flat[0]
+        self.compiled: Any = jax.jit(
+            step,
+            donate_argnums=(0,) if options.donate else (),
+            compiler_options=drop_unknown_options(options.compiler_options, device),
+        )
         self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
         self._has_run = False
         self._flags: collections.deque[jax.Array] = collections.deque()
@@ -407,5 +413,12 @@ def make_train_step(options: StepArguments) -> TrainStep:
         # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
         # another layout would gather the whole table for it.
         tables = options.tables if options.shard_tables or options.shard else None
-        layout = layout_of(options.shard, options.mesh, options.data_axis, tables, options.tx)
+        layout = layout_of(
+            options.shard,
+            options.mesh,
+            options.data_axis,
+            tables,
+            options.tx,
+            options.reduce_dtype,
+        )
     return TrainStep(options, layout)

@@ -22,7 +22,7 @@ from optfn.collectives.means import mean_or_first, mean_over_shard_groups
 from optfn.collectives.mesh import constrain_sharding
 from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
-from optfn.core.types import Batch, OptState, Params, PyTree
+from optfn.core.types import Batch, DType, OptState, Params, PyTree
 from optfn.core.updates import apply_updates
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import reduce_gradients
@@ -75,6 +75,7 @@ def make_worker_step(
     key_of: KeyOf | None,
     axes: Axes,
     layout: Layout | None = None,
+    reduce_dtype: DType | None = None,
 ) -> StepFn:
     """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
@@ -86,6 +87,7 @@ def make_worker_step(
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
+      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -101,7 +103,7 @@ def make_worker_step(
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = reduce_gradients(
-            grads, state.opt_state, workers, (values.loss, values.aux)
+            grads, state.opt_state, workers, (values.loss, values.aux), reduce_dtype
         )
         # `extra` has "workers" only where the optimizer exchanges gradients itself.
         exchanges_itself = "workers" in extra
@@ -110,9 +112,11 @@ def make_worker_step(
         params, grads, loss = xla.barrier((state.params, grads, loss))
         # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
         #    arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = mean_over_shard_groups(grads, (), workers)[0] if exchanges_itself else grads
+        mean = grads
+        if exchanges_itself:
+            mean, _ = mean_over_shard_groups(grads, (), workers, reduce_dtype)
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
-        extra["value_fn"] = make_value_fn(objective, workers, inputs)
+        extra["value_fn"] = make_value_fn(objective, workers, inputs, reduce_dtype)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
