@@ -143,16 +143,11 @@ def plan_memory(
     dtype = check_reduce_dtype("plan_memory: reduce_dtype", reduce_dtype)
     layout = layout_of(shard, mesh, data_axis, divided_tables, tx, dtype)
     init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
-    read, state = (
-        _find_read_gradients(tx, params),
-        jax.eval_shape(layout.make_padded_init(init), params),
-    )
+    read = _find_read_gradients(tx, params)
+    state = jax.eval_shape(layout.make_padded_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
-    marked = layout.mark_stacked(params)
-    stacked, rows = (
-        contents.count_stacked_axes(marked),
-        patterns.match_names(tables, params, "tables"),
-    )
+    stacked = contents.count_stacked_axes(layout.mark_stacked(params))
+    rows = patterns.match_names(tables, params, "tables")
     exchanged = find_exchange_axes(_drop_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.is_gathered_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
@@ -187,7 +182,7 @@ def plan_memory(
         _count_bytes(state, layout.state_specs(state, params), mesh),
         gradients,
         round(sent),
-        _find_gathered(state, marked, grad_specs),
+        _find_gathered(state, layout.mark_stacked(params), grad_specs),
         {path: x.whole for path, x in gathers.items() if x.whole is not None},
     )
 

@@ -24,6 +24,7 @@ from optfn.interop.modules import check_split
 from optfn.leaves import patterns
 from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
@@ -222,7 +223,8 @@ def summary(
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        placement = _layout_columns(tx, state, params, mesh, shard, data_axis, tables)
+        layout = _make_layout(tx, mesh, shard, data_axis, tables)
+        placement = _layout_columns(state, params, layout)
     titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -243,22 +245,24 @@ def summary(
     return _align_columns(rows)
 
 
-def _layout_columns(
+def _make_layout(
     tx: optax.GradientTransformation,
-    state: OptState,
-    params: Params,
     mesh: Mesh | None,
     shard: Kind | None,
     data_axis: AxisName,
     tables: Pattern | None,
-) -> list[tuple[str, str]]:
-    """Return (mesh axes that divide it, bytes on a device) of each leaf, and the total last."""
+) -> Layout:
+    """Return the layout that the arguments of `summary` describe, as `layout_of` does."""
     if mesh is None:
         raise ValueError(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
             "are divided"
         )
-    layout = layout_of(shard, mesh, data_axis, tables, tx)
+    return layout_of(shard, mesh, data_axis, tables, tx)
+
+
+def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tuple[str, str]]:
+    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:

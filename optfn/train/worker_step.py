@@ -95,9 +95,7 @@ def make_worker_step(
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, layout))
-        key = None if key_of is None else key_of(state.step)
-        seen = fold_worker_into_keys(state.model_state, layout.worker_axes if layout else Axes())
-        inputs = Inputs(state.params, seen, batch, key, state.step, None)
+        inputs = _make_inputs(state, batch, key_of, layout)
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
         values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
@@ -123,9 +121,7 @@ def make_worker_step(
         with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = restore_unchanged_keys(values.model_state, seen, state.model_state)
-        model_state = mean_or_first(model_state, axes)
-        model_state = _keep_where_skipped(model_state, state, opt_state)
+        model_state = _next_model_state(values.model_state, inputs, state, opt_state, axes)
         metrics = (
             {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)
         )
@@ -135,6 +131,16 @@ def make_worker_step(
         return new_state, metrics
 
     return step
+
+
+def _make_inputs(
+    state: TrainState, batch: Batch, key_of: KeyOf | None, layout: Layout | None
+) -> Inputs:
+    """Return the inputs of a worker's loss, without a loss factor; all keys are this worker's."""
+    key = None if key_of is None else key_of(state.step)
+    workers = Axes() if layout is None else layout.worker_axes
+    model_state = fold_worker_into_keys(state.model_state, workers)
+    return Inputs(state.params, model_state, batch, key, state.step, None)
 
 
 def constrain_params(params: Params, layout: Layout | None) -> Params:
@@ -150,8 +156,20 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
     )  # fmt: skip
 
 
-def _keep_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
-    """Return the new model state, or the old one if a guard has skipped the step."""
+def _next_model_state(
+    new: PyTree, inputs: Inputs, before: TrainState, opt_state: OptState, axes: Axes
+) -> PyTree:
+    """Return the model state of all workers, or the old one if a guard has skipped the step.
+
+    Args:
+      new: the model state that the loss of this worker returned.
+      inputs: the inputs of this worker's loss.
+      before: the state before the step.
+      opt_state: the optimizer's state after the step.
+      axes: the mesh axes of the workers; none in a round of local steps.
+    """
+    restored = restore_unchanged_keys(new, inputs.model_state, before.model_state)
+    model_state = mean_or_first(restored, axes)
     counters = _find_skip_counters(opt_state)
     if not counters or model_state is None:
         return model_state
