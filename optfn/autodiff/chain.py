@@ -54,6 +54,7 @@ def run_chain(
         else:
             segment_params = {i: params[i] for i in list_functions(entry)}
             run = partial(run_chain, entry, fns)
+            # jax.checkpoint takes arrays; flags and sizes are bound.
             call, arrays = function_of_arrays(run, (segment_params, x), {})
             x = jax.checkpoint(call)(arrays)
     return x

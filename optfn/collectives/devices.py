@@ -58,6 +58,7 @@ class Devices:
             if isinstance(x, LeafKind):
                 # The owners of rows keep them, whatever the spec of the leaf.
                 return P(x.mesh_axes)
+            # A scalar has no axis to divide, whatever the spec of its path.
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)

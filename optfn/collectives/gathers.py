@@ -76,6 +76,7 @@ def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Arr
     arrays, structure = jax.tree.flatten(x)
     numbers: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
+        # Numbers of 32 bits travel as their bits, which no collective changes.
         dtype = jnp.dtype(jnp.uint32) if array.dtype.itemsize == 4 else array.dtype
         numbers.setdefault(dtype, []).append(i)
 

@@ -88,6 +88,7 @@ def traffic_of(
     gathered = reduced = dense = 0
     slices = []
     for compressor, p in pairs:
+        # Residuals are sent, which are float32 or wider.
         whole = 0 if tree.is_masked(p) else numerics.accumulator_bytes(p)
         packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
         if compressor is None or compressor.is_reduced:

@@ -148,14 +148,12 @@ def update_compressed(
     sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
     checked = vma_axes(options.axis_name)
-    flat = [
-        LeafInExchange(
-            leaf.direction.reshape((-1,)),
-            mark_varying(leaf.residual, checked),
-            mark_varying(leaf.state, checked),
-        )
-        for leaf in leaves
-    ]
+
+    def flatten(leaf: LeafInExchange) -> LeafInExchange:
+        residual, state = mark_varying(leaf.residual, checked), mark_varying(leaf.state, checked)
+        return LeafInExchange(leaf.direction.reshape((-1,)), residual, state)
+
+    flat = list(map(flatten, leaves))
     phases = [partial(skip_nonfinite_step, ramp), partial(take_compressed_step, ramp, step)]
     if options.rampup_begin_step:
         phases.append(partial(take_dense_step, ramp))

@@ -326,18 +326,22 @@ def _mean_of_shards(
 ) -> tuple[Updates, ExchangeState]:
     """Exchange whole leaves, or a device's shards: dense leaves in one mean, others as packets."""
     check_worker_gradients("exchange", whole, options.axis_name)
+    # 1. Workers agree whether an update is not finite, and on the step: both decide branches.
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
     residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _find_compressed(whole, state.residual.value)
+    # 2. Dense leaves get their means, by one all-reduce for all.
     directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
     published = _owner_residuals(whole, state, options.axis_name)
     if numbers:
         # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
+        # 3. The other leaves send residual + update, and keep in the residual what their packets
+        # lack.
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
         pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]

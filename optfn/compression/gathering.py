@@ -31,7 +31,11 @@ def mean_by_all_gather(
     packets = [packet for packet, _ in encoded]
     residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
     gathered = GatheredPackets.of(packets, axis_name)
-    zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
+    # The means that are arrays: packets are added to these zeros. Means as Rows need all packets.
+    zeros: dict[int, jax.Array] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf.direction, Rows):
+            zeros[i] = leaf.direction
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
         """Add each packet to its leaf's total; leaves whose mean is Rows have none."""
@@ -46,10 +50,10 @@ def mean_by_all_gather(
         for i, leaf in enumerate(leaves):
             if isinstance(leaf.direction, Rows):
                 directions[i] = _mean_of_entries(compressors[i], packets_of_all[i], leaf.direction)
-    return [
-        LeafInExchange(directions[i], residual, encoded[i][1])
-        for i, residual in enumerate(residuals)
-    ]
+    exchanged = []
+    for i, (residual, (_, state)) in enumerate(zip(residuals, encoded, strict=True)):
+        exchanged.append(LeafInExchange(directions[i], residual, state))
+    return exchanged
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:

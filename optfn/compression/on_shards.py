@@ -73,6 +73,7 @@ def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
             return x._replace(value=group.specs_of_flat_shards(x.value))
+        # Such as the velocity of dense leaves; scalars have another structure.
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(field_specs, state))

@@ -163,6 +163,7 @@ def transform(
         def make_unchecked(*args: P.args, **kwargs: P.kwargs) -> Unchecked:
             made = call_factory(factory, args, kwargs)
             real_only = made.real_only if complex_leaves else name
+            # The name of this factory, also if it returns the pair of another one.
             made = made._replace(real_only=real_only, links=(), name=name)
             return made._replace(needs_params=needs_params, reads_state=reads_state)
 

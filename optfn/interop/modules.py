@@ -40,11 +40,10 @@ def _check_nnx(name: str, params: Params) -> None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    untrained = [
-        f"{path!r} of type {type(x).__name__}"
-        for path, x in _iterate_nodes(params, nnx.Variable)
-        if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
-    ]
+    untrained = []
+    for path, x in _iterate_nodes(params, nnx.Variable):
+        if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param):
+            untrained.append(f"{path!r} of type {type(x).__name__}")
     if untrained:
         raise TypeError(
             f"{name}: the only flax.nnx variables in params must be nnx.Param; got "

@@ -42,6 +42,7 @@ def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree,
         )
         return select_inexact_leaves(y), y
 
+    # y is an auxiliary result too, because its integer leaves have no cotangent.
     _, pull, y = jax.vjp(
         run, select_inexact_leaves(weights), select_inexact_leaves(x), has_aux=True
     )

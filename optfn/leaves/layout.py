@@ -90,12 +90,13 @@ class BufferLayout:
     def split_tensors(self, x: jax.Array) -> list[jax.Array]:
         """Return the tensors in an array, one array (num_tensors, *shape) for each run."""
         pieces = [x]
+        # A single run is the whole array, of any number of axes; several lie in a flat buffer.
         if len(self.runs) > 1:
             pieces = [x[run.start : run.stop] for run in self.runs]
-        return [
-            piece.reshape(run.num_tensors, *run.shape[run.stacked :])
-            for piece, run in zip(pieces, self.runs, strict=True)
-        ]
+        tensors = []
+        for piece, run in zip(pieces, self.runs, strict=True):
+            tensors.append(piece.reshape(run.num_tensors, *run.shape[run.stacked :]))
+        return tensors
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
         """Return the tensors of each run: of a buffer as rows (num_tensors,

@@ -43,16 +43,17 @@ def make_packed_layout(params: Params) -> PackedLayout:
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
     for i, (x, stacked) in enumerate(zip(leaves, contents.count_stacked_axes(params), strict=True)):
+        # An empty leaf has no elements to place in a buffer.
         if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
             dtype, kind = str(jax.dtypes.canonicalize_dtype(x.dtype)), (x.shape, stacked)
             groups.setdefault(dtype, {}).setdefault(kind, []).append((*kind, i))
-    buffers = tuple(
-        make_buffer_layout(dtype, list(itertools.chain(*by_kind.values())))
-        for dtype, by_kind in sorted(groups.items())
-    )
-    return PackedLayout(structure, tuple(tree.paths(params)), buffers, tuple(frozen))
+    buffers = []
+    # Sorted, so that the order of the buffers does not depend on the order of the leaves.
+    for dtype, by_kind in sorted(groups.items()):
+        buffers.append(make_buffer_layout(dtype, list(itertools.chain(*by_kind.values()))))
+    return PackedLayout(structure, tuple(tree.paths(params)), tuple(buffers), tuple(frozen))
 
 
 def pack(params: Params) -> Packed:
@@ -275,11 +276,10 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     """Return a Packed of the chosen leaves, by their numbers, in the order of `whole`."""
     layout = select_leaves(whole.layout, chosen)
-    buffers = [
-        _select_elements(buffer, chosen, x)
-        for buffer, x in whole.buffer_items()
-        if not chosen.isdisjoint(buffer.leaves)
-    ]
+    buffers = []
+    for buffer, x in whole.buffer_items():
+        if not chosen.isdisjoint(buffer.leaves):
+            buffers.append(_select_elements(buffer, chosen, x))
     frozen = whole.frozen_leaves()
     return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 

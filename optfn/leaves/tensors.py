@@ -72,8 +72,13 @@ def _broadcast_tensors(
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
     """Return the scalars of all leaves that are not masked, in one list;
     a PerTensor gives an array per run."""
-    lists = [v.values if isinstance(v, PerTensor) else [v] for v in per_leaf.values]
-    return [v for values in lists for v in values if v is not None]
+    found: list[jax.Array] = []
+    for x in per_leaf.values:
+        if isinstance(x, PerTensor):
+            found += x.values
+        elif x is not None:
+            found.append(x)
+    return found
 
 
 def tensor_norms(

@@ -140,14 +140,13 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
     Raises:
       RuntimeError: copies differ; the error names the first such leaf.
     """
-    copied = [
-        (name, x, x.sharding.spec)
-        for name, x in tree.arrays_with_paths(state)
-        if isinstance(x, jax.Array)
-        and isinstance(x.sharding, NamedSharding)
-        and x.sharding.device_set == set(mesh.devices.flat)
-        and _replica_axes(x.sharding.spec, mesh)
-    ]
+    copied = []
+    for name, x in tree.arrays_with_paths(state):
+        lies = x.sharding if isinstance(x, jax.Array) else None
+        if not isinstance(lies, NamedSharding) or lies.device_set != set(mesh.devices.flat):
+            continue
+        if _replica_axes(lies.spec, mesh):
+            copied.append((name, x, lies.spec))
     if not copied:
         return
     names, arrays, specs = zip(*copied, strict=True)

@@ -30,8 +30,11 @@ def has_state_on_all_processes(state: PyTree) -> bool:
     """Tell whether there are several processes, and each has devices with arrays of the state."""
     if jax.process_count() == 1:
         return False
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return _include_all_processes(device for x in arrays for device in x.sharding.device_set)
+    devices: set[Any] = set()
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array):
+            devices |= x.sharding.device_set
+    return _include_all_processes(devices)
 
 
 def _include_all_processes(devices: Iterable[Any]) -> bool:
@@ -107,10 +110,10 @@ def compare_batch(batch: Batch) -> None:
 
 def describe_shapes(values: PyTree) -> str:
     """Return the name, shape and dtype of each array of a tree in words; "no arrays" for none."""
-    words = [
-        f"{name or 'one array'} {np.shape(x)} {x.dtype if tree.is_array(x) else type(x).__name__}"
-        for name, x in tree.arrays_with_paths(values)
-    ]
+    words = []
+    for name, x in tree.arrays_with_paths(values):
+        kind = x.dtype if tree.is_array(x) else type(x).__name__
+        words.append(f"{name or 'one array'} {np.shape(x)} {kind}")
     return ", ".join(words) or "no arrays"
 
 

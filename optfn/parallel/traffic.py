@@ -51,8 +51,10 @@ def traffic_metrics(
     """
     leaves = tree.leaves(grads)
     states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
-    is_known = len(states) == len(find_nodes(Exchanged, after)) and all(
-        new.exchanged.traffic != () for _, new in states
+    # A mark that lies in no such state has no step, and so no traffic that we could ask for.
+    marks = [new.exchanged for _, new in states]
+    is_known = len(marks) == len(find_nodes(Exchanged, after)) and all(
+        x.traffic != () for x in marks
     )
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}

@@ -59,7 +59,9 @@ class UserFunctions(NamedTuple):
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
         """Raise if no function takes a given `shared` or `rng`,
         or a function requires further arguments."""
-        given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
+        given = {"shared"} if has_shared else set()
+        if has_rng:
+            given.add("rng")
         # A loss gets no key, also if it has a parameter `rng`.
         loss_keywords = _find_keywords(self.loss) - {"rng"}
         for name in sorted(given.difference(loss_keywords, *map(_find_keywords, self.stages))):

@@ -164,6 +164,7 @@ def make_homogeneous_model(
 
     `weights` and `item` are examples, to trace with.
     """
+    # The model's input has the type of every stage's output.
     activation = jax.eval_shape(lambda x: x, item.model_input)
     (stage_fn,), loss_fn = functions
     fn = _add_output_check(activation, stage_fn)

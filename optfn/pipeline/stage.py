@@ -199,10 +199,9 @@ class _ResidualProgram:
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
         """Return (gradient of weights, cotangent of x) from residuals,
         whose random keys are given as bits."""
-        leaves = [
-            jax.random.wrap_key_data(a, impl=impl) if impl else a
-            for a, impl in zip(residuals, self.key_impls, strict=True)
-        ]
+        leaves = []
+        for a, impl in zip(residuals, self.key_impls, strict=True):
+            leaves.append(jax.random.wrap_key_data(a, impl=impl) if impl else a)
         return jax.tree.unflatten(self.pull_structure, leaves)(cotangent)
 
 

@@ -210,7 +210,7 @@ def _merge(rows: Rows) -> Rows:
     rising = indices[order]
     first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
-    # 3. Values go to the places in their old order, in which all devices have them.
+    # 3. Values go to the places in their old order, which is the same on all devices.
     # Padding goes to the end; its values are dropped.
     target = jnp.where(rising < rows.num_rows, place, rising.size)
     target = jnp.zeros_like(target).at[order].set(target)

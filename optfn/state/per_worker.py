@@ -265,6 +265,7 @@ def _find_floating(state: OptState) -> list[str]:
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
+    # Scalars are steps and rates, which do not come from gradients.
     return [name for name, x in contents.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
 

@@ -178,6 +178,7 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
+    # Codes need their scales, which are an entry of their own.
     by_name = {entry.name: x for entry, x in pairs}
     old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 

@@ -32,6 +32,7 @@ def _make_node(
     return _subtype(kind, values)(*fields)
 
 
+# Kept, because equal values must give the same type: JAX compares the types of nodes.
 @functools.cache
 def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
     """Return the subtype of a NamedTuple with these static values."""

@@ -200,6 +200,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
 
     def update(params: Params, state: OptState) -> OptState:
         grads = jax.tree.map(_make_gradient, params)
+        # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}

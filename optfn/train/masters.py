@@ -32,12 +32,11 @@ class _SavedForm(NamedTuple):
     bits: int | None
 
 
-_FORMS = {
-    kind: _SavedForm(state_names.state_word(kind), kind._fields[0], bits)
-    for kind, bits in (
-        (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
-    )
-}  # fmt: skip
+_FORMS: dict[type, _SavedForm] = {}
+for _kind, _bits in (
+    (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
+):  # fmt: skip
+    _FORMS[_kind] = _SavedForm(state_names.state_word(_kind), _kind._fields[0], _bits)
 
 
 def convert_masters(

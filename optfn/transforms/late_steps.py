@@ -87,9 +87,9 @@ def copy_counts(state: PyTree, counted: OptState) -> PyTree:
       state: a tree of the structure that `tx.init` gives.
       counted: a later state of the same optimizer.
     """
-    steps = iter(
-        [x.step for x in jax.tree.leaves(counted, is_leaf=has_leaf_counts) if has_leaf_counts(x)]
-    )
+    # Both states have the same states that count, in the same order.
+    nodes = filter(has_leaf_counts, jax.tree.leaves(counted, is_leaf=has_leaf_counts))
+    steps = (node.step for node in nodes)
 
     def convert(node: PyTree) -> PyTree:
         if not has_leaf_counts(node):

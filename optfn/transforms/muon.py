@@ -95,8 +95,10 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in contents.leaves_with_names(values) if tree.is_masked(leaf)}
-    runs = {name: run for name, run in contents.runs_by_name(values).items() if name not in masked}
+    runs = contents.runs_by_name(values)
+    for name, leaf in contents.leaves_with_names(values):
+        if tree.is_masked(leaf):
+            runs.pop(name, None)
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
     chosen = patterns.match_names(matrices, values, "matrices")

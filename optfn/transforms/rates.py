@@ -48,9 +48,9 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _select_rates(opt_state, path)
-    values: dict[str, jax.Array] = {
-        name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()
-    }
+    values: dict[str, jax.Array] = {}
+    for name, rate in found.items():
+        values[name] = _rate_of_workers(rate.learning_rate)
     first, *others = values.values()
     if any(not _is_same(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
@@ -125,12 +125,13 @@ def numbers_of_rates(
       opt_state: the state of an optimizer, however wrapped.
       kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
-    return {
-        # np.max of a JAX array would run on the devices of the mesh in the context.
-        name: float(np.max(np.asarray(jax.tree.leaves(x.learning_rate)[0].addressable_data(0))))
-        for name, x in state_names.states_with_names(is_rate, opt_state)
-        if type(x) is kind and not checks.is_traced(x)
-    }
+    found: dict[str, float] = {}
+    for name, x in state_names.states_with_names(is_rate, opt_state):
+        if type(x) is kind and not checks.is_traced(x):
+            rate = jax.tree.leaves(x.learning_rate)[0].addressable_data(0)
+            # np.max of a JAX array would run on the devices of the mesh in the context.
+            found[name] = float(np.max(np.asarray(rate)))
+    return found
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:

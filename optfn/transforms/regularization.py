@@ -206,6 +206,7 @@ def add_decayed_weights(
     """
     wd = check_weight_decay("weight_decay", weight_decay)
     exclude = patterns.check_pattern("exclude", exclude)
+    # With 0 the link changes nothing, and may stand anywhere in a chain (`optfn.train.order`).
     state = ZeroDecayState() if is_zero(wd) else AddDecayedWeightsByNumberState()
 
     def update(

@@ -142,6 +142,7 @@ def master_weights(
             kept = form.start(p)
             return form.read(p, kept), kept
 
+        # The inner optimizer starts from the masters, so its state has their dtype.
         wide, kept = tree.map_to(2, widen, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 

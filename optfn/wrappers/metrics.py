@@ -98,6 +98,7 @@ def record_metrics(
 
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
+        # The structure that update returns, because a scan carries the state.
         norms = [jnp.zeros((), jnp.float32) for _ in MEASURED]
         for pattern in patterns:
             match_names(pattern, params, "per")

@@ -68,8 +68,8 @@ def skip_spikes(
       window: the median is taken of so many norms, ≥ 1.
       max_consecutive: how many spikes in a row are skipped, ≥ 0. With 0, the ratio n/m is only
         recorded.
-      axis_name: if each worker has a private update, the mesh axes over which the squares of the
-        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+      axis_name: if each worker has a private update, the mesh axes of the workers, to average the
+        squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its axes.
 
     The metrics of a training step have "spike_ratio", n/m.
