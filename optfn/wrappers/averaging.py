@@ -65,7 +65,7 @@ def _widen_param(p: jax.Array) -> jax.Array:
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential apply_to_sums average of the parameters, for evaluation.
+    """Keep an exponential moving average of the parameters, for evaluation.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
