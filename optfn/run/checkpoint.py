@@ -182,9 +182,9 @@ def load_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the state and the history in one checkpoint, given by its path.
 
-    `restore_checkpoint` finds the newest one of a directory. Arrays are placed like those of the
-    template. If the number of workers has changed, per-worker arrays are converted by
-    `rescale_residuals`.
+    `restore_checkpoint` finds the newest checkpoint of a directory. Each array gets the sharding of
+    its array in the template. If the number of workers has changed, `rescale_residuals` converts
+    per-worker arrays.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -266,13 +266,13 @@ def restore_checkpoint(
       template: a TrainState of the same run, such as `step.init(params)`, or a tree like that which
         was saved. The result is placed like it, on the same devices, and committed to them if its
         arrays are.
-      strict: whether the names in the checkpoint must be exactly those of the template, except
-        those that only report on a run (`load_state_dict`). If False, missing arrays are taken from
+      strict: whether the checkpoint must have exactly the names of the template; names that only
+        report on a run may differ (`load_state_dict`). If False, missing arrays are taken from
         the template, and superfluous ones are dropped.
       only: the names to load, such as "params/.*": a regular expression that must match a whole
         name, or a function name -> bool. Everything else, also the step, is taken from the
-        template, and `strict` is ignored. Names are those of `state_dict`, without the "train/" of
-        step, params and model_state.
+        template, and `strict` is ignored. Names are as in `state_dict`, but step, params and
+        model_state lack "train/".
 
     Frozen params that the checkpoint lacks (`save_frozen=False`) are the template's, which must be
     those that the run began with: their checksums are compared. The result shares them with the

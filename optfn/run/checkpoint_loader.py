@@ -34,7 +34,7 @@ Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 
 def check_tree(who: str, state: PyTree) -> None:
-    """Raise an error unless a tree can be saved, and be restored by its names."""
+    """Raise an error unless every leaf is an array, and names tell the arrays apart in a file."""
     for name, x in tree.arrays_with_paths(state):
         if not tree.is_array(x):
             raise TypeError(
@@ -54,18 +54,23 @@ def to_key_data(x: Leaf) -> Leaf:
 
 
 class Loader(NamedTuple):
-    """Loads checkpoints; `strict` and `only` are those of `restore_checkpoint`."""
+    """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`."""
 
     template: PyTree
     strict: bool = True
     only: Pattern | None = None
 
     def load(self, path: Path) -> Loaded:
-        """Return the state and the history at a path, and the differences of names."""
+        """Return (state, history, changes of names) of the checkpoint at a path.
+
+        Raises:
+          OtherRun: names or shapes do not fit the template, or `only` matches none.
+          ValueError: the checkpoint is damaged.
+        """
         like = jax.tree.map(to_key_data, self.template)
         try:
             saved = backend_of(path).read(path, like, self._is_read)
-        except ImportError:
+        except ImportError:  # a missing package is no damage of the file
             raise
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
@@ -83,6 +88,7 @@ class Loader(NamedTuple):
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
         history = {k.removeprefix(HISTORY): found[k] for k in found if k.startswith(HISTORY)}
         try:
+            # `only` leaves names out on purpose.
             is_strict = self.strict and self.only is None
             state, changes = load_named(
                 self.template, mapping, strict=is_strict, shown=_public_name
@@ -104,7 +110,10 @@ class Loader(NamedTuple):
         return self.only is None or re.fullmatch(self.only, name) is not None
 
     def _is_read(self, name: str) -> bool:
-        """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
+        """Tell whether an array is read: what lies beside the state, or is selected.
+
+        Numbers of workers are read too, because conversions need them.
+        """
         return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
 
     def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
@@ -124,12 +133,12 @@ class Loader(NamedTuple):
 
 
 def _is_beside(name: str) -> bool:
-    """Tell whether this names no array of the state, but something beside it."""
+    """Tell whether a name is of the history or of the format, and not of an array of the state."""
     return name in ABOUT or name.startswith(HISTORY)
 
 
 def _public_name(name: str) -> str:
-    """Return a name in the form that `only` takes, in which those of a TrainState lack "train/".
+    """Return a name as `only` takes it: a field of a TrainState lacks "train/" in front.
 
     The labels of the states of an optimizer come first too, and "train" may be one of them.
     """
@@ -139,7 +148,7 @@ def _public_name(name: str) -> str:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return which argument loads the arrays that fit, for its error."""
+    """Return the hint which argument loads what fits; "" for an error that no argument avoids."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:
@@ -148,7 +157,10 @@ def _remedy(error: ValueError) -> str:
 
 
 def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping whose arrays are those of as many workers as `state` has."""
+    """Rescale the per-worker arrays of a mapping to the number of workers of `state`.
+
+    If the numbers agree, or one of them is unknown, the mapping passes unchanged.
+    """
     if PER_WORKER_KEY not in mapping or not has_per_worker_state(state):
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]

@@ -59,6 +59,8 @@ class Evaluator:
             for i, value in enumerate(earlier[self.key]):
                 n = int(earlier["evaluation_step"][i])
                 ends_epoch = functools.partial(ended_epoch, n)
+                # A run that was stopped evaluated its last state between two due evaluations, which
+                # an unbroken run does not; so `patience` must not count that evaluation.
                 regular = None in (options.patience, options.evaluate_every)
                 self._record(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
 
@@ -72,7 +74,10 @@ class Evaluator:
         return self.sign * value < self.sign * than
 
     def is_due(self, n: int, ends_epoch: Callable[[], bool]) -> bool:
-        """Tell whether an evaluation is due in the call up to step n."""
+        """Tell whether the call that ended with step n passed a multiple of `evaluate_every`.
+
+        For "epoch", tell whether the call ended an epoch; without `evaluate`, none is due.
+        """
         every = self.options.evaluate_every
         if self.options.evaluate is None or every is None:
             return False
@@ -82,7 +87,7 @@ class Evaluator:
 
     @property
     def gave_up(self) -> bool:
-        """Whether `patience` evaluations in a row were no better than the best."""
+        """Whether the last `patience` evaluations were no better than the best."""
         return self.options.patience is not None and self.no_better >= self.options.patience
 
     def has_seen(self, n: int) -> bool:
@@ -103,7 +108,7 @@ class Evaluator:
         return values
 
     def has_been_due(self, n: int) -> bool:
-        """Tell whether an evaluation was due in the steps up to n."""
+        """Tell whether n steps contain a multiple of `evaluate_every`, if it is a number."""
         every = self.options.evaluate_every
         return isinstance(every, int) and n >= every
 

@@ -43,8 +43,8 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
       **StepOptions
       **LoopOptions
 
-    The result is that of `fit`: the trained parameters are `state.params`, and `history` maps names
-    such as "loss" to arrays. The errors are those of `make_train_step` and `fit`.
+    It returns what `fit` returns: the trained parameters are `state.params`, and `history` maps
+    names such as "loss" to arrays. It raises the errors of `make_train_step` and `fit`.
     """
     a = arguments
     with_state = a.model_state is not None
@@ -65,8 +65,8 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       step: a training step, from `make_train_step`.
       state: where to start: `step.init(params)`, or any later state of that step. It is donated,
         unless the step was made with `donate=False`.
-      batches: an iterable of batches, beginning with that of the first step after `state`. The
-        leaves of a batch are numbers, arrays of JAX or NumPy, or tensors, such as those of torch,
+      batches: an iterable of batches, beginning with the batch of the first step after `state`.
+        The leaves of a batch are numbers, arrays of JAX or NumPy, or tensors, of torch for example,
         that `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
       **LoopOptions
 
@@ -130,7 +130,10 @@ class _Run:
         self.stopped = self.evaluator.gave_up
 
     def _is_epoch_end(self, n: int) -> bool:
-        """Tell whether step n, which an earlier run made, was the last of its epoch."""
+        """Tell whether step n of an earlier run was the last of its epoch, from the saved history.
+
+        For the last step, the batches tell it.
+        """
         later = (self.done - n) // self.step.local_steps
         if not later:
             return self.remaining.is_epoch_end()
@@ -156,8 +159,9 @@ class _Run:
                 lines(self.n, metrics, batch)
                 page()
                 self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
+                # Each call must ask: the processes agree on a call to stop after.
                 self.stopped |= interrupt.is_due(self.n // per_call)
-                self.watch.check()
+                self.watch.check()  # once the log has the step whose loss ends the run
                 if self.stopped:
                     break
                 if self.saver.is_due(self.n):
@@ -191,6 +195,11 @@ class _Run:
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
+        """Call the callback, if there is one; tell whether it returned True.
+
+        Raises:
+          TypeError: it returned a state, which would have no effect.
+        """
         callback = self.options.callback
         if callback is None:
             return False
@@ -208,10 +217,10 @@ class _Run:
         return answer is True
 
     def _end(self, lines: RunLog) -> None:
-        """Check, evaluate and save the last state."""
+        """Check the last state, evaluate it if no evaluation has seen it, and save it."""
         self.step.check(self.state)
         self._read_losses()
-        if not self.stopped:
+        if not self.stopped:  # a run that was stopped leaves batches over
             self.remaining.check()
         is_new = self.n > self.done
         to_evaluate = is_new and not self.evaluator.has_seen(self.n)
@@ -219,6 +228,7 @@ class _Run:
             lines(self.n, self._evaluate())
         if is_new:
             self.evaluator.warn_of_mode()
+        # The history in a checkpoint of this step lacks the last evaluation.
         if self.saver.saved != self.n or to_evaluate:
             self._save()
         finish_saving()
@@ -233,7 +243,7 @@ class _Run:
         self.saver.save(self.state, self.history, self.remaining)
 
     def _describe_early_end(self, by_signal: str) -> str:
-        """Return how the run ended early; "" if it did not."""
+        """Return in words how the run ended early; "" if it made all its steps."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         return f"early, after step {self.n}" if self.stopped else ""

@@ -57,14 +57,14 @@ class LoopOptions:
         training state, with both. With local steps, the average belongs into `outer`.
       evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
         the `epochs`; None evaluates only at the end.
-      monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
-        compared; `patience` and `keep_best` then need it.
+      monitor: if `evaluate` returns a dict, the key of the number that compares evaluations;
+        `patience` and `keep_best` then need it.
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
         accuracy. None: "min", with a warning if `monitor` is the name of a number that should rise.
         You get a warning as well if in all of three or more evaluations it went the wrong way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
-        of the state in which an earlier run was stopped, between two multiples of
+        of a state where an earlier run was stopped, between two multiples of
         `evaluate_every` or within an epoch, does not count.
       keep_best: whether to return the state with the best evaluation instead of the last one. It is
         kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
@@ -86,10 +86,10 @@ class LoopOptions:
         at the end, even if an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints, which are written in the background
         (`save_checkpoint`). If it has one already, the run resumes from it, with results that are
-        bit-identical to those of a run that was never stopped. Pass the same batches: those that
-        were used are skipped. They are not even read if the iterator of `batches` has `get_state`
-        and `set_state`, as those of grain have, because its state is in the checkpoint. `steps`
-        includes those made before. The learning rate is that of the checkpoint; if `state` has
+        bit-identical to the results of a run that was never stopped. Pass the same batches: the
+        used ones are skipped. They are not even read if the iterator of `batches` has `get_state`
+        and `set_state`, as iterators of grain do, because the checkpoint has its state. `steps`
+        includes the steps made before. The learning rate comes from the checkpoint; if `state` has
         another number, you get a warning.
       save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
@@ -99,11 +99,11 @@ class LoopOptions:
         (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
         resumes takes these params from `params` or `state`, and refuses others by name.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
-      on_nonfinite: what a loss does that is NaN or infinite. "warn": you get one warning, with the
-        first such step and what helps. "stop": the run ends with a FloatingPointError, which says
-        the same, once the log is written. The loop finds such a loss when it reads losses, for the
-        bar, the log, a callback, a save, or the history. If tx leaves steps out whose gradients are
-        not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
+      on_nonfinite: the consequence of a loss that is NaN or infinite. "warn": you get one warning,
+        with the first such step and what helps. "stop": the run ends with a FloatingPointError,
+        which says the same, once the log is written. The loop finds such a loss when it reads
+        losses, for the bar, the log, a callback, a save, or the history. If tx leaves steps out
+        whose gradients are not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
     """
 
     steps: int | None = None
@@ -187,7 +187,10 @@ class FitArguments(LoopOptions):
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
     def check_batches(self) -> None:
-        """Raise an error unless these options fit the batches, each for a call of the step."""
+        """Raise an error unless `batches` can be iterated, as often as `epochs` says.
+
+        Rounds of `local_steps` must divide `steps`.
+        """
         batches, local_steps = self.batches, self.step.local_steps
         if self.steps is not None and self.steps % local_steps:
             raise ValueError(
@@ -221,5 +224,5 @@ class MinimizeArguments(LoopOptions, StepOptions):
     model_state: PyTree = None
 
     def of(self, options: type[StepOptions | LoopOptions]) -> dict[str, Any]:
-        """Return the options of the step, or those of the loop."""
+        """Return the values of the fields of `options`, StepOptions or LoopOptions, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(options)}
