@@ -383,7 +383,7 @@ def make_value_fn(
         def scale(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
                 return numerics.float0_zeros(jnp.shape(g))
-            return cotangent.astype(g.dtype) * g
+            return jnp.asarray(cotangent, g.dtype) * g
 
         return (tree.map_arrays(scale, leafwise.densify_rows(grads)),)
 
