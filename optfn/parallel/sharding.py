@@ -32,6 +32,7 @@ from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
+from optfn.parallel.as_placed import AsPlaced
 from optfn.parallel.mesh_layout import Layout, Replicated
 from optfn.parallel.whole import find_layer_axes
 
@@ -294,7 +295,11 @@ def _list_kinds(separator: str) -> str:
 
 
 def layout_of(
-    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: Pattern | None = None
+    shard: Kind | None,
+    mesh: Mesh,
+    data_axis: AxisName,
+    tables: Pattern | None = None,
+    partitioner: str = "shard_map",
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
@@ -317,23 +322,27 @@ def layout_of(
         raise ValueError(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
         )
-    workers = exclude_axes(data_axis, along)
+    of_compiler = to_axes(data_axis) if partitioner == "compiler" else Axes()
+    workers = exclude_axes(data_axis, (*along, *of_compiler))
     _check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
-    if divides and not isinstance(mesh, AbstractMesh):
+    if divides and not of_compiler and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
+    if shard is None and of_compiler:
+        return AsPlaced(mesh, workers, along, compiler_axes=of_compiler)
     if shard is None:
         return Replicated(mesh, workers, along, tables)
     if isinstance(way.kind, Mapping):
-        return ShardBySpec(mesh, workers, along, tables, specs)
+        return ShardBySpec(mesh, workers, along, tables, specs, compiler_axes=of_compiler)
     if way.kind not in KINDS:
         raise TypeError(
             f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
             f"sharded(...) of one of these; got {way.kind!r}"
         )
     kind = ShardParams if way.gathers_once else KINDS[way.kind]
-    return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
+    packets = {"gather": way.gather, "reduce": way.reduce}
+    return kind(mesh, workers, along, tables, way.whole, **packets, compiler_axes=of_compiler)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ Only the activations of one microbatch are kept at a time, which saves memory.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,13 @@ from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
 Carry = TypeVar("Carry")
+# (an array of a batch, the number of its slices) -> the slices, along a new leading axis
+SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
+
+
+def split_in_order(x: jax.Array, count: int) -> jax.Array:
+    """Return `count` equal slices of an array along its leading axis, one after another."""
+    return jnp.reshape(x, (count, -1, *jnp.shape(x)[1:]))
 
 
 def scan_batch(
@@ -26,10 +33,11 @@ def scan_batch(
     batch: Batch,
     count: int,
     argument: str,
+    split: SplitExamples = split_in_order,
 ) -> tuple[Carry, PyTree]:
     """Scan fn(carry, microbatch, number) over `count` equal slices of a batch.
 
-    Slices are taken along leading axes, in order; a scalar is the same in each slice.
+    Slices are taken along leading axes; a scalar is the same in each slice.
 
     Args:
       fn: returns the next carry, and results that are stacked.
@@ -37,6 +45,8 @@ def scan_batch(
       batch: the arrays to slice.
       count: the number of slices.
       argument: the name of the user's argument that gives `count`, for errors.
+      split: returns the slices of an array along a new leading axis; the default takes them in
+        order.
 
     Returns:
       The last carry and the stacked results, as `lax.scan` returns them.
@@ -51,25 +61,26 @@ def scan_batch(
                 f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
                 f"{leaf} has length {jnp.shape(x)[0]}"
             )
-    split = jax.tree.map(
-        lambda x: jnp.reshape(x, (count, -1, *jnp.shape(x)[1:])) if jnp.ndim(x) else None, batch
-    )
+    slices = jax.tree.map(lambda x: split(x, count) if jnp.ndim(x) else None, batch)
 
     def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
         number, arrays = numbered
         microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
         return fn(carry, microbatch, number)
 
-    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), split))
+    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
     return result
 
 
-def average_microbatches(objective: Objective, count: int) -> Objective:
+def average_microbatches(
+    objective: Objective, count: int, split: SplitExamples = split_in_order
+) -> Objective:
     """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
     summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
-    Dense gradients are added up in float32 or wider; rows are joined.
+    Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
+    `scan_batch`.
     """
     if count == 1:
         return objective
@@ -80,7 +91,7 @@ def average_microbatches(objective: Objective, count: int) -> Objective:
             return values.model_state, (values.loss, values.aux)
 
         state, (loss, aux) = scan_batch(
-            body, inputs.model_state, inputs.batch, count, "microbatches"
+            body, inputs.model_state, inputs.batch, count, "microbatches", split
         )
         return Values(jnp.mean(loss), state, combine_microbatches(aux))
 
@@ -99,7 +110,7 @@ def average_microbatches(objective: Objective, count: int) -> Objective:
         # The structure and dtypes of the sums are known only from the gradients of a microbatch.
         _, like = jax.eval_shape(objective.value_and_grad, inputs._replace(batch=first))
         start = inputs.model_state, tree.map(_make_total, like)
-        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
+        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches", split)
         state, totals = carry
         grads = tree.map(partial(_divide_total, count), like, totals, rows)
         return Values(jnp.mean(loss), state, combine_microbatches(aux)), grads
