@@ -26,6 +26,7 @@ from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.jaxprs.constraints import drop_manual_constraints
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
@@ -96,6 +97,7 @@ def differentiate(
       owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
+    loss_fn = drop_manual_constraints(loss_fn)
 
     def value_at_whole_params(inputs: Inputs) -> Values:
         returned = loss_fn(inputs.params, *form.list_arguments(inputs))
