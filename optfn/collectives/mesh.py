@@ -84,6 +84,45 @@ def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Arr
     return laid_out
 
 
+def hide_explicit_axes(fn: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+    """Return fn, inside of which the compiler handles all axes of a mesh, explicit ones too.
+
+    On explicit axes JAX has a sharding in the type of each array, and refuses a reshape of a
+    divided dimension or the sum of two arrays that are divided in different ways.
+    `show_explicit_axes` is the reverse. PartitionSpecs in `fn` need no mesh.
+
+    Args:
+      fn: the function, called inside `jax.jit`.
+      mesh: the mesh of its arguments.
+      out_specs: the PartitionSpecs of its results along explicit axes.
+    """
+
+    def run(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            if not mesh.explicit_axes:
+                return fn(*arguments)
+            hide = jax.sharding.auto_axes(axes=mesh.explicit_axes, out_sharding=out_specs)
+            return hide(fn)(*arguments)
+
+    return run
+
+
+def show_explicit_axes(fn: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callable[..., Any]:
+    """Return fn, which sees explicit axes of a mesh again inside of `hide_explicit_axes`.
+
+    Args:
+      fn: the function.
+      mesh: the mesh as it is outside.
+      in_specs: the PartitionSpecs of the arguments of `fn`.
+    """
+    if not mesh.explicit_axes:
+        return fn
+    result: Callable[..., Any] = jax.sharding.explicit_axes(
+        fn, axes=mesh.explicit_axes, in_sharding=in_specs
+    )
+    return result
+
+
 def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Gather x over explicit mesh axes, apply fn to whole matrices, and restore x's sharding.
 

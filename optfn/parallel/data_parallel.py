@@ -22,7 +22,12 @@ from optfn.collectives.means import mean_over_shard_groups
 from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, DType, Leaf, OptState, PyTree, Updates
-from optfn.state.per_worker import find_exchange_axes, has_exchange, join_exchange_axes
+from optfn.state.per_worker import (
+    find_exchange_axes,
+    has_exchange,
+    has_per_worker_state,
+    join_exchange_axes,
+)
 from optfn.state.placement import specs_of
 
 
@@ -134,6 +139,16 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
     # JAX may share memory with a NumPy array, and the step overwrites its params in place. So each
     # device gets a copy of its shard.
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
+
+
+def refuse_exchange(opt_state: OptState) -> None:
+    """Raise a ValueError if an optimizer needs workers, and the step is left to the compiler."""
+    if has_exchange(opt_state) or has_per_worker_state(opt_state):
+        raise ValueError(
+            "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum does, "
+            'which cannot be combined with partitioner="compiler": there are no workers, only the '
+            "mean gradient. Leave the exchange out"
+        )
 
 
 def reduce_gradients(

@@ -9,6 +9,8 @@ everything else (the training step, checkpoints, plans of memory) asks the layou
 Along the worker axes, each shard group is a worker. It has a private gradient and, if the optimizer
 declares it (`optfn.state.per_worker`), a private state. The devices of the group lie along all
 remaining axes, and divide this gradient and state among them.
+
+If the step is left to the compiler, there are no workers: all devices are one, along all axes.
 """
 
 import dataclasses
@@ -38,7 +40,7 @@ from optfn.core import tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.data_parallel import copy_to_devices, replicate
+from optfn.parallel.data_parallel import copy_to_devices, refuse_exchange, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
 from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
@@ -58,6 +60,8 @@ class Layout:
       that are reduced, over the shard axes; None sends arrays as they are.
     tx: the optimizer, whose attributes of parameters say which leading axes count layers.
     reduce_dtype: in what dtype gradients are added and sent over the shard axes; None: their own.
+    compiler_axes: the data axes over which the compiler divides the loss; none if each device runs
+      the loss on its own examples, inside `shard_map`.
     """
 
     mesh: Mesh
@@ -68,6 +72,7 @@ class Layout:
     reduce_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
     tx: optax.GradientTransformation | None = dataclasses.field(default=None, kw_only=True)
     reduce_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
+    compiler_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:
@@ -86,7 +91,7 @@ class Layout:
     @property
     def data_axes(self) -> Axes:
         """The axes that split the batch, worker axes first."""
-        return join_axes(self.worker_axes, self.shard_axes)
+        return self.compiler_axes or join_axes(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
@@ -102,6 +107,10 @@ class Layout:
     def num_shards(self) -> int:
         """The number of devices that share a divided leaf: the product of the shard axes' sizes."""
         return count_devices(self.mesh, self.shard_axes)
+
+    def follow(self, params: Params) -> "Layout":
+        """Return the layout for these params: here the same for all params."""
+        return self
 
     def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
@@ -306,10 +315,13 @@ class Layout:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
         all_workers = self.make_padded_init(init)
-        shapes = jax.eval_shape(all_workers, params)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        shapes = jax.eval_shape(all_workers, like if self.compiler_axes else params)
         self._check_axes_of_exchanges(shapes)
-        shardings = self.shardings(self.state_specs(shapes, params), shapes)
-        return jax.jit(all_workers, out_shardings=shardings)(params)
+        specs = self.state_specs(shapes, params)
+        if self.compiler_axes:
+            all_workers = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
+        return jax.jit(all_workers, out_shardings=self.shardings(specs, shapes))(params)
 
     def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers, padded and widened.
@@ -324,6 +336,8 @@ class Layout:
         """Raise a ValueError if a transform exchanges over shard axes,
         or keeps per-worker arrays without worker axes."""
         divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
+        if self.compiler_axes:
+            refuse_exchange(state)
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "

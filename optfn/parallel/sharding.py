@@ -32,6 +32,7 @@ from optfn.core import checks, tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
+from optfn.parallel.as_placed import AsPlaced
 from optfn.parallel.mesh_layout import Layout, Replicated, check_fit
 from optfn.parallel.specs import (
     Specs,
@@ -357,6 +358,7 @@ def layout_of(
     tables: Pattern | None = None,
     tx: optax.GradientTransformation | None = None,
     reduce_dtype: DType | None = None,
+    partitioner: str = "shard_map",
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
@@ -383,16 +385,28 @@ def layout_of(
         raise ValueError(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
         )
-    workers = exclude_axes(data_axis, along)
+    of_compiler = to_axes(data_axis) if partitioner == "compiler" else Axes()
+    workers = exclude_axes(data_axis, (*along, *of_compiler))
     check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
-    if divides and not isinstance(mesh, AbstractMesh):
+    if divides and not of_compiler and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
+    if shard is None and of_compiler:
+        return AsPlaced(mesh, workers, along, compiler_axes=of_compiler)
     if shard is None:
         return Replicated(mesh, workers, along, tables, reduce_dtype=dtype)
     if not _is_kind(way.kind):
-        return ShardBySpec(mesh, workers, along, tables, way.kind, tx=tx, reduce_dtype=dtype)
+        return ShardBySpec(
+            mesh,
+            workers,
+            along,
+            tables,
+            way.kind,
+            tx=tx,
+            reduce_dtype=dtype,
+            compiler_axes=of_compiler,
+        )
     # What is gathered once in a step is divided between steps: every way is then ShardParams.
     kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
     return kind(
@@ -405,6 +419,7 @@ def layout_of(
         reduce_compressor=way.reduce,
         tx=tx,
         reduce_dtype=dtype,
+        compiler_axes=of_compiler,
     )
 
 

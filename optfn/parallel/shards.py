@@ -175,10 +175,10 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
     but whose updates are divided (ZeRO-1); others pass.
 
     Params that stay divided pass through, and so do padded ones, whose gather is left to the
-    compiler. This runs outside of `shard_map`. On a TPU the compiler's own gather would be an
-    all-reduce of the whole array.
+    compiler, and all params of a step that is left to it. This runs outside of `shard_map`. On a
+    TPU the compiler's own gather would be an all-reduce of the whole array.
     """
-    if layout is None or not layout.shard_axes:
+    if layout is None or not layout.shard_axes or layout.compiler_axes:
         return params
     specs, of_updates = layout.param_specs(params), layout.gradient_specs(params)
 

@@ -1,20 +1,31 @@
 """The composition of a training step from its options: objective, update, rounds, placement."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import optax
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives.axes import Axes
 from optfn.collectives.devices import Devices
+from optfn.collectives.mesh import hide_explicit_axes
+from optfn.compilers.options import drop_unknown_options
 from optfn.core.types import Batch, LossFn
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
+from optfn.parallel.as_placed import AsPlaced
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
+from optfn.train.compiler_objective import (
+    constrain_gradients,
+    show_axes_to_loss,
+    split_over_devices,
+)
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import LossForm
 from optfn.train.microbatches import average_microbatches
@@ -50,6 +61,8 @@ def compose_step(
       layout: how params lie on a mesh; None without a mesh.
       local: the round of local steps; None if a call is one step.
     """
+    if layout is not None and layout.compiler_axes:
+        return _compose_for_compiler(loss_fn, tx, options, layout)
     workers = Axes() if layout is None else layout.worker_axes
     key_of = make_key_of(options.rng, workers)
     averaged = workers if local is None else Axes()
@@ -77,6 +90,74 @@ def compose_step(
     if layout is not None and layout.is_divided:
         step = _place_state(step, layout)
     return step
+
+
+def compile_step(
+    loss_fn: LossFn | None,
+    tx: optax.GradientTransformationExtraArgs,
+    options: StepArguments,
+    layout: Layout | None,
+    local: LocalSteps | None,
+) -> Any:
+    """Return the jitted step; its arguments are those of `compose_step`.
+
+    If params stay where they come, it takes their layout as well: (state, batch, layout).
+    """
+    compose = functools.partial(compose_step, loss_fn, tx, options)
+    step = compose(layout, local)
+    device = None if layout is None else layout.mesh.devices.flat[0]
+    jit_options: dict[str, Any] = {
+        "donate_argnums": (0,) if options.donate else (),
+        "compiler_options": drop_unknown_options(options.compiler_options, device),
+    }
+    if not isinstance(layout, AsPlaced):
+        return jax.jit(step, **jit_options)
+
+    def run(
+        state: TrainState, batch: Batch, layout: Layout = layout
+    ) -> tuple[TrainState, dict[str, Any]]:
+        return compose(layout, local)(state, batch)
+
+    return jax.jit(run, static_argnums=2, **jit_options)
+
+
+def _compose_for_compiler(
+    loss_fn: LossFn | None,
+    tx: optax.GradientTransformationExtraArgs,
+    options: StepArguments,
+    layout: Layout,
+) -> StepFn:
+    """Compose a step that XLA divides over the mesh: the step of one device, on placed arrays.
+
+    Explicit axes are visible only to the loss.
+    """
+    mesh = layout.mesh
+    inner = dataclasses.replace(layout, mesh=Mesh(mesh.devices, mesh.axis_names))
+
+    assert loss_fn is not None
+    form = LossForm(options.model_state, options.has_aux)
+    tables, recompute = options.tables, options.recompute
+    objective = differentiate(loss_fn, form, tables=tables, recompute=recompute)
+    objective = show_axes_to_loss(objective, layout)
+    if not options.packed:  # each microbatch adds to divided gradients
+        objective = constrain_gradients(objective, inner)
+    objective = average_microbatches(objective, options.microbatches, split_over_devices(inner))
+    if options.packed:
+        objective = constrain_gradients(pack_objective(objective), inner)
+    if options.has_aux and options.microbatches > 1:
+        objective = refuse_aux_of_examples(objective)
+    step = make_worker_step(objective, tx, make_key_of(options.rng, Axes()), Axes(), inner)
+    if layout.is_divided:
+        step = _place_state(step, inner)
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        specs = specs_of_state(state, layout), P()
+        result: tuple[TrainState, dict[str, Any]] = hide_explicit_axes(step, mesh, specs)(
+            state, batch
+        )
+        return result
+
+    return run
 
 
 def _place_state(step: StepFn, layout: Layout) -> StepFn:

@@ -45,6 +45,8 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             "the arguments of a TrainStep are (state, batch), and the state is a TrainState such "
             f"as step.init(params); got {', '.join(map(checks.show, args)) or 'none'}"
         )
+    if isinstance(step, TrainStep):
+        args = step.list_arguments(*args)
     compiled = function.lower(*args).compile()
     memory = compiled.memory_analysis()
     # Some backends have no analysis; then only the copies are checked.

@@ -5,7 +5,7 @@ Only the activations of one microbatch are kept at a time, which saves memory.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,21 @@ from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
 Carry = TypeVar("Carry")
+# (an array of a batch, the number of its slices) -> the slices, along a new leading axis
+SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
+
+
+def split_in_order(x: jax.Array, count: int) -> jax.Array:
+    """Return `count` equal slices of an array along its leading axis, one after another.
+
+    Explicit axes then divide each slice; without them the compiler chooses.
+    """
+    shape = (count, jnp.shape(x)[0] // count, *jnp.shape(x)[1:])
+    placement = explicit_sharding(x)
+    if placement is None:
+        return jnp.reshape(x, shape)
+    spec = PartitionSpec(None, *placement.spec)
+    return lax.reshape(x, shape, out_sharding=NamedSharding(placement.mesh, spec))
 
 
 def scan_batch(
@@ -28,10 +43,11 @@ def scan_batch(
     batch: Batch,
     count: int,
     argument: str,
+    split: SplitExamples = split_in_order,
 ) -> tuple[Carry, PyTree]:
     """Scan fn(carry, microbatch, number) over `count` equal slices of a batch.
 
-    Slices are taken along leading axes, in order; a scalar is the same in each slice.
+    Slices are taken along leading axes; a scalar is the same in each slice.
 
     Args:
       fn: returns the next carry, and results that are stacked.
@@ -39,6 +55,8 @@ def scan_batch(
       batch: the arrays to slice.
       count: the number of slices.
       argument: the name of the user's argument that gives `count`, for errors.
+      split: returns the slices of an array along a new leading axis; the default takes them in
+        order.
 
     Returns:
       The last carry and the stacked results, as `lax.scan` returns them.
@@ -47,14 +65,14 @@ def scan_batch(
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
     """
     check_slices(batch, count, argument)
-    split = jax.tree.map(lambda x: _split_leading(x, count) if jnp.ndim(x) else None, batch)
+    slices = jax.tree.map(lambda x: split(x, count) if jnp.ndim(x) else None, batch)
 
     def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
         number, arrays = numbered
         microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
         return fn(carry, microbatch, number)
 
-    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), split))
+    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
     return result
 
 
@@ -84,25 +102,15 @@ def check_slices(batch: Batch, count: int, argument: str) -> None:
             )
 
 
-def _split_leading(x: jax.Array, count: int) -> jax.Array:
-    """Split the leading axis of an array into `count` slices; explicit axes then divide each slice.
-
-    Without explicit axes the compiler chooses.
-    """
-    shape = (count, jnp.shape(x)[0] // count, *jnp.shape(x)[1:])
-    placement = explicit_sharding(x)
-    if placement is None:
-        return jnp.reshape(x, shape)
-    spec = PartitionSpec(None, *placement.spec)
-    return lax.reshape(x, shape, out_sharding=NamedSharding(placement.mesh, spec))
-
-
-def average_microbatches(objective: Objective, count: int) -> Objective:
+def average_microbatches(
+    objective: Objective, count: int, split: SplitExamples = split_in_order
+) -> Objective:
     """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
     summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
-    Dense gradients are added up in float32 or wider; rows are joined.
+    Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
+    `scan_batch`.
     """
     if count == 1:
         return objective
@@ -113,7 +121,7 @@ def average_microbatches(objective: Objective, count: int) -> Objective:
             return values.model_state, (values.loss, values.aux)
 
         state, (loss, aux) = scan_batch(
-            body, inputs.model_state, inputs.batch, count, "microbatches"
+            body, inputs.model_state, inputs.batch, count, "microbatches", split
         )
         return Values(jnp.mean(loss), state, combine_microbatches(aux))
 
@@ -128,17 +136,15 @@ def average_microbatches(objective: Objective, count: int) -> Objective:
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
         def run_first(inputs: Inputs) -> tuple[Values, Updates]:
-            split = jax.tree.map(
-                lambda x: _split_leading(x, count)[0] if jnp.ndim(x) else x, inputs.batch
-            )
-            return objective.value_and_grad(inputs._replace(batch=split))
+            first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, inputs.batch)
+            return objective.value_and_grad(inputs._replace(batch=first))
 
         batch = inputs.batch
         check_slices(batch, count, "microbatches")
         # The structure and dtypes of the sums are known only from the gradients of a microbatch.
         _, like = jax.eval_shape(run_first, inputs)
         start = inputs.model_state, tree.map(_make_total, like)
-        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
+        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches", split)
         state, totals = carry
         grads = tree.map(partial(_divide_total, count), like, totals, rows)
         return Values(jnp.mean(loss), state, combine_microbatches(aux)), grads

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
 import optax
@@ -113,6 +113,13 @@ class StepOptions:
         tables, what a pipeline or a `value_and_grad` sums itself, and what the compiler sums along
         axes besides `data_axis` stay as they are; pseudo-gradients of local steps are float32 in
         any case. See docs/precision.md.
+      partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
+        own examples, and the step sends params and gradients. "compiler": `loss_fn` sees all
+        examples, as on one device, and XLA divides the work by the placements of params and batch
+        and the sharding constraints in the model, over all axes of the mesh. `shard` places params
+        and state; without it params keep the NamedShardings with which they come, and state follows
+        them. What needs workers is refused: an optimizer that exchanges gradients, `local_steps`,
+        compressors of `sharded`, divided tables and `value_and_grad`; see docs/models.md.
     """
 
     has_aux: bool = False
@@ -130,6 +137,7 @@ class StepOptions:
     shard_tables: bool = False
     compiler_options: Mapping[str, Any] | None = None
     reduce_dtype: DType | None = None
+    partitioner: Literal["shard_map", "compiler"] = "shard_map"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +166,41 @@ class StepArguments(StepOptions):
                 "compiler_options must be a mapping from names of XLA's options to values; "
                 f"got {checks.show(self.compiler_options)}"
             )
+        checks.choice("partitioner", self.partitioner, ("shard_map", "compiler"))
         _check_together(self.list_given())
+        if self.partitioner == "compiler":
+            self._check_compiler()
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
             raise ValueError(
                 "shard=sharded(..., whole=) cannot be combined with packed=True: a part of a "
                 "buffer of several leaves does not consist of whole matrices"
             )
         self._check_loss()
+
+    def _check_compiler(self) -> None:
+        """Raise a ValueError if an option needs a worker, and the step is left to the compiler."""
+        if self.mesh is None:
+            raise ValueError(
+                'partitioner="compiler" needs mesh: the compiler divides the loss over its devices'
+            )
+        shard, divided = self.shard, self.shard_tables or self.shard is not None
+        has_packets = isinstance(shard, Sharded) and (shard.gather or shard.reduce)
+        given = {
+            "local_steps": (self.local_steps > 1, "its workers train apart"),
+            "tables": (self.tables is not None and divided, "the owners of rows are workers"),
+            "value_and_grad": (
+                self.value_and_grad is not None,
+                "a pipeline divides its work itself",
+            ),
+            "shard=sharded(gather=, reduce=)": (has_packets, "workers encode what they send"),
+            "packed": (
+                self.packed and bool(self.mesh.explicit_axes),
+                "along explicit axes a buffer of several leaves has no sharding of each",
+            ),
+        }
+        for option, (is_given, why) in given.items():
+            if is_given:
+                raise ValueError(f'{option} cannot be combined with partitioner="compiler": {why}')
 
     def _check_loss(self) -> None:
         """Raise a TypeError unless the function that is called takes the arguments of a step."""

@@ -20,13 +20,13 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
-from optfn.compilers.options import drop_unknown_options
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
+from optfn.parallel.as_placed import AsPlaced
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.parallel.traffic import warn_if_nothing_compressed
@@ -38,7 +38,7 @@ from optfn.sparse.sharded_table import (
     unwrap_tables,
 )
 from optfn.state import reports
-from optfn.train.composition import compose_step, make_local_steps, specs_of_state
+from optfn.train.composition import compile_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch
@@ -62,13 +62,7 @@ class TrainStep:
         self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
         self.tx = optax.with_extra_args_support(options.tx)
         self.local = make_local_steps(options, self.tx, layout)
-        step = compose_step(options.loss_fn, self.tx, options, layout, self.local)
-        device = None if layout is None else layout.mesh.devices.flat[0]
-        self.compiled: Any = jax.jit(
-            step,
-            donate_argnums=(0,) if options.donate else (),
-            compiler_options=drop_unknown_options(options.compiler_options, device),
-        )
+        self.compiled: Any = compile_step(options.loss_fn, self.tx, options, layout, self.local)
         self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
         self._has_run = False
         self._flags: collections.deque[jax.Array] = collections.deque()
@@ -77,6 +71,12 @@ class TrainStep:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
         given = [f"{k}={v!r}" for k, v in self.options.list_given().items()]
         return f"TrainStep({', '.join([name, repr(self.tx), *given])})"
+
+    def list_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments of `compiled`: the layout too, if params stay where they come."""
+        if isinstance(self.layout, AsPlaced):
+            return state, batch, self.layout.follow(state.params)
+        return state, batch
 
     @property
     def local_steps(self) -> int:
@@ -126,8 +126,10 @@ class TrainStep:
             warn_of_lazy(self.tx, state.params)
         return state
 
-    def _make_state(self, params: Params, model_state: PyTree) -> TrainState:
-        """Return the state before the first step, placed on the mesh; params may be traced."""
+    def _make_state(
+        self, params: Params, model_state: PyTree, layout: Layout | None = None
+    ) -> TrainState:
+        """Return the state before the first step, placed on the mesh by the params' layout."""
         if self.options.packed:
             params = pack(params)
         if self.layout is None:
@@ -135,13 +137,14 @@ class TrainStep:
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
             state = TrainState(step, params, opt_state, model_state)
             return replicate_counters(copy_repeated(state))
-        params = self.layout.place_params(to_logical(params))
-        if self.layout.tables is not None:
-            owners = Devices(self.layout.mesh, self.layout.shard_axes)
-            params = divide_tables(params, self.layout.is_table(params), owners)
-        opt_state = self.layout.init((self.local or self.tx).init, params)
+        layout = layout or self.layout.follow(params)
+        params = layout.place_params(to_logical(params))
+        if layout.tables is not None:
+            owners = Devices(layout.mesh, layout.shard_axes)
+            params = divide_tables(params, layout.is_table(params), owners)
+        opt_state = layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
-        step, model_state = self.layout.replicate((jnp.zeros((), jnp.int32), model_state))
+        step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
         return copy_repeated(TrainState(step, params, opt_state, model_state))
 
     def lower(self, params: Params, batch: Batch, model_state: PyTree = None) -> jax.stages.Lowered:
@@ -167,7 +170,7 @@ class TrainStep:
         12
         """
         arguments = self.shapes(params, batch, model_state)
-        lowered: jax.stages.Lowered = self.compiled.lower(*arguments)
+        lowered: jax.stages.Lowered = self.compiled.lower(*self.list_arguments(*arguments))
         return lowered
 
     def shapes(
@@ -180,16 +183,17 @@ class TrainStep:
         check_params(params)
         self._check_model_state(model_state)
         given = jax.tree.map(_shape_of, (params, model_state, convert_batch(batch)))
+        layout = self.layout and self.layout.follow(params)
 
         def first(params: Params, model_state: PyTree, batch: Batch) -> tuple[TrainState, Batch]:
-            return self._make_state(params, model_state), self._split_batch(batch)
+            return self._make_state(params, model_state, layout), self._split_batch(batch)
 
         state, batch = jax.eval_shape(first, *given)
-        if self.layout is not None:
-            along = self.layout.data_axes
+        if layout is not None:
+            along = layout.data_axes
             split = jax.tree.map(lambda x: parallel.batch_spec(x, along), batch)
-            state = self.layout.shapes(specs_of_state(state, self.layout), state)
-            batch = self.layout.shapes(split, batch)
+            state = layout.shapes(specs_of_state(state, layout), state)
+            batch = layout.shapes(split, batch)
         return state, batch
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -223,7 +227,7 @@ class TrainStep:
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
-        state, metrics = self.compiled(state, self._split_batch(batch))
+        state, metrics = self.compiled(*self.list_arguments(state, self._split_batch(batch)))
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True
@@ -420,5 +424,6 @@ def make_train_step(options: StepArguments) -> TrainStep:
             tables,
             options.tx,
             options.reduce_dtype,
+            options.partitioner,
         )
     return TrainStep(options, layout)

@@ -1,0 +1,64 @@
+"""The layout of a step that is left to the compiler, and whose params stay where they come."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, Params, PyTree
+from optfn.parallel.data_parallel import copy_to_devices
+from optfn.parallel.mesh_layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)  # equal for equal specs, so that jit compiles once for them
+class AsPlaced(Layout):
+    """Params keep the PartitionSpecs with which they come; state follows them.
+
+    specs: the path and the spec of each leaf; None if they are unknown, because the params are
+      traced along axes that are left to the compiler.
+    """
+
+    specs: tuple[tuple[str, P], ...] | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the devices of a worker keep shards of arrays."""
+        return self.specs is not None
+
+    def follow(self, params: Params) -> "AsPlaced":
+        """Return the layout of these params; leaves that do not lie on the mesh become whole."""
+        if checks.is_traced(params) and not self.mesh.explicit_axes:
+            return self
+        specs = [(str(place), _spec_on(self.mesh, x)) for place, x in tree.items(params)]
+        return dataclasses.replace(self, specs=tuple(specs))
+
+    def dense_param_specs(self, params: Params) -> PyTree:
+        """Return the spec of each leaf; P() for a leaf whose spec is unknown."""
+        specs = dict(self.specs or ())
+        return tree.map_named(
+            lambda place, x: x if tree.is_masked(x) else specs.get(str(place), P()), params
+        )
+
+    def place_params(self, params: Params) -> Params:
+        """Copy params that lie on the mesh on their devices, and other ones to all devices."""
+        placements = self.shardings(self.param_specs(params), params)
+
+        def place(x: Leaf, placement: NamedSharding) -> jax.Array:
+            is_there = isinstance(x, jax.Array) and not checks.is_traced(x)
+            if is_there and x.sharding == placement:
+                return jnp.copy(x)
+            return copy_to_devices(x, placement)
+
+        return jax.tree.map(place, params, placements)
+
+
+def _spec_on(mesh: Mesh, x: Any) -> P:
+    """Return the PartitionSpec of an array or its shape on a mesh; P() if it lies elsewhere."""
+    placement = jax.typeof(x).sharding if checks.is_traced(x) else getattr(x, "sharding", None)
+    if not isinstance(placement, NamedSharding) or placement.mesh.shape != mesh.shape:
+        return P()
+    return placement.spec
