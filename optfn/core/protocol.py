@@ -55,8 +55,30 @@ class Unchecked(NamedTuple):
     name: str = ""
 
 
-# The public name, which docs/own-transform.md promises. Elsewhere a rule is a function on arrays.
-rule = Unchecked
+def rule(
+    init: Callable[[Params], OptState],
+    update: Callable[..., tuple[Updates, OptState]],
+    needs_params: bool = False,
+    real_only: str = "",
+    reads_state: bool = True,
+) -> Unchecked:
+    """Return a rule of two functions, around which `core.transform` puts its checks and casts.
+
+    Both get trees that have passed them: float32 or wider arrays, and masked leaves in the place of
+    frozen ones.
+
+    Args:
+      init: params -> state; `leafwise.zeros_like(params)` makes an accumulator.
+      update: (updates, state, params, **extra) -> (updates, state). It ends with `**extra`, which
+        has the loss among others; `leafwise.apply` maps a function of arrays over the leaves.
+      needs_params: whether update reads params; a call without them is then an error.
+      real_only: the name of the transformation, if it is not defined for complex leaves; "" if it
+        is.
+      reads_state: whether update reads its state, see `transform`.
+
+    `docs/own-transform.md` has Adan as an example.
+    """
+    return Unchecked(init, update, needs_params, real_only, reads_state)
 
 
 class Transform(optax.GradientTransformationExtraArgs):
