@@ -171,18 +171,20 @@ def pods() -> Page:
     """Return the page of steps that were compiled for many chips."""
     about, rows = _read("pods.json")
 
-    def kind(name: str) -> Cell:
-        return lambda x: f"{x[name]:,} ({x[f'{name}, asynchronous']:,})"
-
     columns: dict[str, Cell] = {
         "way": number("way"),
         "GB kept": number("kept", ".3f", 1e9),
         "GB of temporaries": number("temporaries", ".3f", 1e9),
-        "all-reduce": kind("all-reduce"),
-        "all-gather": kind("all-gather"),
-        "reduce-scatter": kind("reduce-scatter"),
-        "all-to-all": kind("all-to-all"),
-        "permute": kind("collective-permute"),
+        "compute ms": number("compute", ".2f", 1e-3),
+        "communication ms": number("communication", ".2f", 1e-3),
+        "exposed ms": number("exposed", ".2f", 1e-3),
+        "step ms": number("step", ".2f", 1e-3),
+        "MFU %": number("utilization", ".1f", 1e-2),
+        "all-reduce": number("all-reduce", ","),
+        "all-gather": number("all-gather", ","),
+        "reduce-scatter": number("reduce-scatter", ","),
+        "all-to-all": number("all-to-all", ","),
+        "permute": number("collective-permute", ","),
         "whole all-reduces": number("whole", ",.0f"),
         "MB sent": number("sent", ",.1f", 1e6),
         "sent/plan": lambda x: f"{x['sent'] / x['planned']:.2f}" if x["planned"] else "-",

@@ -1,4 +1,4 @@
-"""What does a step hold and send on many chips? It is compiled for them, and not run.
+"""What does a step hold, send and take on many chips? It is compiled for them, and not run.
 
     make pods
     make pods OPTIONS="--model small --topology 'v5e:4x4;v5p:8x8x8' --only 'FSDP;ZeRO'"
@@ -15,10 +15,14 @@ that leave gathers and scatters to the sparse cores of v5p and v6e.
   of the first layer.
 
 Bytes are those of a chip: kept are params, state and batch; temporaries are without the fast memory
-of the chip. Collectives are those of a step, in loops as often as they run, and in brackets those
-of them that are asynchronous. Whole are the all-reduces of as many bytes as the smallest matrix of
-a layer, in bfloat16, or more. FLOPs are 8 for each parameter and token: a forward and a backward
-pass and the recomputation.
+of the chip. Collectives are those of a step, in loops as often as they run. Whole are the
+all-reduces of as many bytes as the smallest matrix of a layer, in bfloat16, or more. FLOPs are 8
+for each parameter and token: a forward and a backward pass and the recomputation.
+
+Milliseconds of a step are those of `optfn.distributed.estimate_step`, which reads the compiled
+schedule with assumed speeds of links: step is compute and exposed, the communication for which
+compute waits. MFU is the model FLOPs utilization of it; in a pipeline it counts the bubbles, in
+which products run too. No chip ran any of it.
 
 Rows are kept in `benchmarks/pods.json`; a run of some of them replaces these.
 """
@@ -28,6 +32,8 @@ import fnmatch
 import json
 import math
 import multiprocessing
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +49,13 @@ from jax.sharding import PartitionSpec as P
 import optfn
 from benchmarks import measure, scale, targets, wire
 from benchmarks.scale import Division
-from optfn.distributed import PipelineParams, pipeline_value_and_grad, scan_layers, sharded
+from optfn.distributed import (
+    PipelineParams,
+    estimate_step,
+    pipeline_value_and_grad,
+    scan_layers,
+    sharded,
+)
 
 KEPT = measure.Kept(
     Path(__file__).with_suffix(".json"),
@@ -53,17 +65,20 @@ KEPT = measure.Kept(
 ADAMW = optfn.adamw(1e-4, multi_precision=True, grad_clip=optfn.clip_by_global_norm(1.0))
 Keep = Callable[[jax.Array], jax.Array]
 HEAD = (
-    "| model | topology | way | GB kept | GB of temporaries | all-reduce | all-gather "
-    "| reduce-scatter | all-to-all | permute | whole all-reduces | MB sent | sent/plan "
-    "| B sent a MFLOP | compile s |\n" + "|---" * 15 + "|"
+    "| model | topology | way | GB kept | GB of temporaries | compute ms | communication ms "
+    "| exposed ms | step ms | MFU % | all-reduce | all-gather | reduce-scatter | all-to-all "
+    "| permute | whole all-reduces | MB sent | sent/plan | B sent a MFLOP | compile s |\n"
+    + "|---" * 20
+    + "|"
 )
 TOPOLOGIES = {
     "small": (
         "v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8", "1x8x1", "8x8x1",
     ),
-    "7B": ("v5e:16x16",),
+    "7B": ("v5e:16x16", "v5e:4x4", "v5p:4x4x4", "v6e:16x16", "1x8x1"),
     "70B": ("v5p:8x8x8",),
 }  # fmt: skip
+SECONDS = ("compute", "communication", "exposed", "step")
 # The ending of a way whose gathers and scatters are left to the sparse cores of v5p and v6e.
 SPARSE = ", sparse cores"
 ON_SPARSE_CORES = {
@@ -227,13 +242,23 @@ def lowered(model: str, way: str, chips: Sequence[Any]) -> jax.stages.Lowered:
     return scale.made(division, mesh).lower(division.params, batch)
 
 
-def measured(model: str, topology: str, way: str) -> measure.Row:
-    """Return the row of a way of dividing a model over the chips of a topology."""
+def measured(model: str, topology: str, way: str, texts: Path | None = None) -> measure.Row:
+    """Return the row of a way of dividing a model over the chips of a topology.
+
+    Args:
+      model: the name of the model.
+      topology: the name of the topology.
+      way: the way.
+      texts: the folder to write the text of the program to, for `benchmarks.schedule`.
+    """
     chips = targets.devices(target_of(topology))
     start = time.process_time()
     options = ON_SPARSE_CORES if way.endswith(SPARSE) else None
     program = lowered(model, way, chips).compile(options)
     seconds = time.process_time() - start
+    if texts is not None:
+        name = f"{model} {topology} {way}".replace(":", "_")
+        (texts / f"{name}.hlo").write_text(program.as_text())
     found, memory = wire.collectives(program), program.memory_analysis()
     found = [x if x.devices else x._replace(devices=tuple(range(len(chips)))) for x in found]
     sent = sum(x.sent for x in found)
@@ -244,10 +269,9 @@ def measured(model: str, topology: str, way: str) -> measure.Row:
     }  # fmt: skip
     for kind in wire.FACTORS:
         row[kind] = sum(x.times for x in found if x.kind == kind)
-        row[f"{kind}, asynchronous"] = sum(x.times for x in found if x.kind == kind and x.is_async)
     group = math.prod(division.inner.values()) if division and division.inner else len(chips)
     row["whole"] = sum(x.times for x in found if is_whole(x, model, group))
-    row |= {"sent": sent, "seconds": round(seconds, 1)}
+    row |= {"sent": sent, "seconds": round(seconds, 1)} | estimated(program)
     if division is not None:
         step = scale.made(division, division.mesh(chips))
         row["planned"] = scale.planned(division, step).sent + division.activations
@@ -255,6 +279,26 @@ def measured(model: str, topology: str, way: str) -> measure.Row:
         size = sum(x.size for x in jax.tree.leaves(divisions(model)["FSDP"].params))
         row["flops"] = 8 * size * LLAMAS[model].tokens
     return row
+
+
+def estimated(program: jax.stages.Compiled) -> measure.Row:
+    """Return the columns of the seconds of a step, none where an instruction's cost is not known.
+
+    The small model is sent by top_k and row by row too, with sorts that a library runs.
+    """
+    try:
+        found = estimate_step(program)
+    except ValueError as why:
+        print(why, file=sys.stderr)
+        return {}
+    return {
+        "compute": found.compute,
+        "communication": sum(found.communication.values()),
+        "exposed": sum(found.exposed.values()),
+        "step": found.seconds,
+        "utilization": found.utilization,
+        "products": found.flops,
+    }
 
 
 def is_whole(x: wire.Collective, model: str, group: int) -> bool:
@@ -272,9 +316,13 @@ def is_whole(x: wire.Collective, model: str, group: int) -> bool:
 
 
 def ways(model: str, topology: str) -> list[str]:
-    """Return the names of the ways to compile a model for a topology."""
+    """Return the names of the ways to compile a model for a topology that has chips for them."""
+    chips = math.prod(int(n) for n in re.findall(r"\d+", topology.split(":")[-1]))
     sparse = ["FSDP" + SPARSE, "GSPMD" + SPARSE] if topology.startswith(("v5p", "v6e")) else []
-    return [*divisions(model), "GSPMD", *sparse]
+    found = divisions(model).items()
+    return [
+        *(name for name, x in found if math.prod(x.inner.values()) <= chips), "GSPMD", *sparse,
+    ]  # fmt: skip
 
 
 def target_of(topology: str) -> targets.Target:
@@ -286,23 +334,27 @@ def _prepare(topology: str) -> None:
     targets.prepare(target_of(topology))
 
 
-def found_rows(chosen: Sequence[tuple[str, str, str]]) -> Iterator[measure.Row]:
+def found_rows(
+    chosen: Sequence[tuple[str, str, str]], texts: Path | None = None
+) -> Iterator[measure.Row]:
     """Yield the rows of some (model, topology, way), those of each topology from one process."""
     spawn = multiprocessing.get_context("spawn")
     for topology in dict.fromkeys(topology for _, topology, _ in chosen):
         with ProcessPoolExecutor(1, spawn, _prepare, (topology,)) as pool:
             for one in (one for one in chosen if one[1] == topology):
-                yield pool.submit(measured, *one).result()
+                yield pool.submit(measured, *one, texts).result()
 
 
 def line(row: measure.Row) -> str:
     """Return a row of the table."""
-    kinds = [f"{row[x]:,} ({row[f'{x}, asynchronous']:,})" for x in wire.FACTORS]
+    kinds = [f"{row[x]:,}" for x in wire.FACTORS]
+    times = [f"{1e3 * row[x]:.2f}" if x in row else "-" for x in SECONDS]
+    times.append(f"{100 * row['utilization']:.1f}" if "utilization" in row else "-")
     planned = f"{row['sent'] / row['planned']:.2f}" if row.get("planned") else "-"
     flops = f"{1e6 * row['sent'] / row['flops']:.1f}" if "flops" in row else "-"
     cells = [
         row["model"], row["topology"], row["way"], f"{row['kept'] / 1e9:.3f}",
-        f"{row['temporaries'] / 1e9:.3f}", *kinds, f"{row['whole']:,}",
+        f"{row['temporaries'] / 1e9:.3f}", *times, *kinds, f"{row['whole']:,}",
         f"{row['sent'] / 1e6:,.1f}", planned, flops, f"{row['seconds']:.0f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
@@ -321,6 +373,7 @@ def main() -> None:
     add("--topology", ["*"], "topologies, or patterns")
     add("--only", ["*"], "ways, or patterns of their names")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, and keep none")
+    parser.add_argument("--texts", metavar="FOLDER", type=Path, help="write the programs there")
     options = parser.parse_args()
     chosen = [
         (model, topology, way)
@@ -332,7 +385,7 @@ def main() -> None:
     ]
     print(HEAD)
     rows = []
-    for row in found_rows(chosen):
+    for row in found_rows(chosen, options.texts):
         print(line(row), flush=True)
         rows.append(row)
         if not options.json:

@@ -1,7 +1,6 @@
 """Bytes that each device sends in a compiled step, read from its program."""
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks import hlo
+from optfn.estimate.communication import read_group
+from optfn.estimate.hlo import Instruction, Program, read_arrays
 
 # What a device of a ring of n sends, as a multiple of the bytes of the result.
 FACTORS = {
@@ -19,10 +19,6 @@ FACTORS = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
-MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\]"
-    r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}]*)\}"
-)
 
 
 class Collective(NamedTuple):
@@ -89,29 +85,30 @@ def collectives(compiled: Any, rounds: int = 1, branch: int | None = None) -> li
 
 def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Collective]:
     """Return the collectives of the text of a program, of any platform; see `collectives`."""
-    program = hlo.Program(text)
+    program = Program(text)
 
-    def of(x: hlo.Instruction, name: str, times: int) -> Iterator[Collective]:
+    def of(x: Instruction, name: str, times: int) -> Iterator[Collective]:
         kind, start, _ = x.opcode.partition("-start")
         # A TPU has an asynchronous collective in each fusion from its start to its end.
-        around = [y.attributes for y in program.computations[name].values()]
-        is_async = bool(start) or any("AsyncCollectiveStart" in y for y in around)
-        ends = any("AsyncCollectiveDone" in y for y in around)
+        targets = {y.target for y in program.computations[name].values()}
+        is_async = bool(start) or "AsyncCollectiveStart" in targets
+        ends = "AsyncCollectiveDone" in targets
         if not is_async and (ends or name.startswith("async_collective")):
             return
-        with_operands = start and (kind != "all-reduce" or x.shape.startswith("(("))
-        group, size = _group(x.attributes), _bytes(_results(x.shape) if with_operands else x.shape)
+        group, size = read_group(x), sum(array.num_bytes for array in read_arrays(x.result))
         if "all-reduce-scatter" in name:  # a TPU's reduce-scatter
             kind, size = "reduce-scatter", size / len(group)
         yield Collective(kind, times * size, group, times, is_async)
 
     def found_in(name: str, times: int) -> Iterator[Collective]:
-        for x in program.computations[name].values():
+        home = program.computations[name]
+        for x in home.values():
             if x.opcode.removesuffix("-start") in FACTORS:
                 yield from of(x, name, times)
                 continue
-            trips = program.trips(x) or rounds
-            found = [list(found_in(called, times * trips)) for called in x.called]
+            trips = program.trips(x, home) if x.opcode == "while" else 1
+            each = times * (rounds if trips is None else trips)
+            found = [list(found_in(called, each)) for called in x.called]
             if x.opcode in ("async-start", "custom-call-start"):  # the second on a sparse core
                 found = [[y._replace(is_async=True) for y in some] for some in found]
             if branch is not None and len(found) > 2:
@@ -121,67 +118,3 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
             yield from itertools.chain(*found)
 
     return list(found_in(program.entry, 1))
-
-
-def _group(line: str) -> tuple[int, ...]:
-    """Return the devices of the first group of a collective, in any of the forms of HLO.
-
-    {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0): groups of a permuted range;  and
-    mesh['a'=2,'b'=4] {'b'}: groups along axes, also of devices in another order, as in
-    mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}; and of a permutation those that it connects.
-    """
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return tuple(map(int, listed[1].split(",")))
-    if ranged := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape = [int(n) for n in ranged[3].split(",")]
-        numbers = np.arange(int(np.prod(shape))).reshape(shape)
-        if ranged[4]:
-            numbers = numbers.transpose([int(n) for n in ranged[4].split(",")])
-        return tuple(numbers.reshape(int(ranged[1]), int(ranged[2]))[0].tolist())
-    if along := MESH_GROUPS.search(line):
-        axes = re.findall(r"'([^']+)'=(\d+)", along[1])
-        numbers = np.arange(int(np.prod([int(n) for _, n in axes])))
-        if along[2]:
-            order = [int(n) for n in along[3].split(",")]
-            numbers = numbers.reshape([int(n) for n in along[2].split(",")]).transpose(order)
-        numbers = numbers.reshape([int(n) for _, n in axes])
-        chosen = re.findall(r"'([^']+)'", along[4])
-        first = tuple(slice(None) if name in chosen else 0 for name, _ in axes)
-        return tuple(numbers[first].ravel().tolist())
-    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", line):
-        return _connected(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
-    if "replica_groups={}" in line:
-        return ()
-    raise ValueError(f"replica groups of another form: {line}")
-
-
-def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the devices that a permutation connects with that of its first pair."""
-    found = {int(pairs[0][0])}
-    for _ in pairs:
-        for pair in pairs:
-            ends = set(map(int, pair))
-            found |= ends if ends & found else set()
-    return tuple(sorted(found))
-
-
-def _results(shape: str) -> str:
-    """Return the second entry of a tuple: a start gives (operands, results, …)."""
-    depth, commas = 0, []
-    for i, character in enumerate(shape):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 1:
-            commas.append(i)
-    return shape[slice(*[*commas, len(shape)][:2])]
-
-
-def _bytes(shapes: str) -> float:
-    """Return the bytes of arrays as HLO writes them, such as (f32[4,8]{1,0}, s32[])."""
-    total = 0.0
-    for dtype, shape in re.findall(r"([a-z]+\d*)\w*\[([\d,]*)\]", shapes):
-        bits = re.search(r"\d+", dtype)
-        size = int(bits[0]) / 8 if bits else 1  # pred
-        for n in filter(None, shape.split(",")):
-            size *= int(n)
-        total += size
-    return total

@@ -98,6 +98,7 @@ SCHEDULES = {
     "linear_warmup, cosine": schedules.linear_warmup(schedules.cosine(1.0, 1, 1000), 100, 0.0, 1.0),
     "warmup_cosine": schedules.warmup_cosine(1.0, 100, 1000, end=0.1),
     "warmup_stable_decay": schedules.warmup_stable_decay(1.0, 100, 500, 400),
+    "one_cycle": schedules.one_cycle(1.0, 1000),
     "step_decay": schedules.step_decay(1.0, 250, 0.5),
     "multi_step": schedules.multi_step(1.0, [300, 800], 0.3),
     "lambda_decay": schedules.lambda_decay(1.0, lambda i: 0.5 + 0.5 * jnp.cos(i % 250 / 80)),

@@ -12,7 +12,7 @@ Source: fluid's documentation of learning rate schedulers, optax's schedules for
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ from optfn.transforms.plateau import reduce_on_plateau
 
 __all__ = [
     "cosine", "exponential", "inverse_time", "lambda_decay", "linear_warmup", "multi_step",
-    "natural_exp", "noam", "piecewise", "polynomial", "reduce_on_plateau", "step_decay",
-    "warmup_cosine", "warmup_stable_decay",
+    "natural_exp", "noam", "one_cycle", "piecewise", "polynomial", "reduce_on_plateau",
+    "step_decay", "warmup_cosine", "warmup_stable_decay",
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ class _Schedule:
 
 
 def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
-    """Decorate a factory, so that the `repr` of its schedules is the call that made them."""
+    """Decorate a factory so that the `repr` of its schedules is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
@@ -61,17 +61,17 @@ def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _make_schedule(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Return a schedule that takes numbers and arrays, from a function of an array."""
+    """Turn a function of an array into a schedule, which also takes numbers."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
 def _to_float(step: jax.Array) -> jax.Array:
-    # Convert, because with strict dtype promotion an int32 step times a float is an error.
+    """Convert a step to the dtype of rates: strict promotion refuses int32 times a float."""
     return step.astype(numerics.scalar_dtype())
 
 
 def _count_periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
-    """Return step/length, rounded down if `staircase`.
+    """Return step/length as a float; rounded down if `staircase`.
 
     It is rounded down in integers, because a compiler may replace a float division by length with a
     product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
@@ -153,6 +153,7 @@ def inverse_time(
 def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
+    """Check the arguments that the three decays share; return lr, steps and rate."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -197,7 +198,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
     """Return values[j] for the first j with i < boundaries[j], or the last value if there is none.
 
     Args:
-      boundaries: increasing steps ≥ 1, at which the rate changes.
+      boundaries: increasing steps ≥ 1; at each the rate changes.
       values: rates ≥ 0, one more than boundaries.
     """
     if len(values) != len(boundaries) + 1:
@@ -211,6 +212,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
+    """Return steps as integers ≥ 1; a ValueError unless they increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
@@ -302,7 +304,7 @@ def warmup_cosine(
 def _add_warmup(
     length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
 ) -> Schedule:
-    """Return the schedule of a line from start to end, `length` steps long, and of `after`."""
+    """Return the schedule of a line from start to end for `length` steps, then of `after`."""
     return _make_schedule(
         lambda i: jnp.where(i < length, _interpolate(i, length, start, end), after(i))
     )
@@ -354,6 +356,72 @@ def warmup_stable_decay(
         return jnp.where(i < w + s, constant, falling)
 
     return _add_warmup(w, first, top, after)
+
+
+_HALF = checks.Range("in [0, 0.5] with three_phase=True", lambda x: 0 <= x <= 0.5)
+
+
+@_record_call
+def one_cycle(
+    peak: Number,
+    total_steps: int,
+    *,
+    pct_start: float = 0.3,
+    anneal: Literal["cosine", "linear"] = "cosine",
+    div_factor: Number = 25.0,
+    final_div_factor: Number = 1e4,
+    three_phase: bool = False,
+) -> Schedule:
+    """Return a rate that rises from peak/d to peak, and then falls to peak/(d·f) at step T − 1.
+
+    Each phase goes from its rate a to its rate b along half a cosine, or a line:
+
+        b + (a − b)·(1 + cos(π·t))/2        t = (i − start)/(stop − start)
+        b + (a − b)·(1 − t)
+
+    The peak is at step p·T − 1. With three phases the rate is back at peak/d at step 2·p·T − 2, and
+    falls to its end from there. From step T − 1 on it stays. These are the numbers of torch's
+    `OneCycleLR`, which cycles the momentum as well (see the page on moving from torch);
+    `optax.schedules.cosine_onecycle_schedule` has its peak a step later.
+
+    Args:
+      peak: the highest rate, ≥ 0; torch's max_lr.
+      total_steps: T, ≥ 1.
+      pct_start: p, in [0, 1]: the fraction of the steps in which the rate rises; with three phases
+        in [0, 0.5].
+      anneal: "cosine" or "linear"; torch's anneal_strategy.
+      div_factor: d, > 0.
+      final_div_factor: f, > 0.
+      three_phase: whether the rate falls as long as it rose, before it falls to its end.
+
+    Source: Smith & Topin 2017, arXiv 1708.07120; torch.optim.lr_scheduler.OneCycleLR.
+    """
+    top = checks.nonnegative("peak", peak)
+    total = checks.count("total_steps", total_steps)
+    checks.choice("anneal", anneal, ("cosine", "linear"))
+    first = top / checks.positive("div_factor", div_factor)
+    last = first / checks.positive("final_div_factor", final_div_factor)
+    if checks.flag("three_phase", three_phase):
+        part = checks.number("pct_start", pct_start, _HALF)
+        stops = [part * total - 1, 2 * part * total - 2, total - 1]
+        rates = [first, top, first, last]
+    else:
+        part = checks.number("pct_start", pct_start, checks.UNIT)
+        stops, rates = [part * total - 1, total - 1], [first, top, last]
+    phases = [*zip(itertools.pairwise([0, *stops]), itertools.pairwise(rates), strict=True)]
+
+    def rule(i: jax.Array) -> jax.Array:
+        step = jnp.minimum(_to_float(i), total - 1)
+        found = jnp.full(step.shape, last, step.dtype)
+        for (start, stop), (a, b) in reversed(phases):
+            # A phase of no step has no length: 0/0 where its one step is its stop.
+            left = (stop - step) / jnp.maximum(stop - start, np.finfo(np.float32).tiny)
+            if anneal == "cosine":
+                left = jnp.sin(jnp.pi / 2 * left) ** 2  # (1 + cos(π·t))/2, exact where left is 0
+            found = jnp.where(step <= stop, b + (a - b) * left, found)
+        return found
+
+    return _make_schedule(rule)
 
 
 @_record_call

@@ -76,4 +76,4 @@ def _counting(call: Callable) -> Callable:
 
 
 jax.monitoring.register_event_duration_secs_listener(_note)
-TrainStep.__call__ = _counting(TrainStep.__call__)
+TrainStep.dispatch = _counting(TrainStep.dispatch)

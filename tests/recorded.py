@@ -31,7 +31,6 @@ SKIPPED: dict[str, str] = {
     "p26_lars_nowd": "2.6.2 leaves the trust ratio out where the weight decay is 0, as it is here",
     "fluid18_lr_dygraph_LinearLrWarmup": "1.8.5's dygraph warm-up ignores start_lr and starts at 1",
     "p33_lr_MultiplicativeDecay": _BEYOND,
-    "p33_lr_OneCycleLR": _BEYOND,
     "p33_lr_CyclicLR": _BEYOND,
     "p33_lr_LinearLR": _BEYOND,
     "p33_lr_CosineAnnealingWarmRestarts": _BEYOND,
@@ -106,6 +105,7 @@ SCHEDULES = {plain(name): name for name in optfn.schedules.__all__} | {
     "cosineannealing": "cosine",
     "linearlrwarmup": "linear_warmup",
     "reducelronplateau": "reduce_on_plateau",
+    "onecyclelr": "one_cycle",
 }
 
 
@@ -191,6 +191,9 @@ def translate_schedule(case: dict[str, Any]) -> Schedule:
     if api == "CosineAnnealingDecay":
         args = {"learning_rate": args["learning_rate"], "epochs": args["T_max"]}
         args["step_each_epoch"] = 1
+    if name == "one_cycle":  # divide_factor=25 and end_learning_rate=1e-4 are Paddle's defaults
+        peak = args.pop("max_learning_rate")
+        args |= {"peak": peak, "final_div_factor": peak / 25 / 1e-4}
     if name == "lambda_decay":
         assert args["lr_lambda"] == "0.95**x"
         args["lr_lambda"] = lambda i: 0.95**i

@@ -126,6 +126,40 @@ def warmup_stable_decay(
     return schedule
 
 
+def one_cycle(
+    peak: float,
+    total_steps: int,
+    *,
+    pct_start: float = 0.3,
+    anneal: str = "cosine",
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    three_phase: bool = False,
+) -> Schedule:
+    """Walk the phases as torch does: the first whose last step is not passed, or the last one."""
+    first = peak / div_factor
+    last = first / final_div_factor
+    up = (pct_start * total_steps - 1, first, peak)
+    if three_phase:
+        phases = [up, (2 * pct_start * total_steps - 2, peak, first)]
+        phases.append((total_steps - 1, first, last))
+    else:
+        phases = [up, (total_steps - 1, peak, last)]
+
+    def schedule(i: int) -> float:
+        start = 0.0
+        for end, a, b in phases:
+            if i <= end:
+                part = (i - start) / (end - start) if end > start else 1.0
+                if anneal == "linear":
+                    return a + (b - a) * part
+                return b + (a - b) / 2 * (1 + math.cos(math.pi * part))
+            start = end
+        return last
+
+    return schedule
+
+
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """lr·rate^⌊i/step_size⌋."""
     return lambda i: learning_rate * decay_rate ** (i // step_size)
@@ -194,6 +228,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     "linear_warmup": [(0.5, 300, 0.1, 0.4), (0.1, 1, 0.0, 1.0)],
     "warmup_cosine": [(0.5, 0, 1), (0.5, 0, 2500), (0.5, 300, 2999), (0.5, 41, 5000)],
     "warmup_stable_decay": [(0.5, 0, 0, 1), (0.5, 300, 0, 900), (0.5, 7, 2000, 41)],
+    "one_cycle": [(0.5, n) for n in (1, 10, 50, 999, 5000)],
     "step_decay": [(0.5, n, 0.9) for n in PERIODS],
     "multi_step": [(0.5, [1, 49, 50, 1000], 0.3)],
     "lambda_decay": [(0.5, lambda i: 1 / (1 + i))],

@@ -28,7 +28,8 @@ class _MemoryUse(NamedTuple):
 def choose_segmentation(
     fns: Sequence[LayerFn], budget: int
 ) -> Callable[[Sequence[Params], PyTree], Segmentation]:
-    """Return the function (params, x) -> segmentation, which caches it by shapes."""
+    """Return a function that finds the segmentation for its arguments within the budget,
+    once for each of their shapes."""
     cache: dict[Any, Segmentation] = {}
 
     def segmentation_of(params: Sequence[Params], x: PyTree) -> Segmentation:
@@ -49,7 +50,8 @@ def choose_segmentation(
 def _find_segmentation(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> Segmentation:
-    """Return the cheapest segmentation found that takes at most `budget` bytes."""
+    """Return the cheapest segmentation found that takes at most `budget` bytes;
+    raise with the bytes needed if none does."""
     best, needed = _bisect_with_feedback(rotor, budget, measure)
     # Near the minimum the errors of the table matter, and a cut after each function may be best.
     *before, last = range(len(rotor.costs))
@@ -105,11 +107,11 @@ def _bisect_with_feedback(
 def _measure_memory(
     fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
 ) -> _MemoryUse:
-    """Return the memory that the gradient takes with this segmentation.
+    """Return the temporaries of the compiled gradient;
+    only its residuals if it cannot be compiled or measured so.
 
-    The gradient is compiled, and its temporaries are measured. If the compiler undoes
-    recomputation, or if the functions cannot be compiled outside of their context, only the
-    residuals are counted.
+    Only residuals count if the compiler undoes recomputation, or if the functions cannot be
+    compiled outside of their context.
     """
 
     def run(params: Sequence[Params], x: PyTree, _: Key) -> PyTree:
@@ -142,13 +144,15 @@ def _measure_memory(
 
 
 def _temp_size(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes of temporaries of a compiled function."""
     analysis: Any = compiled.memory_analysis()
     return analysis.temp_size_in_bytes
 
 
 @functools.cache
 def is_recomputation_kept() -> bool:
-    """Tell whether the compiler of the default device keeps recomputation as it is.
+    """Tell whether the default device's compiler keeps recomputation:
+    whether eight recomputed layers take less memory.
 
     On a CPU, jaxlib 0.10 merges a computation and its recomputation outside of loops, so that no
     memory is freed.

@@ -21,7 +21,8 @@ ChainFn: TypeAlias = Callable[[Sequence[Params], PyTree], PyTree]
 def recompute_chain(
     fns: Sequence[LayerFn], segmentation_of: Callable[[Sequence[Params], PyTree], Segmentation]
 ) -> ChainFn:
-    """Return f([params1, …, paramsn], x), run with the segmentation for its arguments."""
+    """Return f([params1, …, paramsn], x), the chain run in the segments that `segmentation_of`
+    chooses."""
 
     def run_segments(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):
@@ -31,6 +32,8 @@ def recompute_chain(
             )
         segmentation = segmentation_of(params, x)
         if isinstance(segmentation[-1], list) and _is_loss_chain(fns, params, x):
+            # The backward of a loss follows at once, so to recompute its segment would free
+            # nothing.
             segmentation = [*segmentation[:-1], *segmentation[-1]]
         return run_chain(segmentation, fns, params, x)
 
@@ -43,26 +46,30 @@ def run_chain(
     params: Sequence[Params] | Mapping[int, Params],
     x: PyTree,
 ) -> PyTree:
-    """Run the functions in a segmentation; `params` is a list, or a dict by their numbers."""
+    """Run the functions of a segmentation in order; `params` is a list, or a dict by their numbers.
+    The backward pass recomputes each nested list."""
     for entry in segmentation:
         if isinstance(entry, int):
             x = fns[entry](params[entry], x)
         else:
             segment_params = {i: params[i] for i in list_functions(entry)}
             run = partial(run_chain, entry, fns)
+            # jax.checkpoint takes arrays; flags and sizes are bound.
             call, arrays = function_of_arrays(run, (segment_params, x), {})
             x = jax.checkpoint(call)(arrays)
     return x
 
 
 def _is_loss_chain(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -> bool:
+    """Tell whether the chain returns a single scalar."""
     run = partial(run_chain, list(range(len(fns))), fns)
     y = jax.tree.leaves(jax.eval_shape(run, params, x))
     return len(y) == 1 and y[0].shape == ()
 
 
 def equal_segments(n: int, segments: str | int) -> Segmentation:
-    """Return n functions in equal segments; the first ones may be longer by one."""
+    """Divide n functions into √n, n or a given number of equal segments;
+    the first may be longer by one."""
     if isinstance(segments, str):
         if segments not in ("sqrt", "each"):
             raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")

@@ -1,6 +1,6 @@
 """The cost of differentiating a function, estimated from its equations: FLOPs and bytes.
 
-The bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise
+The bytes are the bytes that a fusing compiler writes to memory. A value that a cheap elementwise
 equation passes to another one is not written, but computed where it is read.
 """
 
@@ -35,7 +35,8 @@ FUSED = CHEAP | frozenset(
 def estimate_costs(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[FunctionCosts, PyTree]:
-    """Return the costs of `fn(params, x)`, and the shapes of its result.
+    """Estimate the costs of `fn(params, x)` from its equations, without running it;
+    return also the shapes of its result.
 
     The arguments are arrays or shapes; nothing is computed.
     """
@@ -91,7 +92,7 @@ def _trace_passes(
         return jax.tree.unflatten(structure, leaves)(cotangent)
 
     forward = Equations(run, params, x)
-    # The shapes from eval_shape also have the mesh axes over which the values vary.
+    # Taken from eval_shape: its shapes also name the mesh axes that values vary along.
     y, leaves = jax.eval_shape(run, params, x)
     return forward, Equations(pull, leaves, select_inexact_leaves(y)), y
 
@@ -102,7 +103,10 @@ def num_bytes(atoms: Iterable[Atom]) -> int:
 
 
 def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
-    """Return the variables that `equations` read from memory, or write to it."""
+    """Return the variables in memory: results of expensive equations and their operands, `outputs`.
+
+    Cheap elementwise results are fused away.
+    """
     written = set(variables(outputs))
     for equation in equations:
         if not _has_only(CHEAP, equation):
@@ -113,7 +117,8 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
 
 
 def _has_only(primitives: Collection[str], equation: Equation) -> bool:
-    """Tell whether an equation, or the function that it calls, uses `primitives` only."""
+    """Tell whether an equation, or everything in a function that it calls,
+    uses `primitives` only."""
     if equation.primitive.name in ("custom_jvp_call", "jit", "pjit"):  # such as relu
         inner = _find_jaxprs(equation.params)
         return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
@@ -123,7 +128,7 @@ def _has_only(primitives: Collection[str], equation: Equation) -> bool:
 def _find_sources(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
-    """Return the written variables and inputs from which fusions compute `targets`."""
+    """Return the materialized variables and inputs that fusions read to compute `targets`."""
     sources = set(targets)
     for equation in reversed(program.equations):
         for computed in sources.intersection(equation.outvars) - written:
@@ -138,10 +143,11 @@ def _peak_bytes(
     inputs: Iterable[Variable] = (),
     ignored: Collection[Variable] = (),
 ) -> int:
-    """Return the most bytes that are alive at any of `equations`.
+    """Return the most bytes of materialized values alive at any of `equations`;
+    fused values take none.
 
     Args:
-      equations: the equations, in the order in which they run.
+      equations: the equations, in the order of their run.
       outputs: variables that are alive until the end.
       inputs: variables that are alive from the start until they are last read.
       ignored: variables that take no memory here, like those that no equation computes.
@@ -165,18 +171,21 @@ def _peak_bytes(
         # An elementwise result overwrites an operand that is not read again.
         elementwise = _has_only(FUSED, equation)
         in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
-        peak = max(peak, current - in_place * num_bytes(results))
+        peak = max(peak, current - num_bytes(results) if in_place else current)
         current -= num_bytes(freed)
         alive = (alive | set(results)) - freed
     return peak
 
 
 def _count_flops(equations: Iterable[Equation]) -> float:
-    """Count 2 FLOPs per multiply-add of a matrix product or convolution, else 1 per element."""
+    """Count 2 FLOPs per multiply-add of a product or convolution,
+    1 per element of any other equation."""
     return sum(map(_count_equation_flops, equations))
 
 
 def _count_equation_flops(equation: Equation) -> float:
+    """Count an equation's FLOPs: none for reshapes;
+    a scan counts its length, a cond its dearest branch."""
     name, params = equation.primitive.name, equation.params
     size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
     if name == "dot_general":

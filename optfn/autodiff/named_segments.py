@@ -1,6 +1,7 @@
 """One function, cut at the values that it names into segments that are recomputed."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from optfn.jaxprs.equations import (
 def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
-    """Return `fn`, with the same signature, cut at the values of these names.
+    """Return `fn`, cut after the values of these names;
+    backward runs each segment again, except one that ends in the loss.
 
     Args:
       fn: the function.
@@ -42,12 +44,15 @@ def recompute_function(
 
     @functools.wraps(fn)
     def run_segments(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # 1. The function as equations, cut after the named values.
         call, arrays = function_of_arrays(fn, args, kwargs)
         program = Equations(call, arrays)
         _check_names(program, names, argument)
         *segments, tail = _make_segments(program, names)
+        # 2. Each segment under jax.checkpoint, fed with the values so far.
         values = program.constants | bindings(program.inputs, arrays)
         run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
+        # The backward of a loss follows at once, so its segment needs no recomputation.
         if not _is_loss(program.outputs):
             run_tail = jax.checkpoint(run_tail)
         for segment in segments:
@@ -68,30 +73,37 @@ class _Segment(NamedTuple):
 
 
 def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
-    """Return the segments of a program that is cut after its named values."""
+    """Return the segments of a program cut after its named values,
+    each with the variables that it reads and passes on."""
     runs = _split_at_names(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []
     for i, equations in enumerate(runs):
-        later = {a for after in runs[i + 1 :] for e in after for a in variables(e.invars)}
-        later.update(variables(program.outputs))
-        results = [a for e in equations for a in e.outvars]
+        later = set(variables(program.outputs))
+        for equation in itertools.chain(*runs[i + 1 :]):
+            later.update(variables(equation.invars))
+        results = list(itertools.chain.from_iterable(e.outvars for e in equations))
         outputs = [a for a in results if a in later]
-        reads = set(variables(a for e in equations for a in e.invars)).difference(results)
+        # jax.checkpoint saves its arguments: a segment gets only what it reads.
+        operands = itertools.chain.from_iterable(e.invars for e in equations)
+        reads = set(variables(operands)).difference(results)
         segments.append(_Segment(equations, [a for a in available if a in reads], outputs))
+        # Results that no later segment reads are not passed on, so nothing keeps them.
         available += outputs
     return segments
 
 
 def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> list[Value]:
+    """Run the equations of a segment on its inputs, and return its outputs."""
     known = bindings(segment.inputs, inputs)
     return read(program.run(segment.equations, known), segment.outputs)
 
 
 def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
-    """Return the equations up to each named value, and those after the last.
+    """Split equations after each named value;
+    consecutive names, as a tree's leaves have, make one cut.
 
-    The leaves of a tree, which are named one after another, make one cut.
+    The last list has the equations after the last name.
     """
     runs: list[list[Equation]] = [[]]
     for equation in equations:
@@ -103,11 +115,12 @@ def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list
 
 
 def _checkpoint_name(equation: Equation) -> str | None:
-    """Return the name that an equation gives a value, if it does."""
+    """Return the name that an equation gives a value; None for any other equation."""
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
+    """Raise a ValueError for a name that no value has; it lists the names there are."""
     known = dict.fromkeys(n for n in map(_checkpoint_name, program.equations) if n is not None)
     for name in names:
         if name not in known:
@@ -120,4 +133,5 @@ def _check_names(program: Equations, names: Sequence[str], argument: str) -> Non
 
 
 def _is_loss(results: Sequence[Atom]) -> bool:
+    """Tell whether the result is a single scalar."""
     return len(results) == 1 and type_of(results[0]).shape == ()

@@ -1,8 +1,8 @@
 """The segmentation of a chain that is cheapest within a memory budget, by dynamic programming.
 
 A segmentation is a nested list of the numbers of the chain's functions, in order. A number stands
-for a function whose residuals are saved. A list stands for a segment of which only the input is
-saved; before its backward, it runs again with the segmentation of the list. For example,
+for a function whose residuals are saved. A list stands for a segment; only its input is saved, and
+before its backward, it runs again with the segmentation of the list. For example,
 [[0, 1], [2, 3], 4] has Chen's √n segments, with the last segment not recomputed.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Segmentation: TypeAlias = list[Any]  # of int and Segmentation
-UNITS = 2000  # the resolution of the table: units into which the memory of the chain is divided
+UNITS = 2000  # the resolution of the table: the memory of the chain has so many units
 
 
 class FunctionCosts(NamedTuple):
@@ -21,7 +21,7 @@ class FunctionCosts(NamedTuple):
 
     forward_flops: FLOPs to compute its output.
     recompute_flops: FLOPs to compute only its residuals, when it runs again.
-    output_bytes: bytes of its output, and of the cotangent of that.
+    output_bytes: bytes of its output, and also of the output's cotangent.
     residual_bytes: bytes of its residuals, without its input and its output.
     output_is_residual: whether its output is a residual.
     forward_peak: the most bytes alive in its forward, with the output, without the input.
@@ -41,14 +41,16 @@ class FunctionCosts(NamedTuple):
     @property
     def backward_peak_with_residuals(self) -> int:
         """The most bytes alive in its backward, with the residuals."""
-        residuals = self.residual_bytes + self.output_is_residual * self.output_bytes
-        return residuals + self.backward_peak
+        peak = self.residual_bytes + self.backward_peak
+        return peak + self.output_bytes if self.output_is_residual else peak
 
 
 def list_functions(segmentation: Segmentation) -> list[int]:
     """Return the numbers of the functions in a segmentation, in order."""
-    nested = (list_functions(x) if isinstance(x, list) else [x] for x in segmentation)
-    return [i for numbers in nested for i in numbers]
+    numbers: list[int] = []
+    for x in segmentation:
+        numbers += list_functions(x) if isinstance(x, list) else [x]
+    return numbers
 
 
 class Rotor:
@@ -77,10 +79,11 @@ class Rotor:
     def __init__(self, costs: Sequence[FunctionCosts]) -> None:
         self.costs = costs
         total = sum(f.residual_bytes + f.output_bytes for f in costs)
-        total += max(
-            max(f.forward_peak_with_residuals, f.backward_peak_with_residuals) + f.output_bytes
-            for f in costs
-        )
+        most = 0
+        for f in costs:
+            peak = max(f.forward_peak_with_residuals, f.backward_peak_with_residuals)
+            most = max(most, peak + f.output_bytes)
+        total += most
         self.unit = max(total / UNITS, 1e-9)
         # C(s, t, ·), for 0 to UNITS units of memory.
         self.table: dict[tuple[int, int], np.ndarray] = {}
@@ -92,20 +95,22 @@ class Rotor:
 
     @property
     def min_bytes(self) -> int:
-        """The smallest budget for which there is a segmentation."""
+        """The smallest budget that a segmentation meets."""
         return math.ceil(int(np.isfinite(self.flops_by_memory).argmax()) * self.unit)
 
     def find_segmentation(self, budget: float) -> Segmentation:
-        """Return the best segmentation within `budget` bytes, at least `min_bytes`."""
+        """Return the segmentation with the fewest extra FLOPs within `budget` bytes;
+        the budget must be at least `min_bytes`."""
         return self._find_best(0, len(self.costs) - 1, self._to_units(budget))
 
     def predict_bytes(self, budget: float) -> float:
-        """Return how many bytes the best segmentation within `budget` needs."""
+        """Return the fewest bytes that give the FLOPs of the best segmentation within `budget`."""
         flops = self.flops_by_memory[self._to_units(budget)]
         return int((self.flops_by_memory <= flops).argmax()) * self.unit
 
     def extra_flops(self, segmentation: Segmentation) -> float:
-        """Return the FLOPs of the recomputation."""
+        """Return the FLOPs that a segmentation recomputes:
+        of each nested segment, all forwards but the last, and its residuals."""
         total = 0.0
         for segment in (x for x in segmentation if isinstance(x, list)):
             *before, last = (self.costs[i] for i in list_functions(segment))
@@ -114,11 +119,12 @@ class Rotor:
         return total
 
     def _to_units(self, size: float) -> int:
-        """Return the whole units in `size` bytes, at most UNITS."""
+        """Return how many whole units `size` bytes have, from 0 to UNITS."""
+        # A size that is a whole number of units must not be rounded below it.
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
     def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
-        """Return `flops` by memory if `occupied` bytes are not free; ∞ below `peak` bytes."""
+        """Shift FLOPs by memory by `occupied` bytes, and set them to ∞ below `peak` bytes."""
         shift = min(UNITS + 1, math.ceil(occupied / self.unit))
         shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf
@@ -136,8 +142,11 @@ class Rotor:
         if s == t:
             yield s, self._restrict(np.zeros(UNITS + 1), 0, peak)
             return
+        # 1. Save the residuals of s, and go on behind it.
         occupied = first.residual_bytes + first.output_bytes
         yield s, self._restrict(self.table[s + 1, t], occupied, peak)
+        # 2. Keep only the input of s to c − 1 while the functions from c on run, then run them
+        # again.
         flops_before, forward_peak, input_bytes = 0.0, 0, 0
         for c in range(s + 1, t + 1):
             last = self.costs[c - 1]
@@ -148,9 +157,11 @@ class Rotor:
             flops_before += last.forward_flops
 
     def _find_best(self, s: int, t: int, units: int) -> Segmentation:
-        """Return the best segmentation of the functions s to t."""
+        """Return the segmentation of the functions s to t with the fewest FLOPs in so many units of
+        memory."""
         best: Segmentation = []
         while s <= t:
+            # The table has the FLOPs alone, so the choice is found again.
             choice, _ = min(self._iterate_choices(s, t), key=lambda pair: pair[1][units])
             if choice == s:
                 best.append(s)

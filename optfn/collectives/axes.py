@@ -21,7 +21,7 @@ class Axes(tuple[Any, ...]):
 
 
 def to_axes(axis_name: AxisName) -> Axes:
-    """Return the names in `axis_name` as a tuple: one, several or, for None, no name."""
+    """Return the names in `axis_name` as a tuple: one name, several or, for None, none."""
     if axis_name is None:
         return Axes()
     return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
@@ -33,12 +33,12 @@ def exclude_axes(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
 
 
 def join_axes(*axis_names: AxisName) -> Axes:
-    """Return the axes of all arguments, in their order and each once."""
+    """Return the axes of all arguments in the order of their first appearance, each once."""
     return Axes(dict.fromkeys(axis for names in axis_names for axis in to_axes(names)))
 
 
 def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Return a PartitionSpec that keeps only the axes in `names`; other dimensions get None."""
+    """Keep only the axes in `names` in a PartitionSpec; a dimension without any gets None."""
     entries: list[Any] = []
     for entry in spec:
         kept = tuple(axis for axis in to_axes(entry) if axis in names)
@@ -59,7 +59,8 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of the axes `names`, with these axes."""
+    """Return the dimensions that a spec divides over some of `names`,
+    with these axes; others are left out."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 
@@ -91,7 +92,7 @@ def manual_axes() -> set[Any]:
 
 
 def axis_size(names: Axes) -> int:
-    """Return the number of devices along bound axes: the product of their sizes, or 1."""
+    """Return the number of devices along bound axes: the product of their sizes, 1 without axes."""
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
@@ -100,6 +101,7 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
     The branches of a cond and the carry of a loop must vary over the same axes.
     """
+    # Sorted, because the order of a set differs between processes.
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 

@@ -41,10 +41,12 @@ class Devices:
 
     @cached_property
     def _spec_of_path(self) -> Mapping[str, P]:
+        """The specs as a mapping by path; computed once, because every leaf asks."""
         return dict(self.specs)
 
     def specs_of(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpec of each array of a tree with the paths of params.
+        """Return the PartitionSpec of each array of a tree by its path among the params,
+        P() for any other.
 
         A scalar, and a leaf of no known path, is the same on all devices: P(). A masked leaf stays
         masked.
@@ -56,12 +58,13 @@ class Devices:
             if isinstance(x, LeafKind):
                 # The owners of rows keep them, whatever the spec of the leaf.
                 return P(x.mesh_axes)
+            # A scalar has no axis to divide, whatever the spec of its path.
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes that divide the leaf at a path; none if it is whole."""
+        """Return the axes that divide the leaf at a path; () if it is whole or unknown."""
         return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
@@ -79,7 +82,8 @@ class Devices:
         return tree.map_named(flatten, values)
 
     def specs_of_flat_shards(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpecs of the arrays that `flatten_shards` returns."""
+        """Return the PartitionSpecs of the arrays that `flatten_shards` returns:
+        by row, or P() for whole ones."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
             names = self.axes_of(place)
@@ -110,20 +114,20 @@ class Workers(NamedTuple):
     group: Devices | None = None
 
     def any(self, flag: jax.Array) -> jax.Array:
-        """Tell whether the flag of any worker is true."""
+        """Tell whether the flag of any worker is true; without axes the flag itself."""
         # A collective adds and compares numbers, not booleans.
         return self.max(flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest x of all workers."""
+        """Return the largest x of all workers; without axes x."""
         return lax.pmax(x, self.axes) if self.axes else x
 
     def min(self, x: jax.Array) -> jax.Array:
-        """Return the smallest x of all workers."""
+        """Return the smallest x of all workers; without axes x."""
         return lax.pmin(x, self.axes) if self.axes else x
 
     def root_mean_square(self, x: jax.Array) -> jax.Array:
-        """Return √(mean of x² over workers), x ≥ 0."""
+        """Return √(mean of x² over workers) for x ≥ 0; without axes x."""
         return jnp.sqrt(lax.pmean(jnp.square(x), self.axes)) if self.axes else x
 
 

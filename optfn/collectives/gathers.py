@@ -32,7 +32,8 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
-    """Gather a whole array from its shards, one divided dimension after the other."""
+    """Gather a whole array from its shards, one divided dimension after the other;
+    without divisions x."""
     for dimension, names in divisions:
         x = torus.all_gather_along(x, names, dimension)
     return x
@@ -61,7 +62,8 @@ def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
 
 
 def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Concatenate the rows of all arrays of a dtype, and return the function that undoes this.
+    """Concatenate the rows of all arrays of a dtype, (rows, size),
+    and return the function that undoes this.
 
     All dtypes of 32 bits share a bucket.
 
@@ -74,10 +76,12 @@ def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Arr
     arrays, structure = jax.tree.flatten(x)
     numbers: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
+        # Numbers of 32 bits travel as their bits, which no collective changes.
         dtype = jnp.dtype(jnp.uint32) if array.dtype.itemsize == 4 else array.dtype
         numbers.setdefault(dtype, []).append(i)
 
     def words(i: int, dtype: Any) -> jax.Array:
+        """Return array i as rows of `dtype`, (rows, n)."""
         return _bits(arrays[i], dtype).reshape(len(arrays[i]), -1)
 
     def unpack(buckets: Sequence[jax.Array]) -> PyTree:
@@ -94,7 +98,7 @@ def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Arr
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Reinterpret the bits of x as another dtype of the same width."""
+    """Reinterpret the bits of x as a dtype of the same width; x itself if it has this dtype."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
@@ -120,13 +124,13 @@ class GatheredPackets(NamedTuple):
         return self.unpack(self.buckets)
 
     def mean(self, zeros: list[jax.Array], add: Adder) -> list[jax.Array]:
-        """Decode the packets and return the mean over workers.
+        """Decode the packets and return their mean over workers, added to `zeros`.
 
         All replicas get the same bits, because packets are added in the order of the workers. Each
         packet leaves its bucket only when it is added, so that no copy of all packets exists.
 
         Args:
-          zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
+          zeros: zeros in the shapes of the arrays; the mean may be added to them in place.
           add: adds a multiple of a decoded packet to arrays.
         """
         workers = len(self.buckets[0]) if self.buckets else 0

@@ -20,7 +20,7 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return the mean over workers, in the dtype of x.
+    """Return the mean over workers, in the dtype of x; the all-reduce may add in a wider one.
 
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
@@ -43,12 +43,38 @@ def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
 
+def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
+    """Cast the real floating-point arrays of a tree to a dtype; None leaves the tree as it is.
+
+    Integers, complex numbers, rows and masked leaves pass through.
+    """
+
+    def cast(leaf: Leaf) -> Leaf:
+        is_rows = isinstance(leaf, LeafKind)
+        is_real = tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray(leaf, dtype) if is_real and not is_rows else leaf
+
+    return x if dtype is None else tree.map_arrays(cast, x)
+
+
+def _cast_like(x: PyTree, like: PyTree) -> PyTree:
+    """Cast the arrays of a tree that `cast_floats` has changed back to the dtypes of `like`."""
+
+    def cast(leaf: Leaf, before: Leaf) -> Leaf:
+        is_float = tree.is_inexact(before) and not isinstance(before, LeafKind)
+        return leaf.astype(before.dtype) if is_float and tree.is_array(before) else leaf
+
+    return tree.map(cast, x, like)
+
+
 def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
     """Return zeros of the mean's type, for the branch of a cond that skips the collective."""
     return mark_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def mean_over_shard_groups(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
+def mean_over_shard_groups(
+    x: Updates, metrics: PyTree, workers: Workers, dtype: DType | None = None
+) -> tuple[Updates, PyTree]:
     """Return the means over workers of gradients and of metrics; each device sends its shards.
 
     A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
@@ -59,7 +85,11 @@ def mean_over_shard_groups(x: Updates, metrics: PyTree, workers: Workers) -> tup
       x: the gradients, a tree with the paths of the params.
       metrics: arrays that are whole on each device, such as the loss.
       workers: the workers; their axes may be a part of the axes of a step.
+      dtype: in what dtype gradients are added and sent; None: their own. Means have their own.
     """
+    if dtype is not None:
+        wide, metrics = mean_over_shard_groups(cast_floats(x, dtype), metrics, workers)
+        return _cast_like(wide, x), metrics
     axes, group = workers
     if group is None or not axes:
         means: tuple[Updates, PyTree] = mean_over_workers((x, metrics), axes)
@@ -77,15 +107,20 @@ def mean_over_shard_groups(x: Updates, metrics: PyTree, workers: Workers) -> tup
 SMALL_BYTES = 65536
 
 
-def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
+def mean_over_workers(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
     The sum of integers has at least 32 bits. The mean of a row-sparse leaf has the rows of all
     workers. A PRNG key becomes worker 0's key. Masked leaves and float0 pass through. Small leaves
     share one all-reduce. Without axes there is only one worker, and `x` passes through.
+
+    Real floating-point leaves are added and sent in `dtype`, or in their own if it is None; the
+    means have the dtypes of the leaves.
     """
     if not axis_name:
         return x
+    if dtype is not None:
+        return _cast_like(mean_over_workers(cast_floats(x, dtype), axis_name), x)
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
     small: dict[int, jax.Array] = {}
     for i, leaf in enumerate(leaves):
@@ -112,12 +147,13 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype for a sum of integers: their own, or int32 if theirs has fewer bits."""
+    """Return the dtype for a sum of integers: their dtype, or int32 if it has fewer bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and worker 0's value of any other.
+    """Return the mean over workers of each floating-point leaf,
+    and worker 0's value of any other leaf.
 
     Without axes `x` passes through.
     """
@@ -144,8 +180,9 @@ def mean_scatter(
     mesh: Mesh,
     compressor: Compressor | None = None,
     step: jax.Array | None = None,
+    dtype: DType | None = None,
 ) -> jax.Array:
-    """Return this device's shard of the mean of an array over the axes `names`.
+    """Return this device's shard of the mean over the axes `names`, divided as `divisions` say.
 
     There is a reduce-scatter for each divided dimension, and an all-reduce over the axes that
     divide nothing. A dimension that its number of shards does not divide is padded with zeros.
@@ -157,18 +194,26 @@ def mean_scatter(
       mesh: the mesh of these axes.
       compressor: what encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.
+      dtype: in what dtype a real array without a compressor is added and sent; None: its own. The
+        mean has the dtype of x.
     """
+    given = x.dtype
+    if compressor is None:
+        x = cast_floats(x, dtype)
     for dimension, along in divisions:
         if compressor is None:
             x = _mean_scatter_along(x, dimension, along, mesh)
         else:
             x = mean_scatter_packets(x, dimension, along, compressor, step)
     remaining = exclude_axes(names, join_axes(*(along for _, along in divisions)))
-    return pmean(x, remaining) if remaining else x
+    if remaining:
+        x = pmean(cast_floats(x, dtype), remaining)
+    return x.astype(given)
 
 
 def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
-    """Return this device's shard along one dimension of the mean over the axes `names`."""
+    """Return this device's shard of the mean along one dimension,
+    padded if the shards do not divide it."""
     count = axis_size(names)
     if x.shape[dimension] % count:
         missing = -x.shape[dimension] % count
@@ -184,7 +229,8 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
 
 
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
-    """Tell whether the collective runs over gloo: CPU devices of several processes."""
+    """Tell whether devices along these axes are CPUs of several processes,
+    so that gloo runs the collective."""
     along = tuple(mesh.axis_names.index(name) for name in names)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())

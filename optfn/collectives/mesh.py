@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,12 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from optfn.collectives import torus
 from optfn.collectives.axes import AxisName, check_axis_names, manual_axes, to_axes
 from optfn.core import checks
+from optfn.core.types import DType
 
 
 def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of `fn` over the axes `names` of a mesh.
+    """Return `jax.shard_map` of `fn` over the axes `names`, except axes that are already bound.
 
     The compiler handles the remaining axes. Axes that an enclosing `shard_map` has already
     bound are left out, and the mesh then comes from the context.
@@ -64,7 +66,7 @@ def count_devices(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
-    """Tell whether, in the mesh, all axes of an outer `shard_map` stand before the inner ones.
+    """Tell whether all axes of an outer `shard_map` stand before the inner axes in the mesh.
 
     From jaxlib 0.11.2 on, XLA ends the process if they do not and a further axis of the mesh is
     left to the compiler.
@@ -75,7 +77,7 @@ def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> 
 
 
 def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Constrain an array to a PartitionSpec on a mesh; inside a `shard_map`, on its mesh."""
+    """Constrain an array to a PartitionSpec: on this mesh, or inside a `shard_map` on its mesh."""
     # A NamedSharding of the whole mesh would name axes that the shard_map has already bound.
     placement = spec if manual_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
@@ -137,6 +139,28 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     return result
 
 
+def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Array:
+    """Return zeros that explicit mesh axes divide as they divide the leading axes of `like`.
+
+    Without explicit axes, the compiler or the caller chooses their sharding.
+    """
+    zeros = jnp.zeros(shape, dtype)
+    placement = explicit_sharding(like)
+    if placement is None:
+        return zeros
+    spec = PartitionSpec(*placement.spec[: len(shape)])
+    divided: jax.Array = jax.sharding.reshard(zeros, NamedSharding(placement.mesh, spec))
+    return divided
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """Return the sharding of an array that explicit mesh axes divide; None for any other leaf."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    placement = jax.typeof(x).sharding
+    return placement if any(placement.spec) else None
+
+
 def make_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the NamedSharding that a jitted function would give an array of `ndim` dimensions.
 
@@ -154,7 +178,7 @@ def data_mesh(
     axis_name: str = "data",
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh with one axis, for data-parallel training.
+    """Return a mesh with one axis over the first `num_workers` devices, for data-parallel training.
 
     Args:
       num_workers: the number of devices; None: all devices of all processes.

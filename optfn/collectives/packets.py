@@ -46,7 +46,7 @@ class Compressor(Protocol):
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the first state for a leaf."""
+        """Return the first state for a leaf of this shape, () if there is none."""
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the packet for a float32 leaf, and the next state."""
@@ -59,7 +59,7 @@ class Compressor(Protocol):
 
 
 def check_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor after checking that it can send any slice of an array.
+    """Return the compressor if it can send any slice of an array, else raise.
 
     Raises:
       TypeError: it is not a compressor.
@@ -71,6 +71,7 @@ def check_compressor(argument: str, compressor: object) -> Compressor:
             f"decode and num_bytes; got {show(compressor)}"
         )
     shape = (MIN_SIZE,)
+    # Tried at the least size that is sent in packets.
     state = jax.eval_shape(lambda: compressor.init(shape))
     has_array = any(jnp.ndim(x) for x in jax.tree.leaves(state))
     if has_array or compressor.num_bytes(shape) >= 4 * MIN_SIZE:
@@ -88,7 +89,7 @@ _MOST_BIAS = 0.01
 
 
 def check_param_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor after checking that it can send params: it keeps every entry.
+    """Return the compressor if it can send params, because it keeps every entry; else raise.
 
     Raises:
       TypeError: it is not a compressor.
@@ -106,7 +107,7 @@ def check_param_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor after checking that it can send gradients; warn if it is biased.
+    """Return the compressor if it can send gradients, else raise; warn if it is biased.
 
     Raises:
       TypeError: it is not a compressor.
@@ -124,7 +125,8 @@ def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def _init_at(compressor: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
-    """Return the compressor's state of step 0, with the step added to its integers."""
+    """Return the compressor's first state, with the training step (None:
+    nothing) added to its integers."""
     state = compressor.init(shape)
     if step is None:
         return state
@@ -213,7 +215,11 @@ def mean_scatter_packets(
         return jax.vmap(lambda x: compressor.encode(x, state)[0])(slices), None
 
     mean, _, _ = mean_scatter_slices(
-        slices.astype(jnp.float32), encode, _decoder(compressor, shape), names
+        # Compressors take float32.
+        slices.astype(jnp.float32),
+        encode,
+        _decoder(compressor, shape),
+        names,
     )
     return jnp.astype(mean, x.dtype)
 
@@ -221,7 +227,8 @@ def mean_scatter_packets(
 def all_gather_packets(
     shard: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
-    """Gather a whole array from packets of its shards along one dimension.
+    """Gather a whole array from packets of its shards along one dimension,
+    the same bits on all devices.
 
     The arguments are as for `mean_scatter_packets`.
     """

@@ -79,7 +79,8 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
-    """Return forward(x, axes) as a function of (axes, x), with backward(cotangent, axes)."""
+    """Return the function (axes, x) -> forward(x, axes),
+    whose cotangent is backward(cotangent, axes)."""
     fn = jax.custom_vjp(lambda axes, x: forward(x, axes), nondiff_argnums=(0,))
     fn.defvjp(
         lambda axes, x: (forward(x, axes), None),

@@ -98,6 +98,7 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
 
 
 def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    """Sum over the groups of a phase, and return this device's slice along a dimension."""
     axis, groups = phase
     slice_: jax.Array = lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
@@ -106,7 +107,7 @@ def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> j
 
 
 def _reduce_scatter_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Do what `_reduce_scatter` does along the last dimension, with slices on a leading axis.
+    """Sum over the groups of a phase, and return this device's slice along the last dimension.
 
     If slices lie along the minor dimension, as the slices of embedding rows do, XLA for TPUs emits
     an all-reduce. Stacking them on a leading axis avoids it.
@@ -147,19 +148,23 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
+    """Return the phases over an axis: one for each dimension of the box but the last `most`,
+    and one for these."""
     sizes = () if mesh is None else find_box(mesh.devices, mesh.axis_names.index(axis))
     if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
     sizes = (*sizes[:-most], math.prod(sizes[-most:]))
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    return [
-        PhaseOfCollective(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
-        for k, size in enumerate(sizes)
-    ]
+    found = []
+    for k, size in enumerate(sizes):
+        groups = np.moveaxis(numbers, k, -1).reshape(-1, size).tolist()
+        found.append(PhaseOfCollective(axis, groups))
+    return found
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first.
+    """Return the sizes of the box of TPU chips along a mesh axis,
+    outermost dimension first; () if there is none.
 
     The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
     be in any order: the groups of each phase are then smaller boxes, and the compiler has native
@@ -177,6 +182,7 @@ def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
 
 
 def _extents(line: np.ndarray) -> tuple[int, ...]:
+    """Return the sizes above 1 of the box that a line of TPU devices fills; () if it fills none."""
     places = [(*reversed(device.coords), device.core_on_chip) for device in line]
     sizes = tuple(len(set(values)) for values in zip(*places, strict=True))
     fill = len(set(places)) == len(line) == np.prod(sizes)

@@ -12,7 +12,7 @@ R = TypeVar("R")
 def map_groups(
     fn: Callable[[list[T]], Sequence[R]], things: Sequence[T], key: Callable[[T], object]
 ) -> list[R]:
-    """Return a result for each thing, in order, with one call of `fn` for each group.
+    """Return a result for each thing, in order, with one call of `fn` for all things of equal key.
 
     Args:
       fn: a function of the things of a group, which returns a result for each.
@@ -21,6 +21,7 @@ def map_groups(
     """
     keys = list(map(key, things))
     found: dict[int, R] = {}
+    # By ==, in place of a dict: keys need not be hashable.
     for i, first in enumerate(keys):
         if i not in found:
             group = [j for j, k in enumerate(keys) if k == first]
@@ -29,7 +30,8 @@ def map_groups(
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Return the mesh axes whose devices may hold different values of `x`, as JAX tracks them.
+    """Return the mesh axes whose devices may hold different values of `x`,
+    as JAX tracks them; none if it does not.
 
     Inside `shard_map(check_vma=True)` each array has such a set; elsewhere the set is empty.
     """

@@ -43,7 +43,7 @@ LANES, LONG_ROW = 8, 256
 
 
 def row_norms(x: jax.Array) -> jax.Array:
-    """Return the L2 norms of x[0], x[1], …, shape (len(x),)."""
+    """Return the L2 norms of x[0], x[1], …, over all their axes, shape (len(x),)."""
     length = math.prod(x.shape[1:])
     squares = abs_squared(x)
     in_lanes = length >= LONG_ROW and length % LANES == 0
@@ -51,6 +51,7 @@ def row_norms(x: jax.Array) -> jax.Array:
 
 
 def _sums(x: jax.Array) -> jax.Array:
+    """Return the sum of each row of x, (len(x),)."""
     return jnp.sum(x, axis=range(1, x.ndim))
 
 
@@ -67,7 +68,7 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: Any) -> jax.Array:
-    """Return x/divisor, rounded once, for a divisor that is broadcast.
+    """Return x/divisor, rounded once, for a divisor that is broadcast; NaN where x is NaN.
 
     XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
     x. So here it is x where x is NaN, and `divisor` elsewhere.
@@ -105,7 +106,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask; see `pack_mask`.
+    """Return the words of a mask by shifts and sums, for a CPU; see `pack_mask`.
 
     XLA on CPU does not vectorize the reduction of a padded array, so the tail alone is padded.
     """
@@ -118,11 +119,13 @@ def _bits_by_shifts(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_products(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask; see `pack_mask`. Products are of at most 4,096 entries."""
+    """Return the words of a mask by matrix products, for a TPU; see `pack_mask`.
+    Products are of at most 4,096 entries."""
     lead, n = mask.shape[:-1], mask.shape[-1]
     width = min(4096, -(-n // 32) * 32)
     mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)
     number = jnp.arange(width, dtype=jnp.int32)[:, None]
+    # bfloat16 has powers of two exactly, and float32 their sums of 16 bits.
     power = (1 << number % 16).astype(jnp.bfloat16)
 
     def halves(half: int) -> jax.Array:
@@ -134,7 +137,7 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Tell whether a number of an array is infinite or NaN; False without arrays.
+    """Tell whether any number of the arrays is infinite or NaN; False without arrays.
 
     XLA on CPU makes a slow loop of each reduction to a scalar. So there one pass turns each array
     into bits, and one reduction takes the bits of all arrays.
@@ -145,6 +148,7 @@ def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.any(jnp.concatenate(bits) > 0)
 
     def by_largest(arrays: list[jax.Array]) -> jax.Array:
+        # A maximum keeps NaN.
         largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
         return ~jnp.all(jnp.isfinite(jnp.stack(largest)))
 
@@ -244,6 +248,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
         return [lax.slice_in_dim(x, a, b, axis=-1) for a, b in itertools.pairwise(edges)]
 
     def dynamic(x: jax.Array) -> list[jax.Array]:
+        # The other branch never runs; it keeps XLA from knowing the starts.
         starts = lax.cond(
             hide_constant(False),
             lambda: [jnp.int32(start + 1) for start in edges[:-1]],
@@ -252,6 +257,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
         pairs = zip(starts, sizes, strict=True)
         return [lax.dynamic_slice_in_dim(x, start, size, axis=-1) for start, size in pairs]
 
+    # A start beyond 2³¹ does not fit the int32 of a dynamic slice.
     if len(sizes) < 2 or x.shape[-1] >= 2**31:
         return static(x)
     pieces: list[Leaf] = call_for_platform(dynamic, static, x)
@@ -283,6 +289,7 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
 
     def of_vectors(start: jax.Array) -> jax.Array:
         others = lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * step % 2**32)
+        # step·step⁻¹ = 1 modulo 2³²: the product with `step` gives `start` back.
         last = lax.iota(jnp.uint32, length) + start * np.uint32(pow(step, -1, 2**32))
         return (others.reshape(*lead, 1) + last * np.uint32(step)).reshape(shape)
 

@@ -12,17 +12,20 @@ from optfn.core.types import Leaf, Updates
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
-    """Tell whether a leaf has at least `min_size` elements and is accumulated in float32."""
+    """Tell whether a leaf has `min_size` elements or more and accumulates in float32; wider ones,
+    as float64 and complex, are sent dense."""
     # NumPy's float64 becomes float32 unless jax_enable_x64 is set.
     dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
 def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
-    """Raise unless axes are bound and, if JAX can tell, each gradient comes from one worker."""
+    """Raise if an axis is unbound, or a gradient does not vary over all of them;
+    pass where JAX does not track this."""
     check_axes_bound(name, axis_name)
     checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
+        # Without check_vma, `checked` is empty and each gradient passes: JAX then cannot tell.
         if tree.is_masked(g) or checked <= varying_axes(leafwise.numbers_of(g)):
             continue
         raise ValueError(
@@ -34,7 +37,8 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
-    """Raise unless x, the state of the leaf at `place`, has this shape, for one worker."""
+    """Raise unless x, the state of the leaf at `place`,
+    has this shape (of one worker's state); a masked x raises too."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(
@@ -45,12 +49,14 @@ def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...
 
 
 def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return whether the gradient of any worker is not finite, and the step.
+    """Return whether any worker has a gradient that is not finite,
+    and the largest step of any worker.
 
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
     """
     nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
+    # One collective for both; two small ones would pay the latency of the link twice.
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
     nonfinite, step = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
     return nonfinite > 0, step

@@ -19,23 +19,27 @@ from optfn.compilers.groups import varying_axes
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the number of words of fields with these bits per entry and numbers of entries."""
+    """Return how many words hold fields of these bits per entry and numbers of entries,
+    rounded up to a whole word."""
     return -(-sum(w * n for w, n in zip(widths, counts, strict=True)) // 32)
 
 
 def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
-    """Return the words of several fields, one after the other.
+    """Pack fields one after the other into uint32 words (words,),
+    without gaps; zeros fill the last word.
 
     Args:
       fields: flat uint32 arrays; entries are below 2^width.
       widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
     digit = math.gcd(32, *widths)
-    digits = [
-        _split_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width
-    ]
+    digits = []
+    for x, width in zip(fields, widths, strict=True):
+        if width:
+            digits.append(_split_digits(x, width, digit))
     stream = digits[0] if len(digits) == 1 else jnp.concatenate(digits)
     per_word = 32 // digit
+    # Unconditional, a pad of nothing would still copy the stream in some programs.
     if stream.size % per_word:
         stream = jnp.pad(stream, (0, -stream.size % per_word))
     return _join_digits(stream, 32, digit)
@@ -44,7 +48,7 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
 def unpack_fields(
     words: jax.Array, widths: Sequence[int], counts: Sequence[int]
 ) -> list[jax.Array]:
-    """Return the fields that `pack_fields` packed; counts are their numbers of entries."""
+    """Undo `pack_fields`: return each field, uint32 (counts[i],); a field of width 0 is zeros."""
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
     stream = _split_digits(words, 32, digit)
@@ -57,11 +61,12 @@ def unpack_fields(
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:
+    """Return the offset of each digit within `width` bits, uint32 (width/digit,)."""
     return np.arange(0, width, digit, dtype=np.uint32)
 
 
 def _split_digits(x: jax.Array, width: int, digit: int) -> jax.Array:
-    """Return the digits of integers of `width` bits, the lowest digit first."""
+    """Split integers of `width` bits into flat digits of `digit` bits, the lowest digit first."""
     if width == digit:
         return x
     mask = np.uint32((1 << digit) - 1)
@@ -69,7 +74,8 @@ def _split_digits(x: jax.Array, width: int, digit: int) -> jax.Array:
 
 
 def _join_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
-    """Return the integers of `width` bits that consist of these digits."""
+    """Join digits to integers of `width` bits, the lowest digit first:
+    the inverse of `_split_digits`."""
     if width == digit:
         return digits
     groups = digits.reshape(-1, width // digit) << _shifts(width, digit)
@@ -82,7 +88,8 @@ def count_ones(words: jax.Array) -> jax.Array:
 
 
 def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, counted from 0, by five bisections."""
+    """Return the position of the n-th set bit of each word, counted from 0,
+    by five bisections; 31 if it has no such bit."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = count_ones(word & np.uint32((1 << width) - 1))
@@ -94,7 +101,7 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Return each word with only its first n set bits, or all of them if it has fewer."""
+    """Clear all but the first n set bits of each word; a word with at most n stays as it is."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
     return jnp.where(n < count_ones(words), words & below, words)
 
@@ -102,7 +109,8 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
 def find_positions(
     words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
-    """Return the positions of set bits in flat words, given their numbers, counted from 0.
+    """Return the positions in the stream of words of the set bits with these numbers,
+    counted from 0 over all words.
 
     If there is no such bit, the position is meaningless, but within the words.
 
@@ -110,8 +118,8 @@ def find_positions(
       words: uint32, flat.
       ends: the number of set bits up to the end of each word.
       number: the numbers of the bits, int32, flat.
-      first: for each bit, the first word in which it may be.
-      most: the number of words, from `first` on, in which it may be; static.
+      first: for each bit, the first word that may have it.
+      most: the number of words, from `first` on, that may have it; static.
     """
     steps, last = most.bit_length(), words.size - 1
 
@@ -120,6 +128,7 @@ def find_positions(
         end = ends[jnp.minimum(word + (ahead - 1), last).astype(jnp.uint32)]
         return jnp.where(end <= number, word + ahead, word)
 
+    # The carry of a loop must vary over the same mesh axes from the start.
     start = mark_varying(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
     at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
     word = words[at]

@@ -14,7 +14,8 @@ from optfn.parallel.traffic import all_reduce_bytes
 
 
 def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
-    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1)."""
+    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1); 0 before `begin`."""
+    # Clipped before the product, which would overflow int32 in a long run.
     since = jnp.clip(step - begin, 0, length)
     return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
 
@@ -40,7 +41,8 @@ class DgcTraffic:
         return self.small > 0 and not self.large
 
     def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return the bytes that a worker sends: packets, unless whole leaves take fewer bytes."""
+        """Return a worker's bytes in a step: whole leaves before the ramp, then packets unless
+        whole leaves take fewer bytes."""
         begin = self.rampup_begin_step
         i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
         gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
@@ -65,8 +67,10 @@ class ExchangeTraffic:
     slices: tuple[tuple[BaseCompressor, tuple[int, ...]], ...] = ()
 
     def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
-        """Return the bytes that a worker sends."""
+        """Return a worker's bytes in an exchange:
+        all leaves dense in the warm-up, then packets and dense leaves."""
         of_slices = sum(c.num_bytes(slice_shape(p, num_workers)) for c, p in self.slices)
+        # Slices go twice: to their owner as updates, and from the owner as means.
         sent_on = (num_workers - 1) * (self.gathered + 2 * of_slices)
         packets = sent_on + all_reduce_bytes(self.reduced, num_workers)
         dense = all_reduce_bytes(self.dense, num_workers)
@@ -76,13 +80,15 @@ class ExchangeTraffic:
 def traffic_of(
     pairs: Sequence[tuple[BaseCompressor | None, Leaf]], route: str, warmup_steps: int
 ) -> ExchangeTraffic:
-    """Return the bytes that a worker sends for leaves with these compressors.
+    """Return the traffic of leaves with these compressors;
+    a leaf with None, or whose compressor `is_reduced`, is all-reduced.
 
     `route` and `warmup_steps` are arguments of `exchange`.
     """
     gathered = reduced = dense = 0
     slices = []
     for compressor, p in pairs:
+        # Residuals are sent, which are float32 or wider.
         whole = 0 if tree.is_masked(p) else numerics.accumulator_bytes(p)
         packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
         if compressor is None or compressor.is_reduced:

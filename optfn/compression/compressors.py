@@ -40,7 +40,7 @@ P = ParamSpec("P")
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place, or the gradient, whose memory the
+    direction: zeros, and the mean may be added to them in place, or the gradient, whose memory the
       mean may take; afterwards the mean over workers. Rows if the mean is wanted as Rows.
     residual: the accumulated updates of a worker, float32; afterwards the residual.
     state: the state of the compressor; for deep gradient compression the velocity.
@@ -58,7 +58,7 @@ class BaseCompressor(Compressor):
     """A compressor with defaults for the methods that `exchange` calls besides the protocol.
 
     is_reduced: whether packets are averaged by all-reduces, in `reduced`, instead of gathered
-      together with those of all gathered leaves.
+      together with the packets of all gathered leaves.
     bias: how far the mean of a decoded entry may be from the entry, relative to the largest entry
       of the leaf; 0 if a compressor is exact in the mean, or does not say. Without error feedback,
       `sharded(reduce=)` warns from 1/100 on.
@@ -69,46 +69,55 @@ class BaseCompressor(Compressor):
 
     @classmethod
     def complete(cls, given: Compressor) -> "BaseCompressor":
-        """Return a compressor of any class, with defaults for the methods that it lacks."""
+        """Give a compressor of any class the defaults that it lacks;
+        a BaseCompressor is returned as it is."""
         if isinstance(given, BaseCompressor):
             return given
+        # An instance of the default class gets the methods of the given object as attributes, bound
+        # to it.
         completed = cls()
         known = (name for name in dir(cls) if not name.startswith("_") and hasattr(given, name))
         vars(completed).update({name: getattr(given, name) for name in known})
         return completed
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether leaves of this shape are compressed, or else exchanged densely."""
+        """Tell whether leaves of this shape are compressed (the default) instead of exchanged
+        densely."""
         del shape
         return True
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[PyTree, PyTree]]:
-        """Return the results of `encode` for several leaves."""
+        """Encode several leaves, by default one after the other;
+        return (packet, next state) of each."""
         return list(map(self.encode, xs, states))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the packets (N, …) for N slices of a leaf, (N, n), and the next state of one."""
+        """Encode N slices of a leaf, (N, n): return packets (N,
+        …) and the next state of one, shared by all."""
         packets, state = jax.vmap(self.encode, in_axes=(0, None), out_axes=(0, None))(xs, state)
         return packets, state
 
     def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet)."""
+        """Return total + scale·decode(packet), in the shape of `total`."""
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
 
     def num_entries(self, size: int) -> int | None:
-        """Return how many entries of a leaf a packet has, with their indices; None for all."""
+        """Return how many entries of a leaf a packet has, with their indices;
+        None if it has all entries without indices."""
         del size
         return None
 
     def entries(self, packet: PyTree, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the rising indices and the values of the entries, if `num_entries` tells some."""
+        """Return rising indices and values of a packet's entries;
+        only called if `num_entries` gives a number."""
         raise NotImplementedError
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves after all-reduces of their packets, if `is_reduced`."""
+        """Return leaves with the mean, the residual and the next state,
+        by all-reduces; only called if `is_reduced`."""
         raise NotImplementedError
 
 
@@ -126,7 +135,7 @@ class ShownAsCall(BaseCompressor):
 
 
 def show_call(factory: Callable[P, C]) -> Callable[P, C]:
-    """Decorate a factory, so that the `repr` of its compressors is the call that made them."""
+    """Decorate a factory of compressors so that their `repr` is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> C:
@@ -142,26 +151,29 @@ _METHODS = ("init", "encode", "decode", "num_bytes")
 
 
 def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
-    """Return the compressors by pattern of paths.
+    """Return compressors by pattern of paths;
+    a single compressor gets a pattern that matches all, None stays None.
 
     Raises:
       TypeError: a value is not a compressor, or a pattern is not a regular expression.
     """
     if not isinstance(choice, Mapping):
+        # DOTALL, because a key of a mapping may contain a newline.
         return {re.compile(".*", re.DOTALL): _check_compressor("compressor", choice)}
     checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
         patterns.check_pattern("compressor", pattern)
-        is_dense = compressor is None
-        checked[pattern] = (
-            None if is_dense else _check_compressor(f"compressor[{pattern!r}]", compressor)
-        )
+        if compressor is not None:
+            compressor = _check_compressor(f"compressor[{pattern!r}]", compressor)
+        checked[pattern] = compressor
     return checked
 
 
 def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
+    """Return the compressor with all methods;
+    a TypeError if it is a class, or lacks a method of the protocol."""
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
@@ -175,7 +187,8 @@ def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
 def choose_compressors(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
-    """Return the compressor of each leaf of a tree: the first whose pattern matches its path.
+    """Return the compressor of each leaf: the first whose pattern matches its path,
+    None if none does or it is None.
 
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.

@@ -106,12 +106,12 @@ def deep_gradient_compression(
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
         selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
-        clipped, > 0; each worker clips to 1/√N of it. None does not clip.
+      local_grad_clip_norm: the largest norm of the mean gradient of a compressed leaf, > 0; each
+        worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as the
-        axis of the devices of a host if `axis_name` is the axis of the hosts.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
+      reduce_axis_name: an axis, or several, to average g over densely first, such as the axis of
+        the devices of a host if `axis_name` is the axis of the hosts.
       min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
         `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
@@ -153,6 +153,7 @@ def deep_gradient_compression(
         checks.count("min_size", min_size),
         checks.choice("wire", wire, tuple(VALUES)),
     )
+    # `ramp_step` multiplies the two in int32.
     if options.rampup_step * len(options.sparsity) >= 2**31:
         raise ValueError(
             "rampup_step times the length of sparsity must fit in an int32; "
@@ -162,6 +163,8 @@ def deep_gradient_compression(
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
+    """Return sparsities as a tuple of floats;
+    raise unless they are Python numbers in [0, 1), at least one."""
     if isinstance(sparsity, str) or not isinstance(sparsity, Sequence) or not sparsity:
         raise TypeError(
             "sparsity must be a sequence of numbers, one for each step of the ramp, such as "
@@ -178,6 +181,9 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
 
 
 def _init_state(options: Options, params: Params) -> DeepGradientCompressionState:
+    """Return one worker's state, all zeros:
+    u and v for compressed leaves, a velocity for all others."""
+
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.is_compressed(p) else p
 
@@ -197,7 +203,8 @@ def _init_state(options: Options, params: Params) -> DeepGradientCompressionStat
 
 
 def _traffic(options: Options, params: Params) -> DgcTraffic:
-    """Return the bytes that a worker sends in a step, for leaves like `params`."""
+    """Return the bytes a worker sends in a step:
+    the packet of each ramp step, and large and small leaves when dense."""
     leaves = tree.arrays(params)
     large = [p for p in leaves if options.is_compressed(p)]
     small = [p for p in leaves if not options.is_compressed(p)]
@@ -220,6 +227,8 @@ def _accumulate_and_send(
     workers: Workers = ONE_WORKER,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
+    """Run the update; a worker of several devices runs it on each device's shards,
+    and returns no Rows."""
     del extra
     options = dataclasses.replace(options, group=workers.group)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
@@ -234,11 +243,14 @@ def _accumulate_and_send_shards(
     state: DeepGradientCompressionState,
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
+    """Return directions and the next state:
+    dense leaves by their mean, compressed leaves by their phase."""
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)
+    # 1. Each worker has another gradient: the mean over its inner axes, clipped, plus the penalty.
     g = _average_and_clip(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -248,15 +260,19 @@ def _accumulate_and_send_shards(
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
+    # All small leaves share one all-reduce: on a slow link latency counts more than bytes.
+    # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
+    # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
         for i, leaf in zip(large, leaves, strict=True):
             directions[i], v[i], u[i], _ = leaf
     return structure.unflatten(directions), DeepGradientCompressionState(
+        # A skipped step does not count: the ramp goes by exchanges.
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(axis_size(options.axis_name), jnp.int32),
@@ -269,12 +285,14 @@ def _accumulate_and_send_shards(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise unless the state belongs to one worker, and its leaves fit `updates`."""
+    """Raise unless the state belongs to one worker,
+    and u and v or the velocity of each leaf have its shape."""
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", values, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
+            # Of a group, g is a shard, whose size does not tell: the state does.
             is_flat = (
                 options.is_compressed(g) if options.group is None else not tree.is_masked(residual)
             )
@@ -285,9 +303,12 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
 def _average_and_clip(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
-    """Return gradients averaged over `reduce_axis_name`, and clipped for compressed leaves."""
+    """Average gradients over `reduce_axis_name`, if any,
+    and clip compressed leaves while `compressing`; others stay."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
+        # The norm of a sum of N independent gradients grows by √N (§3.2 of the paper), so each
+        # worker's share is 1/√N.
         c = c * axis_size(options.axis_name) ** -0.5
 
     def local(place: tree.Place, g: Leaf, residual: Leaf) -> Leaf:
@@ -297,6 +318,7 @@ def _average_and_clip(
         if c is None or tree.is_masked(residual):
             return g
         divided = () if options.group is None else options.group.axes_of(place)
+        # Each device has a shard of the leaf; the norm counts all of them.
         squares = numerics.sum_of_squares(g)
         norm = jnp.sqrt(lax.psum(squares, divided) if divided else squares)
         return g * jnp.where(compressing, clip_factor(norm, c), 1.0)
@@ -307,6 +329,7 @@ def _average_and_clip(
 def _update_dense_leaf(
     options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return direction and velocity of plain momentum on the mean gradient."""
+    """Return direction and velocity of momentum on the mean gradient;
+    0 and the old velocity if `nonfinite`."""
     direction, new = options.correction.average(mean, velocity)
     return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

@@ -63,11 +63,11 @@ def dgc_momentum(
       rampup_step: the number of steps of the whole sparsity ramp, ≥ 1.
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1).
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
-        clipped, > 0; each of the N workers clips to 1/√N of it. None does not clip.
+      local_grad_clip_norm: the largest norm of the mean gradient of a compressed leaf, > 0; each of
+        the N workers clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
-      reduce_axis_name: axes over which g is first averaged densely.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
+      reduce_axis_name: axes to average g over densely first.
       min_size: leaves with fewer elements are not compressed; ≥ 1.
       momentum_masking: whether the velocity becomes 0 where entries were sent.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", about 4.
@@ -107,11 +107,15 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
+    # One boundary around both links, so that errors name dgc_momentum and gradients are checked
+    # once.
     tx = core.with_boundary("dgc_momentum", core.strip_boundary(chain))
     return apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:
+    """Warn if masking is on and the last sparsity sends over 2 % of the entries;
+    invalid arguments pass, to be refused later."""
     if momentum_masking is not True or not isinstance(sparsity, Sequence) or not sparsity:
         return
     last = sparsity[-1]

@@ -58,7 +58,7 @@ class Options:
 
     @property
     def all_axes(self) -> Axes:
-        """The axes over which gradients are exchanged or averaged."""
+        """The axes that gradients are exchanged or averaged over."""
         return join_axes(self.axis_name, self.reduce_axis_name)
 
     @property
@@ -72,16 +72,17 @@ class Options:
 
 
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
-    """Return the packet format of each ramp step, for compressed leaves of these sizes.
+    """Return the packet format of each ramp step, for flat compressed leaves of these sizes.
 
     One packet has the entries of all leaves. They take whole words, which is faster: in bfloat16 a
     word has a value and 16 bits of an index.
     """
     segments, values = Segments(tuple(sizes)), VALUES[options.wire]
-    return [
-        PacketFormat(segments, num_selected(1 - s, segments.lengths), values, values.bits)
-        for s in options.sparsity
-    ]
+    formats = []
+    for s in options.sparsity:
+        k = num_selected(1 - s, segments.lengths)
+        formats.append(PacketFormat(segments, k, values, values.bits))
+    return formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +108,18 @@ class Ramp:
 
     @cached_property
     def gives_rows(self) -> bool:
-        """Whether directions are returned as Rows."""
+        """Whether directions are Rows: the caller takes them, there is no dense phase,
+        one ramp step, and packets pay."""
         # All branches of a switch return the same shapes, so all steps must be sparse, with the
         # same number of entries.
         uniform = not self.options.rampup_begin_step and len(self.formats) == 1
         return self.row_updates and uniform and not self.is_sent_dense(self.formats[0])
 
     def is_sent_dense(self, packet_format: PacketFormat) -> bool:
-        """Tell whether the entries of a ramp step are sent by an all-reduce of whole leaves.
+        """Tell whether a ramp step sends entries by an all-reduce of whole leaves,
+        because packets would take more bytes.
 
-        They are if packets would take more bytes per worker: (N − 1)·packet > 2·(N − 1)/N·4·n.
+        The bytes of a worker: (N − 1)·packet for packets, 2·(N − 1)/N·4·n for whole leaves.
         """
         return packet_format.num_bytes * self.workers > 8 * sum(self.sizes)
 
@@ -129,7 +132,8 @@ def update_compressed(
     *,
     row_updates: bool,
 ) -> Leaves:
-    """Run the phase of this step on all compressed leaves.
+    """Run the phase of this step on all compressed leaves:
+    skip if `nonfinite`, dense before the ramp, else compressed.
 
     Args:
       options: the arguments of the transform.
@@ -144,14 +148,12 @@ def update_compressed(
     sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
     checked = vma_axes(options.axis_name)
-    flat = [
-        LeafInExchange(
-            leaf.direction.reshape((-1,)),
-            mark_varying(leaf.residual, checked),
-            mark_varying(leaf.state, checked),
-        )
-        for leaf in leaves
-    ]
+
+    def flatten(leaf: LeafInExchange) -> LeafInExchange:
+        residual, state = mark_varying(leaf.residual, checked), mark_varying(leaf.state, checked)
+        return LeafInExchange(leaf.direction.reshape((-1,)), residual, state)
+
+    flat = list(map(flatten, leaves))
     phases = [partial(skip_nonfinite_step, ramp), partial(take_compressed_step, ramp, step)]
     if options.rampup_begin_step:
         phases.append(partial(take_dense_step, ramp))
@@ -167,7 +169,7 @@ def update_compressed(
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
-    """Return zero directions and the old state."""
+    """Return directions of zeros (Rows of padding if the ramp gives Rows) and the old u and v."""
     if ramp.gives_rows:
         return _replace_directions(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
@@ -180,7 +182,7 @@ def _replace_directions(leaves: Leaves, directions: Sequence[jax.Array | Rows]) 
 
 
 def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
-    """Apply momentum to the mean gradient, with u as the velocity."""
+    """Apply momentum to the mean gradient, with u as the velocity; v stays."""
     options, axes = ramp.options, ramp.options.axis_name
 
     def step(leaf: LeafInExchange) -> LeafInExchange:
@@ -195,7 +197,7 @@ def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
 
 
 def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
-    """Accumulate, send the selected entries, and keep all remaining ones in the residual."""
+    """Accumulate u and v, send the k largest |v| of each leaf, and keep the rest in v."""
     options = ramp.options
     leaves = list(map(options.correction.accumulate, leaves))
     # All ramp steps share one program for the passes over whole leaves; only the counts differ.
@@ -203,9 +205,11 @@ def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
     counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
     i = ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
     current = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
+    # i is traced here; only `extract` needs static counts, so only this is compiled per ramp step.
     words = search.candidates([leaf.residual for leaf in leaves], current)
 
     def send(n: int, leaves: Leaves) -> Leaves:
+        """Exchange the entries of ramp step n."""
         entries = search.extract([leaf.residual for leaf in leaves], words, counts[n])
         return _exchange_entries(ramp, ramp.formats[n], *entries, leaves)
 
@@ -219,7 +223,8 @@ def _exchange_entries(
     index: jax.Array,
     leaves: Leaves,
 ) -> Leaves:
-    """Exchange entries: return leaves with their mean as direction, and residuals without them."""
+    """Exchange entries: the directions are their means,
+    and residuals keep what the packet did not hold."""
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.round_values(values)
     # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.
@@ -230,6 +235,7 @@ def _exchange_entries(
     kept = list(map(clear_sent, leaves, places, packet_format.split(remainder)))
     axes = ramp.options.axis_name
     zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
+    # An all-reduce needs whole arrays: the entries are scattered into zeros.
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
         return _replace_directions(
@@ -244,7 +250,7 @@ def _exchange_entries(
 
 
 def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
-    """Return the mean over workers as Rows of one entry each, with one block per worker.
+    """Return the mean over workers as Rows of one entry each, a block of k rows per worker.
 
     This makes no array of the size of a leaf.
     """
@@ -260,6 +266,6 @@ def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return Rows with the shapes of `_average_as_rows`, but only padding."""
+    """Return Rows with the shapes of `_average_as_rows`, all padding."""
     counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
     return [padding_rows(workers * k, size, parts=workers) for size, k in counts]

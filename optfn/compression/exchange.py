@@ -94,7 +94,8 @@ class _Options(Sending):
         return join_axes(self.axis_name, self.group and self.group.axes)
 
     def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
-        """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
+        """Return each leaf's compressor; None, for a dense exchange, if no pattern matches,
+        it is small or wide, or refused."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
@@ -104,7 +105,8 @@ class _Options(Sending):
         return list(map(accept, choose_compressors(self.compressors, params), tree.leaves(params)))
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
-        """Return zeros for the mean of a leaf; as Rows where these are wanted, and cost less."""
+        """Return zeros for the mean of a leaf: Rows if the caller takes them and they cost less,
+        else an array like g."""
         rows = None
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
@@ -146,11 +148,11 @@ def exchange(
         None or without a match are exchanged densely. Or None, which is the plain mean of each leaf
         in the gradient's dtype.
       error_feedback: the factor of the residual, in [0, 1].
-      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
+      axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
       min_size: leaves with fewer elements are exchanged densely; ≥ 1.
       param_attrs: attributes by patterns of paths. Leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
-      warmup_steps: the number of first steps in which the mean is dense, and the residual stays 0.
+      warmup_steps: the number of first steps with a dense mean, when the residual stays 0.
       route: how packets are sent. "gather": each worker sends its packet, of b bytes, to the N − 1
         remaining ones, (N − 1)·b bytes. "parts": each worker owns a slice of each leaf, 1/N of its
         entries in C order. Packets of slices are sent to their owners, and each owner sends the
@@ -211,7 +213,8 @@ def exchange(
 def _hide_frozen(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Hide leaves with trainable=False or rate 0 from `tx`, but mark them as exchanged.
+    """Hide leaves with trainable=False or rate 0 from `tx`,
+    but list them in its state as exchanged.
 
     Without the mark, a training step would average their gradients.
     """
@@ -231,6 +234,7 @@ def _hide_frozen(
 
 
 def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+    """Return the state of `exchange(None)`: a mark on all leaves, and no arrays."""
     return ExchangeDenseState(mark_exchanged(params, options.axis_name))
 
 
@@ -243,6 +247,7 @@ def _average_dense(
     workers: Workers = ONE_WORKER,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
+    """Return the plain mean of each leaf over workers, and the state as it is."""
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
@@ -250,6 +255,7 @@ def _average_dense(
 
 
 def _init_residuals(options: _Options, params: Params) -> ExchangeState:
+    """Return one worker's state: residuals of zeros for compressed leaves, others masked."""
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.choose_compressors(whole), leaves, strict=True))
@@ -258,15 +264,14 @@ def _init_residuals(options: _Options, params: Params) -> ExchangeState:
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
     published = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
     traffic = traffic_of(pairs, options.route, options.warmup_steps)
+    by_parts = options.route == "parts"
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
         mark_per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
         mark_exchanged(params, options.axis_name, traffic),
-        mark_divided(structure.unflatten(published), options.axis_name)
-        if options.route == "parts"
-        else (),
+        mark_divided(structure.unflatten(published), options.axis_name) if by_parts else (),
     )
 
 
@@ -280,7 +285,10 @@ def _mean_of_packets(
     row_updates: bool = False,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
+    """Return directions and the next state;
+    leaves of packed buffers are exchanged one by one, and packed again."""
     del params, extra
+    # Rows cannot be part of a flat buffer.
     has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
     group = workers.group
     row_updates = row_updates and group is None and not has_buffers
@@ -289,6 +297,7 @@ def _mean_of_packets(
     def update(updates: Updates, state: ExchangeState, params: None) -> Any:
         return _mean_of_shards(options, updates, state)
 
+    # Chunks and patterns belong to leaves, so buffers are taken apart first.
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_shards(whole, state.compressor, group)
@@ -297,7 +306,8 @@ def _mean_of_packets(
 
 
 def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
-    """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
+    """Raise a ValueError if a divided leaf's compressor keeps arrays for the whole leaf;
+    without a group nothing is divided."""
     if group is None:
         return
     leaf_states = tree.flatten(updates)[1].flatten_up_to(states)
@@ -314,18 +324,24 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Device
 def _mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
+    """Exchange whole leaves, or a device's shards: dense leaves in one mean, others as packets."""
     check_worker_gradients("exchange", whole, options.axis_name)
+    # 1. Workers agree whether an update is not finite, and on the step: both decide branches.
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
     residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _find_compressed(whole, state.residual.value)
+    # 2. Dense leaves get their means, by one all-reduce for all.
     directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
     published = _owner_residuals(whole, state, options.axis_name)
     if numbers:
+        # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
+        # 3. The other leaves send residual + update, and keep in the residual what their packets
+        # lack.
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
         pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]
@@ -345,7 +361,8 @@ def _mean_of_shards(
 
 
 def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return the residual of the mean that this owner keeps, by leaf; None for route="gather".
+    """Return the residual of the mean that this owner keeps, by leaf;
+    None for each leaf with route="gather".
 
     Raises:
       ValueError: an array has the size neither of one slice nor of all.
@@ -360,7 +377,8 @@ def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) ->
 
 
 def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
-    """Return the numbers of the leaves that are compressed: dense arrays that have a residual.
+    """Return the numbers of the compressed leaves: dense arrays that have a residual;
+    raise if a residual does not fit.
 
     `init` gave a residual to the leaves that have a compressor, and masked it for the others.
 
@@ -378,7 +396,7 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _pack_like(updates: Updates, whole: PyTree) -> Updates:
-    """Pack the leaves of `whole` that lie in a Packed in `updates`; leave the others."""
+    """Pack the leaves of `whole` that lie in a Packed in `updates`; other leaves stay."""
 
     def pack(node: PyTree, below: PyTree) -> PyTree:
         return packed.pack_like(node.layout, below) if is_packed(node) else below

@@ -18,39 +18,46 @@ from optfn.sparse.rows import Rows
 def mean_by_all_gather(
     compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: Axes
 ) -> list[LeafInExchange]:
-    """Encode the leaves, gather the packets of all workers, and decode them.
+    """Encode leaves, gather all workers' packets, and return leaves with the mean,
+    the new residual and the next state.
 
     Args:
       compressors: the compressor of each leaf.
       leaves: the leaves of one worker.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      axis_name: the mesh axis, or axes, of the workers; it must be bound.
     """
     xs = [leaf.residual for leaf in leaves]
     encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])
     packets = [packet for packet, _ in encoded]
     residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
     gathered = GatheredPackets.of(packets, axis_name)
-    zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
+    # The means that are arrays: packets are added to these zeros. Means as Rows need all packets.
+    zeros: dict[int, jax.Array] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf.direction, Rows):
+            zeros[i] = leaf.direction
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
+        """Add each packet to its leaf's total; leaves whose mean is Rows have none."""
         columns = zip(zeros, totals, strict=True)
         return [compressors[i].add_to(total, packets[i], scale) for i, total in columns]
 
     means = gathered.mean(list(zeros.values()), add)
     directions: dict[int, jax.Array | Rows] = dict(zip(zeros, means, strict=True))
     if len(zeros) < len(leaves):
+        # Only here are all packets held at once; totals of arrays take them one by one.
         packets_of_all = gathered.packets
         for i, leaf in enumerate(leaves):
             if isinstance(leaf.direction, Rows):
                 directions[i] = _mean_of_entries(compressors[i], packets_of_all[i], leaf.direction)
-    return [
-        LeafInExchange(directions[i], residual, encoded[i][1])
-        for i, residual in enumerate(residuals)
-    ]
+    exchanged = []
+    for i, (residual, (_, state)) in enumerate(zip(residuals, encoded, strict=True)):
+        exchanged.append(LeafInExchange(directions[i], residual, state))
+    return exchanged
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
-    """Return Rows of zeros with a place for each entry of all workers' packets of a leaf.
+    """Return padding Rows with a place for each entry of all workers' packets of a leaf.
 
     None where packets have no entries, or so many that an array costs less than to sort them.
     """
@@ -71,7 +78,8 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows, each entry once, with the bits of the dense mean."""
+    """Return the mean over workers as Rows, each entry once,
+    with the bits of the dense mean; `like` gives the shape."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
@@ -81,10 +89,12 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
 def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
-    """Return packet and next state of each leaf; equal compressors encode their leaves together."""
+    """Return (packet, next state) of each leaf, in order;
+    leaves of equal compressors are encoded together."""
 
     def encode(group: list[int]) -> list[tuple[PyTree, PyTree]]:
         compressor = compressors[group[0]]
         return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
 
+    # One program for a group: to compile a search per leaf takes a minute for a large model.
     return map_groups(encode, range(len(xs)), lambda i: compressors[i])

@@ -9,9 +9,9 @@ own k, so that a model of many leaves compiles as fast as one of a single leaf:
 3. Population counts and their cumulative sum locate the candidates.
 4. Bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-If the summary misleads, an exact mask replaces that of step 2, which is slower but never wrong.
+If the summary misleads, an exact mask replaces the mask of step 2; it is slower but never wrong.
 Many equal entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes
-are compared as integers, the bits of |x|: their order is that of the numbers, with NaN above
+are compared as integers, the bits of |x|: they have the order of the numbers, with NaN above
 infinity, and subnormal numbers are not flushed to zero.
 
 There are two kinds of summary, since segments differ in length by orders of magnitude. For whole
@@ -60,18 +60,19 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 
 def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
-    """Return the magnitudes of arrays as rows, with −1 for padding."""
+    """Return the bits of |x| of arrays as rows, int32 (rows, row), with −1 for padding."""
     valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
     return jnp.where(valid, magnitude(segments.pad_arrays(arrays)), -1)
 
 
 def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
-    """Return the k-th largest of each segment, found bit by bit from the highest.
+    """Return the k-th largest of each segment, int32 (segments,),
+    found bit by bit from the highest.
 
     Args:
       m: magnitudes as rows, (rows, …), with −1 for padding.
       k: int32, one per segment, ≥ 1.
-      segments: the segments to which the rows belong.
+      segments: the segments that the rows belong to.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
@@ -84,7 +85,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 
 
 def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
-    """Return the packed mask of the k largest of each segment, the first among equals.
+    """Return the packed mask of the k largest of each segment, the first of equal entries.
 
     The arguments are the same as of `kth_largest`.
     """
@@ -107,12 +108,12 @@ def fill_up(
 
 
 def _accumulate_counts(words: jax.Array) -> jax.Array:
-    """Return how many bits are set up to the end of each word."""
+    """Return the number of set bits up to the end of each word, int32."""
     return jnp.cumsum(bits.count_ones(words))
 
 
 def _find_set_bits(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
-    """Return the positions of the k set bits of each segment, flat."""
+    """Return the positions of the k[i] set bits of each segment i, in one flat array."""
     number = jnp.arange(k.sum(), dtype=jnp.int32)
     first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
@@ -187,7 +188,7 @@ class Search(abc.ABC):
         arrays: Sequence[jax.Array],
         bound: jax.Array,
     ) -> jax.Array:
-        """Return the packed mask of compare(magnitude, bound of its segment)."""
+        """Return the packed mask of compare(|x| as an integer, bound of its segment)."""
 
         def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
@@ -232,7 +233,7 @@ class Search(abc.ABC):
     def _entries(
         self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the values of the entries at k bits of each segment, and their indices in it."""
+        """Return values and indices in the segment of the entries at k[i] bits of each segment."""
         width = 32 * self.segments.words
         row, inside = bit // width, bit % width
         in_array = inside + jnp.asarray(self.segments.row_starts)[row]
@@ -242,7 +243,8 @@ class Search(abc.ABC):
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
-        """Return segments with room for the candidates; rows are whole words."""
+        """Return segments of `room` entries, for candidates:
+        as many per array as given, or rows of whole words per chunk."""
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
@@ -274,12 +276,12 @@ class SampleSearch(Search):
         return Segments(tuple(int(n) for n in -(-self.segments.lengths // self.strides)))
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return the samples."""
+        """Return the bits of |x| of every stride-th entry, and their segments."""
         samples = map(lambda x, n: lax.slice(x, (0,), x.shape, (int(n),)), arrays, self.strides)
         return magnitudes(list(samples), self.samples), self.samples
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return room, and the rank in the sample of a magnitude that at least k entries reach."""
+        """Return room, and the rank in the sample of a bound that k entries reach almost surely."""
         expected = k / self.strides
         rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
         complete = self.strides == 1  # the sample is the whole array, so the rank is k
@@ -314,7 +316,8 @@ class BlockSearch(Search):
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest; see `extract`."""
+        """Return values and indices of the k largest;
+        blocks of one entry bisect over all entries. See `extract`."""
         if self.block > 1:
             return super().largest(arrays, k)
         # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.
@@ -335,7 +338,7 @@ class BlockSearch(Search):
         return jnp.concatenate(list(found)), self.segments
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return room, and k as the rank: k blocks have an entry that reaches this bound."""
+        """Return room, and k as the rank: at least k entries reach the k-th largest maximum."""
         length, block, most = self.segments.row, self.block, self.most
         # If a fraction of the blocks have a maximum above the bound, this fraction of the entries
         # is.
@@ -351,7 +354,7 @@ def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:
 
 
 def make_search(segments: Segments, k: np.ndarray) -> Search:
-    """Return the search of these segments for at most k entries of each."""
+    """Return a SampleSearch if segments are whole arrays (chunk None), else a BlockSearch."""
     if segments.chunk is None:
         return SampleSearch(segments)
     return BlockSearch(segments, int(k.max()))

@@ -40,13 +40,14 @@ class MomentumCorrection:
         return leaf._replace(state=u, residual=leaf.residual + u)
 
     def average(self, mean: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the direction and the velocity of momentum on the mean gradient."""
+        """Return direction and velocity of plain momentum on a gradient that is already the mean
+        over workers."""
         return momentum_rule(mean, velocity, momentum=self.momentum, nesterov=self.nesterov)
 
     def clear_sent(
         self, leaf: LeafInExchange, places: jax.Array, remainder: jax.Array
     ) -> LeafInExchange:
-        """Set v to what rounding left of the entries sent, and u to 0 there if it is masked.
+        """Set v to the rounding errors at the entries sent, and with `masking` u to 0 there.
 
         Args:
           leaf: the accumulated leaf.
@@ -55,6 +56,7 @@ class MomentumCorrection:
         """
 
         def set_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
+            # `search` returns rising indices without repeats; told so, XLA needs no sort.
             return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
 
         velocity = set_entries(leaf.state, 0.0) if self.masking else leaf.state

@@ -24,9 +24,9 @@ def update_on_shards(
     group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
-    """Run one worker's update, each device of the worker on its shards of the arrays.
+    """Run one worker's update: on each device's shards if a group divides the arrays,
+    else on whole arrays.
 
-    If a worker is one device, the update runs on whole arrays.
 
     Args:
       update: the update of one worker.
@@ -40,12 +40,15 @@ def update_on_shards(
 
     def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
         def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
+            """Map the fields of these types; other fields come from the first state."""
             fields = zip(*states, strict=True)
             return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
 
         def restore_shape(new: Any, old: Any) -> Any:
+            """Give raveled arrays the shapes that they had before."""
             return jax.tree.map(lambda x, like: x.reshape(like.shape), new, old)
 
+        # Shards have the leaf's axes, but packets and searches take flat arrays.
         raveled = map_fields(lambda x: jax.tree.map(jnp.ravel, x), state)
         updates, new = update(updates, raveled, params)
         return updates, map_fields(restore_shape, new, state)
@@ -61,7 +64,8 @@ def update_on_shards(
 
 
 def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
-    """Return the PartitionSpecs of a state; fields like the params are divided like them."""
+    """Return a state's PartitionSpecs: fields with the tree of the updates are divided like them,
+    others replicated."""
     structure = tree.flatten(updates)[1]
 
     def field_specs(x: Any) -> Any:
@@ -69,6 +73,7 @@ def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
             return x._replace(value=group.specs_of_flat_shards(x.value))
+        # Such as the velocity of dense leaves; scalars have another structure.
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(field_specs, state))

@@ -50,12 +50,14 @@ class PacketFormat:
 
     @property
     def _num_scales(self) -> int:
+        """The number of scales, one per segment; 0 for a format without scales."""
         return self.k.size if self.values.has_scale else 0
 
     @property
     def _fields(self) -> tuple[list[int], list[int]]:
         """The bits per entry, and the numbers of entries, of the fields after the scales."""
         widths, counts = [self.index_bits, self.values.bits], [self.count, self.count]
+        # Mostly there are none: a field of no entries would still widen the digits.
         num_ends = int(self._end_is_sent.sum())
         return ([*widths, 32], [*counts, num_ends]) if num_ends else (widths, counts)
 
@@ -78,12 +80,14 @@ class PacketFormat:
         return np.repeat(first, self.k).astype(np.int32)
 
     def _scales(self, values: jax.Array) -> jax.Array:
-        """Return the scale of each chunk; shape (0,) if there are none."""
+        """Return the scale of each chunk, float32 (chunks,); shape (0,) if the format has none."""
         if not self.values.has_scale:
             return jnp.zeros(0, jnp.float32)
         return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
     def _repeat_scales(self, scales: jax.Array) -> jax.Array:
+        """Return the scale of each entry, (count,);
+        the empty array as it is if the format has none."""
         return (
             self.segments.broadcast_to_entries(scales, self.k) if self.values.has_scale else scales
         )
@@ -94,7 +98,8 @@ class PacketFormat:
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of the entries, segment by segment.
+        """Return the packet of entries, which stand segment by segment in the order of their
+        indices.
 
         Args:
           values: float32 (count,).
@@ -108,6 +113,7 @@ class PacketFormat:
         fields = [index.astype(jnp.uint32), codes]
         if self._end_is_sent.any():
             block = self._first_block + (index >> self.index_bits)
+            # The upper bits of an index follow from the block, so they are cut off here.
             sent = np.flatnonzero(self._end_is_sent).astype(np.int32)
             fields[0] &= np.uint32((1 << self.index_bits) - 1)
             fields.append(jnp.searchsorted(block, sent, side="right").astype(jnp.uint32))
@@ -120,6 +126,7 @@ class PacketFormat:
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
         values = self.values.decode(codes, self._repeat_scales(scales))
         if ends:
+            # The end of a segment's last block is not sent: k tells it.
             of_segments = np.repeat(np.cumsum(self.k), self._num_blocks).astype(np.int32)
             sent = np.flatnonzero(self._end_is_sent)
             of_blocks = jnp.asarray(of_segments).at[sent].set(ends[0].astype(jnp.int32))
@@ -133,13 +140,13 @@ class PacketFormat:
         return values, index
 
     def split(self, entries: jax.Array) -> list[jax.Array]:
-        """Split numbers per entry by array."""
+        """Split an array with a number per entry, (count,), into one array for each leaf."""
         return self.segments.split(entries, self.k)
 
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
-        """Return flat arrays plus scale times the decoded entries; only these are touched."""
+        """Add scale times the decoded entries to flat arrays; other elements are not touched."""
         values, index = self.decode(packet)
 
         def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ _TILE = 8
 
 
 def num_code_words(size: int, bits: int) -> int:
-    """Return the number of words of so many codes."""
+    """Return ⌈size·bits/32⌉, the number of words of `size` codes."""
     return -(-size * bits // 32)
 
 
@@ -31,11 +31,13 @@ def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
 
 
 def _bit_offsets(bits: int) -> np.ndarray:
+    """Return the bit offset of each plane in a word, (planes, 1, 1)."""
     return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
 
 
 def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
-    """Return the words of codes, uint32 (words,).
+    """Pack codes into uint32 words (words,), plane by plane;
+    the rest of the last block is padded with zeros.
 
     Args:
       codes: uint32, below 2^bits, of any shape.
@@ -44,6 +46,7 @@ def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
 
     def words(blocks: jax.Array) -> jax.Array:
         shifted = blocks << _bit_offsets(bits)
+        # The planes have no bit in common; `or` needs no carry.
         return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
 
     _, planes, _, columns = blocks = _blocks(codes.shape, bits)
@@ -56,7 +59,7 @@ def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Return the codes of this shape that `pack_codes` packed."""
+    """Undo `pack_codes`: return the codes of this shape, uint32."""
     blocks, _, height, columns = _blocks(shape, bits)
     end, size = blocks * height * columns, math.prod(shape)
 

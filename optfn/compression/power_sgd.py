@@ -29,7 +29,7 @@ _DEPENDENT = 1e-5
 
 
 def orthonormalize(p: jax.Array) -> jax.Array:
-    """Return matrices with orthonormal rows whose span contains the rows of p, (…, r, n).
+    """Return matrices (…, r, n) with orthonormal rows; their span contains the rows of p.
 
     This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
     of it than of `qr`. A row within the span of those above it is replaced by fixed numbers, so
@@ -37,6 +37,7 @@ def orthonormalize(p: jax.Array) -> jax.Array:
     """
     r, n = p.shape[-2:]
     largest = jnp.max(jnp.abs(p), axis=(-2, -1), keepdims=True)
+    # Squares of float32 overflow above 1.8e19; relative to the largest entry none does.
     p = p / jnp.where(largest > 0, largest, 1.0)
     fixed = jnp.sin(np.float32(12.9898) * jnp.arange(1, n + 1, dtype=jnp.float32))
 
@@ -88,20 +89,22 @@ class PowerSgd(ShownAsCall):
         return len(shape) >= 2 and 0 not in shape
 
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Return the two sizes of each matrix, and its rank in a packet."""
+        """Return (m, n, min(rank, m, n)) of the matrices of a leaf (…, m, n)."""
         m, n = shape[-2:]
         return m, n, min(self.rank, m, n)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the first Q̄, the same random numbers for each matrix; () for a dense leaf."""
+        """Return the first Q̄ (…, rank, n), the same random numbers for each matrix;
+        () for a leaf that is sent dense."""
         if not self.accepts(shape):
             return ()
         _, n, rank = self._sizes(shape)
+        # Fixed, because all workers must begin with the same factor and none is sent at init.
         q = jax.random.normal(jax.random.key(0), (n, rank), jnp.float32).T
         return jnp.broadcast_to(q, (*shape[:-2], rank, n))
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """For one worker: the packet (P̂ᵀ, Q); Q is the next shared factor."""
+        """Return ((P̂ᵀ, Q), Q) for one worker; a leaf without matrices is its own packet."""
         if not self.accepts(x.shape):
             return x, state
         p = orthonormalize(_products(x, state))
@@ -109,11 +112,12 @@ class PowerSgd(ShownAsCall):
         return (p, q), q
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return P̂Q in the shape of the leaf."""
+        """Return P̂Q in the leaf's shape; a leaf that was sent dense, as it is."""
         return _product(*packet) if self.accepts(shape) else packet
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that one worker passes to the two all-reduces."""
+        """Return the bytes of a leaf in the two all-reduces of one worker;
+        of the whole leaf if it has no matrices."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)

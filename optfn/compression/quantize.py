@@ -35,15 +35,17 @@ class Quantize(ShownAsCall):
 
     @property
     def bias(self) -> float:  # type: ignore[override]
-        """Half the distance of two values that are next to each other, or 0 if stochastic."""
+        """Half the distance of two neighbouring values, relative to the largest;
+        0 if stochastic."""
         return 0.0 if self.stochastic else _BIAS[self.bits]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the step count, uint32, which seeds the random bits; () if there are none."""
+        """Return the step count, uint32 (), which seeds the random bits; () unless stochastic."""
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,): scales, then codes, see `planes`."""
+        """Return the packet, uint32 (words,): scales, then codes in planes;
+        and the next step count, or ()."""
         chunks, noise = RowChunks(x.shape, self.chunk), None
         scales = self.format.scales(x, chunks)
         if self.stochastic:
@@ -55,19 +57,20 @@ class Quantize(ShownAsCall):
         return jnp.concatenate([_words_of(scales), planes.pack_codes(codes, self.bits)]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the leaf, with the values that the codes stand for."""
+        """Return the leaf, float32 in this shape: codes times the scale of their chunk."""
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
         codes = planes.unpack_codes(packet[chunks.flat.count :], shape, self.bits)
         return self.format.decode(codes, chunks.broadcast(scales))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the packet for a leaf of this shape."""
+        """Return the packet's bytes: 4 per chunk, and the codes in whole words."""
         words = planes.num_code_words(math.prod(shape), self.bits)
         return 4 * (RowChunks(shape, self.chunk).flat.count + words)
 
 
 def _words_of(x: jax.Array) -> jax.Array:
+    """Return the bits of 32-bit numbers as uint32."""
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 

@@ -42,6 +42,7 @@ class Chunks:
     def lengths(self) -> np.ndarray:
         """The number of elements of each chunk, (count,)."""
         lengths = np.full(self.count, self.length, np.int32)
+        # A slice, because an empty array has no last chunk.
         lengths[-1:] = self.last_length
         return lengths
 
@@ -57,7 +58,8 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Return fn(rows, *per_chunk) for the chunks of a flat array as rows, (count, …).
+        """Return fn(rows, *per_chunk) of a flat array cut into rows (chunks,
+        length), joined along the chunks.
 
         A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
         whole array would copy it.
@@ -74,13 +76,15 @@ class Chunks:
         return jnp.concatenate([whole, of_last])
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, (size,)."""
+        """Repeat a number per chunk, (count,), for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
 
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
-    """Return the chunks of an array of this size; if `chunk` is None, the whole array is one."""
+    """Return the chunks of an array of this size, at most `chunk` long;
+    with None the whole array is one."""
+    # At least 1: an empty array then has no chunks, and their number is no division by 0.
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
 
@@ -100,7 +104,8 @@ class RowChunks:
 
     @cached_property
     def flat(self) -> Chunks:
-        """The chunks of the flat array."""
+        """The chunks of the flat array: whole rows, as many as fit in `chunk`,
+        or `chunk` entries of a row."""
         chunks = chunks_of(math.prod(self.shape), self.chunk)
         if not self.rows:
             return chunks
@@ -113,7 +118,7 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return fn's number for each chunk, (count,).
+        """Return fn's number for each chunk, (count,); 0 chunks for an empty leaf.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
@@ -132,14 +137,17 @@ class RowChunks:
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
+        """Return the sum of each chunk, (count,), in the dtype of x;
+        x must hold whole chunks, see `map`."""
         return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
+        """Return the largest entry of each chunk, (count,);
+        entries are ≥ 0, because padding counts as 0."""
         return self._reduce_rows(x, jnp.max)
 
     def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+        """Reduce each row, then the rows of each chunk; zeros pad a shorter last chunk."""
         of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
@@ -147,7 +155,8 @@ class RowChunks:
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""
+        """Repeat a number per chunk, (count,), in a shape that broadcasts to the leaf:
+        (…, 1), or the leaf's if rows are cut."""
         if not self.rows:
             return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
@@ -170,7 +179,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """The rows of each array."""
+        """For each array, its rows as `Chunks`;
+        all rows have one length, the last of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]
@@ -213,7 +223,7 @@ class Segments:
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """The segment to which each row belongs, (rows,)."""
+        """The segment that each row belongs to, (rows,)."""
         return np.repeat(np.arange(self.num_rows.size, dtype=np.int32), self.num_rows)
 
     @cached_property
@@ -232,7 +242,7 @@ class Segments:
         return np.concatenate([rows.starts for rows in self.arrays])
 
     def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
-        """Repeat a number per segment for each of its rows, (rows, 1)."""
+        """Repeat a number per segment, (segments,), for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
     def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
@@ -251,20 +261,23 @@ class Segments:
         return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
-        """Split an array with a number for each of the k entries of the segments, by array."""
+        """Split an array of the k entries of each segment, (∑k,),
+        into one array for each original array."""
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def sum_segments(self, per_row: jax.Array) -> jax.Array:
-        """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""
+        """Sum numbers per row, (rows,), over the rows of each segment,
+        int32 (segments,); a chunk is one row and stays."""
         if self.chunk is not None:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
     def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Return the arrays as rows, (rows, row), with zeros for padding."""
+        """Join arrays as rows, (rows, row); the last row of each is padded with zeros."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):
             pieces.append(x)
             if missing := rows.length - rows.last_length:
                 pieces.append(jnp.zeros(missing, x.dtype))
+        # One concatenation of all pieces: a pad per array would copy each array twice.
         return jnp.concatenate(pieces).reshape(-1, self.row)

@@ -38,7 +38,8 @@ class Sending:
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate and send; if an update is not finite, return zeros and keep the state.
+        """Accumulate and send; before `warmup_steps` take dense means,
+        and if `nonfinite` zeros and the old state.
 
         The branch is the same on all workers, so it may contain collectives. All arrays are updated
         in place, since residuals have the size of the model.
@@ -48,13 +49,16 @@ class Sending:
         checked = vma_axes(axes)
 
         def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
+            """Add g to the residual where packets are sent; elsewhere the residual stays."""
             total = add_feedback(g, mark_varying(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mark_varying(leaf.published, checked)
+            # In the warm-up the mean is dense and exact, so nothing is left over.
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 
         leaves = list(map(accumulate, updates, leaves))
         if self.warmup_steps:
+            # The branch without a collective costs nothing after the warm-up.
             means = lax.cond(
                 ~nonfinite & (step < self.warmup_steps),
                 lambda g, zeros: [lax.pmean(x, axes) for x in g],
@@ -69,17 +73,21 @@ class Sending:
     def _send_accumulated(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
-        """Send the accumulated updates, and keep their residuals."""
+        """Send accumulated residuals by the route; return leaves with means and new residuals."""
         if self.route == "parts":
             return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
 
         def together(numbers: list[int]) -> list[LeafInExchange]:
+            """Exchange leaves of one kind: by their all-reduces,
+            or all gathered ones in one all-gather."""
             first, members = compressors[numbers[0]], [leaves[i] for i in numbers]
             if first.is_reduced:
                 return first.reduced(members, self.axis_name)
             return mean_by_all_gather([compressors[i] for i in numbers], members, self.axis_name)
 
         def kind(i: int) -> object:
+            """Return the method that reduces leaf i, the key of its group;
+            False for gathered leaves."""
             return compressors[i].is_reduced and compressors[i].reduced
 
         # Matrices of all ranks share their all-reduces, and all gathered packets one all-gather.
@@ -89,7 +97,7 @@ class Sending:
 def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Average the dense leaves that are not compressed, in one all-reduce, and row-sparse leaves.
+    """Average leaves that are not compressed: arrays in one all-reduce, row-sparse leaves as rows.
 
     Means are 0 if `nonfinite`; compressed and masked leaves stay as they are.
     """

@@ -26,13 +26,14 @@ def slicewise_mean(
     axis_name: Axes,
     error_feedback: Number,
 ) -> list[LeafInExchange]:
-    """Return the mean of decoded packets: slices go to their owners, and means come back.
+    """Return leaves with the mean of decoded packets, by slices:
+    each goes to its owner, and its mean comes back.
 
     Args:
       compressors: the compressor of each leaf.
       leaves: the leaves of one worker. `published` is the residual of the mean of the slice that it
         owns, or an array of all slices.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      axis_name: the mesh axis, or axes, of the workers; it must be bound.
       error_feedback: the factor of that residual.
     """
     workers, worker = axis_size(axis_name), lax.axis_index(axis_name)
@@ -78,20 +79,22 @@ def slicewise_mean(
 
 
 def _unzip(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
-    """Split pairs of packet and next state into all packets and all states."""
+    """Split pairs of packet and next state into a tuple of packets and a tuple of states."""
     packets, states = zip(*encoded, strict=True)
     return packets, states
 
 
 def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shape of a slice of a leaf: whole rows if each slice has as many, else flat."""
+    """Return the shape of one of `count` slices: (rows/count, columns) if count divides the rows,
+    leading axes merged, else flat and rounded up."""
     rows = math.prod(shape[:-1])
     is_flat = len(shape) < 2 or rows % count
     return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
 
 
 def _cut_slices(x: jax.Array, count: int) -> jax.Array:
-    """Return an array as `count` slices, (count, …), padded with zeros where they are flat."""
+    """Cut an array into `count` slices, (count, …);
+    zeros pad the last one if count does not divide the size."""
     shape = slice_shape(x.shape, count)
     if x.size % count:
         x = jnp.pad(x.reshape(-1), (0, -x.size % count))
@@ -99,21 +102,20 @@ def _cut_slices(x: jax.Array, count: int) -> jax.Array:
 
 
 def _join_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array that `_cut_slices` cut."""
+    """Join slices to an array of this shape, without the padding: the inverse of `_cut_slices`."""
     size = math.prod(shape)
     return (slices if slices.size == size else slices.reshape(-1)[:size]).reshape(shape)
 
 
 def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
-    """Tell whether `published` has all slices of a leaf, as after `init` without a mesh.
-
-    The worker then uses the slice that it owns.
-    """
+    """Tell whether `published` has all slices of a leaf (as from `init` without a mesh),
+    not one of this length."""
     return leaf.published is not None and leaf.published.size != length
 
 
 def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
-    """Return the owner's residual of the mean, in the shape of a slice."""
+    """Return the worker's residual of the mean, in the shape of a slice,
+    cut out if `published` has all slices."""
     assert leaf.published is not None
     x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
     if _has_all_slices(leaf, math.prod(shape)):
@@ -122,8 +124,10 @@ def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.
 
 
 def _replace_slice_of_owner(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
-    """Return `published` of a leaf with x as the slice that the worker owns, and 0 in padding."""
+    """Return `published` with x, a flat slice, in the worker's place and 0 in padding;
+    x itself if it has one slice."""
     assert leaf.published is not None
+    # Padding would collect the rounding of zeros by stochastic codes, and be published.
     x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)
     if not _has_all_slices(leaf, x.size):
         return x

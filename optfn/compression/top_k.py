@@ -39,20 +39,23 @@ class TopK(ShownAsCall):
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,); see `packets`."""
+        """Return the packet, uint32 (words,), of the k largest entries of each chunk; see
+        `packet_format`. The state stays."""
         return self.encode_all([x], [state])[0]
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
-        """Return packets and states of several leaves, which are searched together."""
+        """Return packets and states of several leaves, by one search of all;
+        an empty leaf has an empty packet."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
+        # An empty array has no chunk to search.
         found = iter(self._packets([x for x in flat if x.size]))
         packets = [next(found) if x.size else jnp.zeros(0, jnp.uint32) for x in flat]
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packets of flat leaves, none of them empty."""
+        """Return the packets of flat leaves, none of them empty; [] for no leaves."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
@@ -63,7 +66,7 @@ class TopK(ShownAsCall):
         return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.
+        """Return the packets (N, words) of N slices of a leaf, (N, n), encoded one after the other.
 
         With vmap, the search would run its slow branch for each slice.
         """
@@ -71,38 +74,42 @@ class TopK(ShownAsCall):
 
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
+        """Return the packet of one leaf's selected entries;
+        jitted, so that leaves of one size share a program."""
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
-        """Return the encoding of a leaf with `size` ≥ 1 elements."""
+        """Return the encoding of a leaf with `size` ≥ 1 elements:
+        its chunks, their k, and the bits of an index."""
         segments = Segments((size,), self.chunk)
         k = num_selected(self.density, segments.lengths)
         index_bits = (int(segments.lengths.max()) - 1).bit_length()
         return PacketFormat(segments, k, VALUES[self.values], index_bits)
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the leaf, zero where nothing was sent."""
+        """Return the leaf, float32: the values that were sent, zero elsewhere."""
         return self.add_to(jnp.zeros(shape, jnp.float32), packet, 1.0)
 
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet), touching only the entries that were sent."""
+        """Return total + scale·decode(packet); only entries that were sent are read and written.
+        An empty leaf stays."""
         if not total.size:
             return total
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
     def num_entries(self, size: int) -> int:
-        """Return how many entries of a leaf a packet has."""
+        """Return how many entries a packet of a leaf of this size has; 0 if the leaf is empty."""
         return self.format(size).count if size else 0
 
     def entries(self, packet: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the rising indices and the values of the entries."""
+        """Return the increasing indices and the float32 values of the entries in a packet."""
         values, index = self.format(size).decode(packet)
         return index, values
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the packet for a leaf of this shape."""
+        """Return the packet's bytes for a leaf of this shape; 0 if the leaf is empty."""
         size = math.prod(shape)
         return self.format(size).num_bytes if size else 0
 

@@ -40,10 +40,12 @@ class ValueFormat(NamedTuple):
     is_stochastic: bool = False
 
     def scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return the scale of each chunk of x, (count,); shape (0,) if there are none."""
+        """Return the scale of each chunk of x, float32 (count,); shape (0,) without scales."""
         return chunks.map(self._scales, x) if self.has_scale else jnp.zeros(0, jnp.float32)
 
     def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
+        """Return mean|x| for 1 bit, the scale of `_two_bit_scales` for 2,
+        else max|x| over the largest code."""
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
             return divide(chunks.sum(jnp.abs(x)), counts)
@@ -53,11 +55,12 @@ class ValueFormat(NamedTuple):
         return divide(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        """Return the codes of float32 values, uint32 of the same shape.
+        """Return the codes of float32 values, uint32 of the same shape,
+        rounded by the noise if there is any.
 
         Args:
           x: the values.
-          s: the scale of each value, in a shape that broadcasts to that of x; ignored if the format
+          s: the scale of each value, in a shape that broadcasts to x; ignored if the format
             has no scales.
           noise: 32 random bits for each value, for a stochastic format.
         """
@@ -72,9 +75,12 @@ class ValueFormat(NamedTuple):
             return negative
         if self.bits == 2:
             return 2 * negative + _is_large(x, s).astype(jnp.uint32)
+        # A chunk of zeros has s = 0; by 1 instead, its codes are 0 and not NaN.
         return self._code_of_integer(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
     def _code_of_integer(self, ratio: jax.Array) -> jax.Array:
+        """Return rounded x/s in two's complement of `bits` bits,
+        uint32, clipped to the largest code."""
         # max|x|/s may exceed the largest integer by a rounding error.
         largest = _LARGEST[self.bits]
         ratio = jnp.clip(ratio, -largest, largest)
@@ -82,6 +88,7 @@ class ValueFormat(NamedTuple):
         return code & np.uint32((1 << self.bits) - 1)
 
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
+        """Return the codes of values rounded at random to one of the two next to x/s."""
         ratio = divide(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
             return self._code_of_integer(_round_at_random(ratio, noise))
@@ -94,7 +101,7 @@ class ValueFormat(NamedTuple):
         return jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
-        """Return the float32 values of the codes, with the scales of `encode`."""
+        """Return the float32 values of codes, times s if the format has scales."""
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
@@ -110,12 +117,12 @@ class ValueFormat(NamedTuple):
 
 
 def _is_large(x: jax.Array, s: jax.Array) -> jax.Array:
-    """Tell whether |x| is nearer to s than to s/3; 2s/3 is halfway."""
+    """Tell whether |x| is nearer to s than to s/3, that is above 2s/3."""
     return jnp.abs(x) > s * np.float32(2 / 3)
 
 
 def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.Array:
-    """Return for each chunk an s for which the levels ±s/3 and ±s have a small squared error.
+    """Return for each chunk a scale s so that the levels ±s/3 and ±s have a small squared error.
 
     This is Lloyd's iteration from s = max|x|. Let L be the entries that are nearer to s than to
     s/3, and S the others. For this division, the error is least at
@@ -142,14 +149,16 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
 
 
 def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return ⌊x⌋, or ⌊x⌋ + 1 with probability x − ⌊x⌋."""
+    """Return ⌊x⌋ + 1 with probability x − ⌊x⌋, else ⌊x⌋; `noise` is 32 random bits per value."""
     below = jnp.floor(x)
+    # float32 has 24 bits: more of them could round up to 1.
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
     return below + (uniform < x - below)
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:
-    """Return the bits of the values rounded to bfloat16, ties to even, as uint32."""
+    """Return the bits of values rounded to bfloat16, ties to even, as uint32;
+    a finite value does not become ∞."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up to ∞.
@@ -161,5 +170,5 @@ FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
 def format_with_scales(bits: int, stochastic: bool = False) -> ValueFormat:
-    """Return the format with a scale per row for 8, 4, 2 or 1 bits."""
+    """Return the format with a scale per chunk for 8, 4, 2 or 1 bits."""
     return ValueFormat(bits, True, stochastic)

@@ -18,7 +18,8 @@ MASKED = optax.MaskedNode()
 
 
 def mask_untrained(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays in their dtypes, masked where they are not trained; see `enter`.
+    """Return `params` as arrays in their dtypes, masked where `enter` masks them;
+    raise for a leaf that it refuses.
 
     They are not widened: a link of optax makes its state in the dtypes of the params that it gets.
     """
@@ -51,11 +52,13 @@ def enter(
     leaves, structure = tree.flatten(updates)
     try:
         like = leaves if params is None else structure.flatten_up_to(params)
+    # JAX's error shows whole tree structures; ours names the leaf.
     except ValueError:
         errors.check_entering(name, real_only, updates, params)
         raise
     grads, like = list(map(tree.as_array, leaves)), list(map(tree.as_array, like))
     dtypes = list(map(partial(_choose_dtype, real_only), grads, like))
+    # The full check names leaves, which takes time: it runs only where something is unusual.
     if None in dtypes or any(isinstance(g, LeafKind) for g in grads):
         errors.check_entering(name, real_only, updates, params)
 
@@ -84,16 +87,19 @@ def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
 
 
 def _widen(x: Leaf, dtype: DType | None) -> Leaf:
+    """Return x in this dtype; a masked leaf for None."""
     return numerics.cast(x, dtype) if dtype else MASKED
 
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return an update in the parameter's dtype; of a masked leaf, the update of a frozen one."""
     fits = tree.is_array(u) and u.shape == g.shape
     return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
 
 
 def _replace_masked(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a masked leaf; raise an error unless `u`, its new update, is masked."""
+    """Return the update of a masked leaf, −0.0 or an integer zero;
+    raise unless `u`, its new update, is masked."""
     if not tree.is_masked(u):
         raise errors.update_error(name, new, u, g)
     return frozen_update(g, p)

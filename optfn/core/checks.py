@@ -41,9 +41,10 @@ def package(module: str) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called the library, through JAX or not."""
+    """Warn at the line outside of optfn, optax and JAX that called the library."""
     frame, level = sys._getframe(1), 2
     inner = ("optfn", "optax", "jax", "contextlib")
+    # The number of frames differs with JAX's version and with `jit`, so count them here.
     while frame.f_back is not None and package(str(frame.f_globals.get("__name__"))) in inner:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
@@ -59,12 +60,12 @@ def is_host_number(value: object) -> TypeGuard[float]:
 
 
 def is_traced(values: Any) -> bool:
-    """Tell whether an array of a tree is traced: under `jit`, `vmap` or a derivative."""
+    """Tell whether any array of a tree is traced: under `jit`, `vmap` or a derivative."""
     return has_tracer(jax.tree.leaves(values))
 
 
 def has_tracer(arrays: Iterable[Any]) -> bool:
-    """Tell whether one of some arrays is traced."""
+    """Tell whether any of these arrays is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
@@ -86,7 +87,8 @@ SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
-    """Return `value` if it is a valid value of the argument `name`.
+    """Return `value` if it may be the value of the argument `name`, a host number as a float;
+    else raise.
 
     A Python or NumPy number must be in the range and is returned as a float. A JAX array must be a
     real scalar and is returned unchanged.
@@ -103,7 +105,7 @@ def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
 
 
 def _real_scalar(name: str, value: object) -> Scalar:
-    """Return `value` if it is a real array of shape ()."""
+    """Return `value` if it is a real array of shape (); else raise a TypeError or ValueError."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
@@ -114,22 +116,24 @@ def _real_scalar(name: str, value: object) -> Scalar:
 
 
 def nonnegative(name: str, value: object) -> Scalar:
-    """Return `value`, a number in [0, ∞)."""
+    """Return `value` if it is a number in [0, ∞), else raise; see `number`."""
     return number(name, value, NONNEGATIVE)
 
 
 def positive(name: str, value: object) -> Scalar:
-    """Return `value`, a number > 0."""
+    """Return `value` if it is a number > 0 and finite, else raise; see `number`."""
     return number(name, value, POSITIVE)
 
 
 def decay(name: str, value: object) -> Scalar:
-    """Return `value`, the factor of a moving average: a number in [0, 1)."""
+    """Return `value` if it is in [0, 1), the factor of a moving average,
+    else raise; see `number`."""
     return number(name, value, BELOW_ONE)
 
 
 def count(name: str, value: object, *, low: int = 1) -> int:
-    """Return `value`, a Python integer ≥ `low`; static, because shapes depend on it."""
+    """Return `value` as an int if it is a Python integer ≥ `low`, else raise;
+    static, because shapes depend on it."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
         raise TypeError(f"{name} must be a Python integer{hint}; got {show(value)}")
@@ -139,7 +143,8 @@ def count(name: str, value: object, *, low: int = 1) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return `value`, a Python bool; static, because the program depends on it."""
+    """Return `value` as a bool if it is a Python bool, else raise;
+    static, because the program depends on it."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {show(value)}")
     return bool(value)
@@ -152,7 +157,8 @@ def check_signature(
     keywords: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise a TypeError, which ends with `hint`, unless `function` takes so many arguments."""
+    """Raise a TypeError, which ends with `hint`,
+    unless `function` takes these arguments; C functions pass."""
     if not callable(function):
         raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:
@@ -169,7 +175,8 @@ def check_signature(
 
 
 def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
-    """Raise the error of a call with the names of the arguments, if those given do not fit."""
+    """Raise `error` again with the names of the arguments if the given ones do not fit;
+    else return."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -179,7 +186,7 @@ def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: Type
 
 
 def choice(name: str, value: T, options: Sequence[T]) -> T:
-    """Return `value`, one of `options`."""
+    """Return `value` if it is one of `options`, else raise a ValueError that lists them."""
     if value not in options:
         allowed = ", ".join(map(repr, options))
         raise ValueError(f"{name} must be one of {allowed}; got {value!r}")
@@ -187,14 +194,16 @@ def choice(name: str, value: T, options: Sequence[T]) -> T:
 
 
 def path(name: str, value: object) -> Path:
-    """Return `value`, the path of a file."""
+    """Return `value` as a Path if it is a path of a file that is not empty,
+    else raise a TypeError."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise TypeError(f"{name} must be a path; got {show(value)}")
     return Path(value)
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Return a module of an optional package, which an extra of optfn installs.
+    """Return a module of an optional package;
+    without the package, raise an ImportError with the extra to install.
 
     Raises:
       ImportError: the package is not installed; the error names the extra.

@@ -43,11 +43,14 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
 
 def _is_of_another_library(x: object) -> bool:
     """Tell whether `x` is an array of another library than JAX and NumPy, such as torch."""
+    # ml_dtypes has bfloat16 and float8, also for arrays of NumPy.
     packages = ("numpy", "jax", "ml_dtypes")
     return tree.is_array(x) and checks.package(type(x.dtype).__module__) not in packages
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:
+    """Tell whether a leaf may be frozen: masked, float0, a number, or integers;
+    as a gradient only integer zeros."""
     if tree.is_masked(x) or tree.is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
@@ -55,6 +58,8 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
 
 
 def _split_hint(x: object) -> str:
+    """Return the advice to split a model for a leaf that is a function or text;
+    "" for any other leaf."""
     if not (callable(x) or isinstance(x, str)):
         return ""
     # The leaves of an equinox module are its functions and names too, unless it is split.
@@ -71,6 +76,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
     for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
             g.check(f"{name}: the gradient of {place!r}")
+        # For an integer leaf: no gradient, JAX's float0, or the zeros that `frozen_update` gives.
         fits = tree.is_masked(g) or tree.is_float0(g) or numerics.is_known_zero(g)
         if tree.is_inexact(p):
             fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
@@ -81,12 +87,14 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
             if not tree.is_inexact(p):
                 needed += ": an integer leaf cannot be trained (its gradient may be None or float0)"
+        # A gradient of the right kind in a wrong place or shape is a ValueError, any other a
+        # TypeError.
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
         raise error(f"{name}: the gradient of {place!r} is {_kind_of(g)}; the parameter {needed}")
 
 
 def _kind_of(g: Leaf) -> str:
-    """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
+    """Return a gradient's kind, dtype and shape as text; of None and numbers only the kind."""
     if not tree.is_array(g):
         return "None" if g is None else type(g).__name__
     kind = "an array" if isinstance(g, jax.Array | np.ndarray) else type(g).__name__
@@ -102,6 +110,7 @@ def name_integer_leaves(updates: Updates) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
+        # JAX's message has the dtype, but names no leaf.
         integers = [str(place) for place, g in tree.items(updates) if tree.is_float0(g)]
         if not integers or "float0 array" not in str(error):
             raise
@@ -113,13 +122,15 @@ def name_integer_leaves(updates: Updates) -> Iterator[None]:
 
 
 def check_state(name: str, state: OptState, kind: type) -> None:
-    """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
+    """Raise a TypeError unless `state` is of the type that the transformation's init returns,
+    or derived from it."""
     if not isinstance(state, kind):
         raise _state_error(name, f"a {kind.__name__}", state)
 
 
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
-    """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
+    """Raise a TypeError unless the links of `state` have exactly the types that `expected` has;
+    empty ones are alike."""
     if type(expected) is not tuple:
         # Exactly this type: a type derived from it keeps different arrays.
         fits = type(state) is type(expected) or (is_empty(expected) and is_empty(state))
@@ -143,6 +154,7 @@ def check_length(name: str, state: OptState, length: int) -> None:
 
 
 def _state_error(name: str, expected: str, state: OptState) -> TypeError:
+    """Return the error that a state has another type than `expected`, with the type that came."""
     kind, package = type(state).__name__, checks.package(type(state).__module__)
     came = kind if package == "optfn" else f"{kind} of {package}"
     came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else came
@@ -155,7 +167,8 @@ def _state_error(name: str, expected: str, state: OptState) -> TypeError:
 def shape_error(
     i: int, updates: Updates, accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]]
 ) -> ValueError:
-    """Return the error of accumulators of leaf i that do not have the expected shapes."""
+    """Return the error that accumulators of leaf i lack the expected shapes:
+    it was frozen, or of other params."""
     g, came = tree.leaves(updates)[i], [x.shape if tree.is_array(x) else None for x in accumulators]
     shape = next(a for a, b in zip(came, expected, strict=True) if a != b)
     if shape is None:
@@ -171,7 +184,7 @@ def shape_error(
 
 
 def update_error(name: str, new: Updates, u: Leaf, g: Leaf) -> ValueError:
-    """Return the error of a rule whose update `u`, one of `new`, does not have the shape of g."""
+    """Return the error that a rule's update `u`, a leaf of `new`, does not have the shape of g."""
     path = next((str(place) for place, x in tree.items(new) if x is u), "")
     came = f"shape {u.shape}" if tree.is_array(u) else f"type {type(u).__name__}"
     return ValueError(
@@ -191,9 +204,10 @@ def result_error(rule: partial[object], result: object, accumulators: Sequence[L
 
 
 def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
-    """Raise the error of the first state tree whose structure is not that of `updates`.
+    """Raise the error of the first state tree whose structure differs from `updates`;
+    else return `error`.
 
-    Return `error`, which JAX raised, if all have it.
+    JAX raised `error`.
     """
     for state in states:
         tree.check_same_structure("update", "the state", state, "updates", updates)

@@ -39,7 +39,7 @@ def apply(
     rows: str = "dense",
     **scalars: Any,
 ) -> Any:
-    """Apply an elementwise rule on arrays to every leaf.
+    """Apply an elementwise rule on arrays to every leaf; masked leaves stay masked.
 
     Args:
       rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; without
@@ -90,7 +90,8 @@ def apply(
 def _align_trees(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
-    """Return the leaves of `updates`, a list of leaves for each further tree, and the structure.
+    """Return the leaves of `updates`, a list of leaves for each further tree,
+    and the structure; raise if they differ.
 
     A list has the subtree of its tree in the place of each leaf of `updates`.
     """
@@ -107,6 +108,8 @@ def _align_trees(
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
+    """Return the results of a rule for one leaf, accumulators in their dtypes;
+    raise if their shapes changed."""
     scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, LeafKind):
         result = g.apply(rule, rows, accumulators, p, scalars)
@@ -133,17 +136,20 @@ def numbers_of(g: Leaf) -> Any:
 
 
 def scalar_at(scalar: Any, i: int) -> Any:
-    """Return the scalar of leaf i: a number, or a PerTensor."""
+    """Return the scalar of leaf i, a number or a PerTensor,
+    if scalars differ between leaves; else the scalar."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
 def _broadcast(scalar: Any, shape: tuple[int, ...]) -> Any:
+    """Return a scalar as it is; of a PerTensor, an array of `shape`."""
     is_scalar = tree.is_array(scalar) or isinstance(scalar, int | float)
     return scalar if is_scalar else scalar.broadcast(shape)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
-    """Return factor·updates, in the dtypes of the updates."""
+    """Return factor·updates in the dtypes of the updates;
+    the factor is one number, or a PerLeaf."""
 
     def multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
         return numerics.scalar(factor, g) * g
@@ -176,7 +182,7 @@ def zeros_like(
 
 
 def keep_inexact(params: Params) -> Params:
-    """Keep floating-point leaves, as arrays; mask all others."""
+    """Return floating-point leaves as arrays; all other leaves are masked."""
     return tree.map(
         lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
     )
@@ -201,6 +207,8 @@ def densify_rows(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
+    """Map fn(place, leaf) over row-sparse leaves, after a check; other leaves stay."""
+
     def convert(place: tree.Place, g: Leaf) -> Leaf:
         if not isinstance(g, LeafKind):
             return g
@@ -212,11 +220,13 @@ def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates
 
 
 def _square(x: jax.Array) -> jax.Array:
+    """Return the sum of squares of an array, taken in float32 or wider."""
     return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
 
 
 def global_norm(updates: Updates) -> jax.Array:
-    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider.
+    """Return the L2 norm of all leaves together, √∑‖g‖²,
+    a scalar of float32 or wider; 0 without leaves.
 
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf must be added up
     before, see `merge_rows`.
@@ -227,5 +237,6 @@ def global_norm(updates: Updates) -> jax.Array:
     squares = [square(x) for x in arrays]
     if not squares:
         return jnp.zeros((), jnp.float32)
+    # Of float32 and float64 leaves, so that neither is rounded.
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
     return jnp.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())

@@ -26,7 +26,8 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.cache
 def wide_dtype(dtype: object) -> np.dtype[Any] | None:
-    """Return the dtype for arithmetic with leaves of `dtype`; None for integers and keys."""
+    """Return the dtype for arithmetic with leaves of `dtype`,
+    float32 or wider; None for integers and keys."""
     if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact):
         return accumulator_dtype(dtype)
     return None
@@ -123,7 +124,8 @@ def float0_zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def is_known_zero(x: object) -> bool:
-    """Tell whether `x` is a NumPy array of integer zeros, as from `integer_zeros`."""
+    """Tell whether `x` is a NumPy array of integer or bool zeros,
+    as from `integer_zeros`; a traced array is not."""
     return (
         isinstance(x, np.ndarray)
         and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)

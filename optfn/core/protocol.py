@@ -55,7 +55,8 @@ class Unchecked(NamedTuple):
     name: str = ""
 
 
-rule = Unchecked  # The public name; docs/own-transform.md promises it.
+# The public name, which docs/own-transform.md promises. Elsewhere a rule is a function on arrays.
+rule = Unchecked
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -94,7 +95,8 @@ class Transform(optax.GradientTransformationExtraArgs):
 
 
 def _rebuild(origin: Transform, functions: Iterable[Any]) -> Transform:
-    """Return `origin` if these are its functions, else a transformation of them alone."""
+    """Return `origin` if these are its functions,
+    else a transformation of these functions alone."""
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
@@ -105,7 +107,8 @@ jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin o
 
 
 def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """Return factory(*args, **kwargs); if the arguments do not fit, the error lists them."""
+    """Return factory(*args, **kwargs); a TypeError of arguments that do not fit also lists the
+    right ones."""
     try:
         return factory(*args, **kwargs)
     except TypeError as error:
@@ -122,7 +125,7 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
 def record_call(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory, so that the `repr` of its transformations is the call that made them."""
+    """Decorate a factory so that the `repr` of its transformations is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
@@ -160,6 +163,7 @@ def transform(
         def make_unchecked(*args: P.args, **kwargs: P.kwargs) -> Unchecked:
             made = call_factory(factory, args, kwargs)
             real_only = made.real_only if complex_leaves else name
+            # The name of this factory, also if it returns the pair of another one.
             made = made._replace(real_only=real_only, links=(), name=name)
             return made._replace(needs_params=needs_params, reads_state=reads_state)
 
@@ -191,13 +195,16 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
     if not links:
         raise ValueError("chain needs at least one gradient transformation")
     links = tuple(check_transform(f"chain: part {i}", link) for i, link in enumerate(links))
+    # Twice: with each link's boundary for a call, and without for an optimizer that takes the
+    # chain.
     checked = chain_unchecked([Unchecked(*link) for link in links])
     unchecked = chain_unchecked(list(map(strip_boundary, links)))
     return Transform(checked.init, checked.update, unchecked=unchecked)
 
 
 def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
-    """Apply `links` one after the other, without a boundary; the state is a tuple of theirs."""
+    """Apply `links` one after the other, without a boundary;
+    the state is the tuple of their states."""
 
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
@@ -232,12 +239,12 @@ def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
 
 
 def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
-    """Return the links of a list or of a chain; of another transformation, itself as one link."""
+    """Return the links of a list or of a chain; any other transformation is one link."""
     return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 
 def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
-    """Put a boundary around a pair of functions: a gradient transformation.
+    """Put a boundary around a pair of functions: it checks and casts gradients and params.
 
     Leaves that are not floating point are masked: they have no state, and their update is zero. An
     update has the dtype of its parameter, or without params the dtype of its gradient.
@@ -298,7 +305,8 @@ _EMPTY = optax.EmptyState()
 
 
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Unchecked:
-    """Return a pair from (updates, params) -> updates; its state is `state`, without arrays."""
+    """Return a pair from (updates, params) -> updates;
+    its state is always `state`, without arrays."""
 
     def update_alone(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
@@ -349,7 +357,7 @@ def next_step(step: jax.Array) -> jax.Array:
 def check_transform(
     argument: str, tx: Any, factory: str = ""
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
+    """Return `tx` if it is a gradient transformation, else raise an error that names `argument`.
 
     An object that can make one, such as `optax.MultiSteps`, is converted.
 
@@ -364,6 +372,9 @@ def check_transform(
 def _convert_transform(
     argument: str, tx: Any, factory: str
 ) -> optax.GradientTransformationExtraArgs:
+    """Convert an object that can make a transformation,
+    and give third-party errors the argument's name."""
+    # A first use passes transformations of optfn, and does not import this.
     from optfn.interop import third_party
 
     tx = third_party.convert_transform(argument, tx, factory)

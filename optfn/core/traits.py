@@ -91,7 +91,8 @@ _reporting: list[type] = []
 
 
 def traits(**declared: Any) -> Callable[[T], T]:
-    """Decorate a class with its traits, the fields of `Traits`."""
+    """Decorate a class with its traits, by the names of the fields of `Traits`;
+    others keep their defaults."""
     found = Traits(**declared)
 
     def declare(kind: T) -> T:
@@ -110,5 +111,5 @@ def traits_of(x: object) -> Traits:
 
 
 def reporting_types() -> list[tuple[type, Mapping[str, Report | None]]]:
-    """Return the types that declare reports, and these."""
+    """Return (type, its reports by field) for each type that declares reports."""
     return [(kind, kind.traits.reports) for kind in _reporting]  # type: ignore[attr-defined]

@@ -77,12 +77,13 @@ def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Ar
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
-    """Return the leaves of `tree`, masked ones included, and its structure."""
+    """Return the leaves of `tree` and its structure;
+    a masked or row-sparse leaf counts as one leaf."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """Return the leaves of `tree`, masked ones included."""
+    """Return the leaves of `tree`; a masked or row-sparse leaf counts as one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_leaf)
 
 
@@ -99,12 +100,13 @@ def map(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
 
 
 def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
-    """Map `fn` over the leaves of `tree` that are not masked; masked ones stay as they are."""
+    """Map `fn` over the leaves of `tree` that are not masked; masked leaves stay as they are."""
     return map(lambda x: x if is_masked(x) else fn(x), tree)
 
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(place, leaf, *leaves of `trees`); the place says the path, for errors."""
+    """Map fn(place, leaf, *leaves of `trees`) over all leaves;
+    the place says the path, for errors."""
     return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *trees))
 
 
@@ -132,13 +134,15 @@ class Place:
 
 def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yield (place, leaf, *leaves of `trees` in its place) for all leaves of a tree."""
+    # On demand and once: to name the leaves takes longer than to check them.
     known = functools.cache(functools.partial(paths, tree))
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *trees)), strict=True)):
         yield Place(known, i), *row
 
 
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
-    """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
+    """Return the path of each leaf, in the order of `flatten`:
+    "layers/0/bias", "" for a tree that is a leaf.
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
     the tree with it at init and without it at update, and a leaf must have the same name in both.
@@ -190,12 +194,13 @@ def inner_tree(node: PyTree) -> PyTree:
 
 
 def join(*words: str) -> str:
-    """Join words to a path; empty words are left out."""
+    """Join words by "/" to a path; empty words are left out."""
     return "/".join(filter(None, words))
 
 
 def key_name(key: object) -> str:
-    """Return one key of a JAX key path as a word."""
+    """Return one key of a JAX key path as a word: a dict's key, a position, or an attribute."""
+    # Of DictKey and FlattenedIndexKey, SequenceKey, and GetAttrKey.
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -203,12 +208,12 @@ def key_name(key: object) -> str:
 
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
-    """Return the first `most` names in quotes, for an error; of more, say how many there are."""
+    """Return at most `most` names in quotes, for an error; of more names also their number."""
     return list_words([repr(name) for name in names], most)
 
 
 def list_words(words: Sequence[str], most: int) -> str:
-    """Join at most `most` words by commas; of more words, say how many there are."""
+    """Join at most `most` words by commas; of more words also their number."""
     shown = ", ".join(words[:most])
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 

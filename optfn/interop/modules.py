@@ -14,7 +14,9 @@ from optfn.core.types import Params
 
 
 def check_split(name: str, params: Params) -> None:
-    """Raise a TypeError unless a model of flax or equinox has been split, with the line for it.
+    """Raise a TypeError if params have arrays of a flax or equinox model that must not be trained.
+
+    The error has the line that splits the model.
 
     Args:
       name: the function that takes the params.
@@ -26,7 +28,7 @@ def check_split(name: str, params: Params) -> None:
 
 
 def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
-    """Yield the nodes of a type and the leaves outside of them, each after its path."""
+    """Yield (path, node) for the nodes of a type, and for the leaves outside of them."""
     for keys, x in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, kind)
     ):
@@ -34,14 +36,14 @@ def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _check_nnx(name: str, params: Params) -> None:
+    """Raise for variables of flax.nnx that are no nnx.Param; pass if nnx is not loaded."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    untrained = [
-        f"{path!r} of type {type(x).__name__}"
-        for path, x in _iterate_nodes(params, nnx.Variable)
-        if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
-    ]
+    untrained = []
+    for path, x in _iterate_nodes(params, nnx.Variable):
+        if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param):
+            untrained.append(f"{path!r} of type {type(x).__name__}")
     if untrained:
         raise TypeError(
             f"{name}: the only flax.nnx variables in params must be nnx.Param; got "
@@ -52,9 +54,11 @@ def _check_nnx(name: str, params: Params) -> None:
 
 
 def _check_linen(name: str, params: Params) -> None:
-    """Raise for the `variables` of linen: a mapping of collections, one of them "params"."""
+    """Raise for the `variables` of linen: a mapping of collections,
+    one of them "params" but not all."""
     if "flax.linen" not in sys.modules or not isinstance(params, Mapping):
         return
+    # All values of linen's variables are mappings. A tree of your own seldom has only mappings.
     untrained = [str(key) for key in params if key != "params"]
     if untrained and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
         state = f'variables["{untrained[0]}"]' if len(untrained) == 1 else "the others"
@@ -67,16 +71,18 @@ def _check_linen(name: str, params: Params) -> None:
 
 
 def _check_equinox(name: str, params: Params) -> None:
+    """Raise for leaves of equinox modules that are no floating-point arrays;
+    pass if it is not loaded."""
     eqx = sys.modules.get("equinox")
     if eqx is None:
         return
-    untrained = [
-        f"{tree.join(path, inner)!r} of type {type(x).__name__}"
-        for path, node in _iterate_nodes(params, eqx.Module)
-        if isinstance(node, eqx.Module)
-        for inner, x in tree.leaves_with_paths(node)
-        if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))
-    ]
+    untrained = []
+    for path, node in _iterate_nodes(params, eqx.Module):
+        if not isinstance(node, eqx.Module):
+            continue
+        for inner, x in tree.leaves_with_paths(node):
+            if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x))):
+                untrained.append(f"{tree.join(path, inner)!r} of type {type(x).__name__}")
     if untrained:
         raise TypeError(
             f"{name}: an equinox module in params must have only floating-point arrays; got "

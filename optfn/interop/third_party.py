@@ -18,7 +18,8 @@ from optfn.leaves.nodes import Stacked
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
-    """Return `tx`, or the transformation that it makes; see `core.check_transform`."""
+    """Return `tx`, or the transformation that it makes,
+    as MultiSteps does; raise for anything else."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -39,7 +40,8 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `tx`, a third-party transformation, with errors that begin with `argument`.
+    """Return `tx`, a third-party transformation,
+    with clearer errors about Rows and Stacked; other errors pass.
 
     Raises, at init and update:
       TypeError: it takes no row-sparse gradients.
@@ -52,6 +54,7 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             return tx.init(params)
         except (TypeError, ValueError) as error:
             inner = _unwrap_stacked_params(params)
+            # Only if the same call succeeds without the nodes is the cause known.
             if inner is not params and _is_traceable(lambda: tx.init(inner)):
                 raise ValueError(
                     f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
@@ -80,7 +83,8 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
 
 
 def _unwrap_stacked_params(params: Params) -> Params:
-    """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
+    """Replace each `Stacked` in `params` by its tree;
+    return `params` itself where there are none."""
 
     def is_stacked(x: object) -> bool:
         return isinstance(x, Stacked)
@@ -95,7 +99,7 @@ def _unwrap_stacked_params(params: Params) -> Params:
 
 
 def _is_traceable(fn: Callable[[], PyTree]) -> bool:
-    """Tell whether `fn` can be traced."""
+    """Tell whether `fn` can be traced, without a TypeError or ValueError."""
     try:
         jax.eval_shape(fn)
     except (TypeError, ValueError):

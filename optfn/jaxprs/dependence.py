@@ -1,4 +1,4 @@
-"""Which results of a function depend on which of its arguments, read from its equations."""
+"""Dependence of a function's results on its arguments, read from its equations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,8 @@ Flags = Sequence[bool]
 def find_dependent_leaves(
     fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]
 ) -> PyTree:
-    """Tell for each leaf of fn(*args) whether it may depend on a marked leaf.
+    """Mark each leaf of fn(*args) that may depend on a marked leaf;
+    unknown dependence counts as such.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
@@ -39,7 +40,7 @@ def find_dependent_leaves(
 
 
 def _propagate_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
-    """Return which outputs of a jaxpr depend on the inputs that are marked."""
+    """Propagate marks from a jaxpr's inputs to its outputs; literals are never marked."""
     marked = bindings(jaxpr.invars, inputs)
 
     def flags(atoms: Sequence[Atom]) -> Flags:
@@ -47,20 +48,26 @@ def _propagate_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
 
     for equation in jaxpr.eqns:
         given = flags(equation.invars)
+        # Marks only grow from marked operands, so other equations need no look.
         if any(given):
             marked |= bindings(equation.outvars, _propagate_equation(equation, given))
     return flags(jaxpr.outvars)
 
 
 def _propagate_equation(equation: Equation, given: Flags) -> Flags:
+    """Mark an equation's results: by the function that it calls,
+    by its rule, or else all of them."""
     rule, inner = _RULES.get(equation.primitive.name), find_called_jaxpr(equation)
     if inner is not None:
         return _propagate_jaxpr(inner, given)
     found = rule(equation.params, given) if rule else None
+    # An unknown primitive: all its results may depend on all operands.
     return [any(given)] * len(equation.outvars) if found is None else found
 
 
 def _propagate_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
+    """Mark the results of a scan, its carry by a fixed point;
+    None if its params have an unknown form."""
     groups = count_scan_groups(params)
     if groups is None:
         return None
@@ -75,21 +82,24 @@ def _propagate_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
 
 
 def _propagate_while(params: Mapping[str, Any], given: Flags) -> Flags:
+    """Mark the carry of a while loop, by a fixed point."""
     groups = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, carry = split_operands(given, groups)
 
     def once(carry: Flags) -> Flags:
         # All results depend on the number of iterations.
         (condition,) = _propagate_jaxpr(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
-        return [
-            condition | x for x in _propagate_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
-        ]
+        if condition:
+            return [True] * len(carry)
+        return _propagate_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
 
     return _find_fixed_point(once, carry)
 
 
 def _propagate_cond(params: Mapping[str, Any], given: Flags) -> Flags:
+    """Mark a result if any branch marks it, or if the index is marked."""
     branches = [_propagate_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
+    # given[0] is the index: all results depend on it.
     return [any([given[0], *flags]) for flags in zip(*branches, strict=True)]
 
 
@@ -102,7 +112,7 @@ _RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
 
 
 def _find_fixed_point(step: Callable[[Flags], Flags], carry: Flags) -> Flags:
-    """Return the flags of a loop's carry when another iteration marks no more."""
+    """Return the carry's flags after which another iteration marks no more."""
     while True:
         new = [a | b for a, b in zip(carry, step(carry), strict=True)]
         if new == carry:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.extend.core as jex
+from jax.extend import source_info_util
 
 from optfn.core.types import PyTree
 
@@ -16,18 +17,25 @@ Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
 Override: TypeAlias = Callable[..., list[Value]]  # it runs in place of an equation
+Rule: TypeAlias = Callable[..., list[Value]]  # (equation, *operands) -> results
 T = TypeVar("T")
 
-_JITTED = ("jit", "pjit", "closed_call")
+JITTED = ("jit", "pjit", "closed_call")
+CHECKPOINTS = ("checkpoint", "remat2")
 # Primitives that run a function once on their operands.
 _CALLS = (
-    *(*_JITTED, "core_call", "composite", "shard_map", "checkpoint", "remat2"),
+    *(*JITTED, "core_call", "composite", "shard_map", *CHECKPOINTS),
     *("custom_jvp_call", "custom_vjp_call"),
 )
 
 
 class Equations:
-    """The equations of a function of trees, with the calls of jitted functions inlined.
+    """The equations of a function of trees.
+
+    Args:
+      fn: the function.
+      *args: its arguments, or their shapes and dtypes.
+      inline: whether to replace each call of a jitted function by the equations of the function.
 
     inputs: the variables of all leaves of the arguments, in order.
     outputs: the variables (or literals) of the leaves of the result.
@@ -35,9 +43,12 @@ class Equations:
     constants: the values of the variables that the function closes over.
     """
 
-    def __init__(self, fn: Callable[..., Any], *args: PyTree) -> None:
+    def __init__(self, fn: Callable[..., Any], *args: PyTree, inline: bool = True) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        inlined = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
+        if inline:
+            inlined = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
+        else:
+            inlined = closed
         self.structure: Any = jax.tree.structure(shape)
         self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
         self.equations = list(inlined.jaxpr.eqns)
@@ -72,18 +83,46 @@ class Equations:
         equations = self.find_equations(targets)
         return set(variables([*targets, *(a for e in equations for a in e.invars)]))
 
+    def find_live_equations(self) -> list[Equation]:
+        """Return the equations that the outputs and side effects need, in order."""
+        effects = [e for e in self.equations if e.effects]
+        needed = self.find_equations([*self.outputs, *(a for e in effects for a in e.invars)])
+        found = {id(e) for e in [*needed, *effects]}
+        return [e for e in self.equations if id(e) in found]
+
+    def retrace(self, overrides: Mapping[int, Override], values: Sequence[Value]) -> "Equations":
+        """Trace this program again, with `overrides` in place of some equations.
+
+        Args:
+          overrides: as in `run`.
+          values: the inputs, or their shapes and dtypes.
+        """
+
+        def run(*leaves: Value) -> list[Value]:
+            found = self.run(self.equations, bindings(self.inputs, leaves), overrides)
+            return read(found, self.outputs)
+
+        program = Equations(run, *values)
+        program.structure = self.structure
+        return program
+
     def run(
         self,
         equations: Iterable[Equation],
         known: Environment,
         overrides: Mapping[int, Override] | None = None,
+        rule: Rule | None = None,
     ) -> Environment:
         """Return the values of variables: `known`, the constants, and the results of `equations`.
 
-        `overrides` maps the id of an equation to a function that replaces it, from the values of
-        its arguments to those of its results.
+        Args:
+          equations: the equations to run, in order.
+          known: the values of the variables that they need.
+          overrides: functions that replace equations, by the id of the equation; each maps the
+            values of its arguments to its results.
+          rule: returns the results of the remaining equations; None runs them as they are.
         """
-        return _run_equations(equations, self.constants | known, overrides or {})
+        return run_equations(equations, self.constants | known, overrides, rule)
 
 
 def function_of_arrays(
@@ -168,21 +207,32 @@ def split_operands(
     return operands[:first], operands[first:end], operands[end:]
 
 
-def _run_equation(equation: Equation, *arguments: Value) -> list[Value]:
+def bind(equation: Equation, *arguments: Value) -> list[Value]:
+    """Return the results of an equation for these values of its arguments."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
     return result if primitive.multiple_results else [result]
 
 
-def _run_equations(
-    equations: Iterable[Equation], values: Environment, overrides: Mapping[int, Override]
+def run_equations(
+    equations: Iterable[Equation],
+    values: Environment,
+    overrides: Mapping[int, Override] | None = None,
+    rule: Rule | None = None,
 ) -> Environment:
-    """Add the results of `equations` to the values of variables, and return these."""
+    """Add the results of `equations` to the values of variables, and return these.
+
+    The arguments are those of `Equations.run`. What is traced keeps the lines and the named scopes
+    of the equations, which errors and profiles show.
+    """
     for equation in equations:
-        arguments = read(values, equation.invars)
-        override = overrides.get(id(equation), partial(_run_equation, equation))
-        values |= bindings(equation.outvars, override(*arguments))
+        override = (overrides or {}).get(id(equation), partial(rule or bind, equation))
+        info = equation.source_info
+        scope = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=scope):
+            results = override(*read(values, equation.invars))
+        values |= bindings(equation.outvars, results)
     return values
 
 
@@ -194,9 +244,9 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     instead = {
         id(e): partial(_run_inlined, _get_jaxpr(e))
         for e in equations
-        if e.primitive.name in _JITTED and isinstance(_get_jaxpr(e), jex.ClosedJaxpr)
+        if e.primitive.name in JITTED and isinstance(_get_jaxpr(e), jex.ClosedJaxpr)
     }
-    return read(_run_equations(equations, values, instead), closed.jaxpr.outvars)
+    return read(run_equations(equations, values, instead), closed.jaxpr.outvars)
 
 
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
@@ -204,14 +254,7 @@ def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     needed = program.find_dependencies(targets)
     scans = [e for e in program.equations if e.primitive.name == "scan"]
     instead = {id(e): partial(_run_split_scan, e, needed) for e in scans}
-
-    def run(*leaves: Value) -> list[Value]:
-        values = program.run(program.equations, bindings(program.inputs, leaves), instead)
-        return read(values, program.outputs)
-
-    split = Equations(run, *shapes_of(program.inputs))
-    split.structure = program.structure
-    return split
+    return program.retrace(instead, shapes_of(program.inputs))
 
 
 def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value) -> list[Value]:
@@ -221,7 +264,7 @@ def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value)
     """
     scan = _Scan.of(equation.params, operands)
     if scan is None:
-        return _run_equation(equation, *operands)
+        return bind(equation, *operands)
     early = scan.close_over_carries({i for i, a in enumerate(equation.outvars) if a in needed})
     body = split_scans(scan.body, (scan.body.outputs[i] for i in early))
     scan = scan._replace(body=body)
@@ -230,7 +273,7 @@ def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value)
     in_first = set(map(id, first))
     second = [e for e in body.find_equations(scan.outputs(late)) if id(e) not in in_first]
     if not early or not second:
-        return _run_equation(equation, *operands)
+        return bind(equation, *operands)
     # The intermediate values of the first scan that the second reads are stacked, one entry per
     # iteration.
     available = {a for e in second for a in e.outvars} | {*body.constants, *body.inputs}

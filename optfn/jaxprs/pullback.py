@@ -18,12 +18,13 @@ Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 
 def select_inexact_leaves(tree: PyTree) -> list[Leaf]:
-    """Return the real and complex floating-point leaves of `tree`: those that have a gradient."""
+    """Return the leaves that have a gradient, real and complex floating point;
+    integers are left out."""
     return list(filter(_is_inexact, jax.tree.leaves(tree)))
 
 
 def replace_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
-    """Return `tree` with `replacements` in place of its inexact leaves, in order."""
+    """Replace the inexact leaves of a tree, in order; the others stay."""
     return replace_leaves(_is_inexact, tree, replacements)
 
 
@@ -32,7 +33,8 @@ def _is_inexact(x: Leaf) -> bool:
 
 
 def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:
-    """Return y, and the function (cotangent of y) -> (gradient of weights, cotangent of x)."""
+    """Return y, and the function from its cotangent to (gradient of weights,
+    cotangent of x), without integer leaves."""
 
     def run(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
         y = fn(
@@ -40,6 +42,7 @@ def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree,
         )
         return select_inexact_leaves(y), y
 
+    # y is an auxiliary result too, because its integer leaves have no cotangent.
     _, pull, y = jax.vjp(
         run, select_inexact_leaves(weights), select_inexact_leaves(x), has_aux=True
     )

@@ -14,11 +14,12 @@ from optfn.leaves.layout import BufferLayout, Run, single_leaf
 
 def has_leaf_layouts(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
+    # By its method, because `nodes` imports this module.
     return hasattr(type(x), "leaf_layouts")
 
 
 def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
-    """Return the layout of each leaf, in the order of `flatten`."""
+    """Return the layout of each leaf, in the order of `flatten`; a plain leaf is one tensor."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: has_leaf_layouts(x) or is_leaf(x)):
         found += node.leaf_layouts() if has_leaf_layouts(node) else [layout_of_leaf(node)]
@@ -26,29 +27,27 @@ def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
 
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
-    """Return the layout of a leaf that is one tensor."""
+    """Return the layout of a leaf that is one tensor; a leaf without a shape counts as a scalar."""
     return single_leaf(tuple(x.shape) if is_array(x) else ())
 
 
 def count_stacked_axes(tree: PyTree) -> list[int]:
-    """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
+    """Return for each leaf how many leading axes count tensors:
+    the number of `Stacked` around it."""
     return [layout.runs[0].stacked for layout in leaf_layouts(tree)]
 
 
 def runs_by_name(tree: PyTree) -> dict[str, Run]:
     """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    return {
-        name: run
-        for group, layout in zip(leaf_names(tree), leaf_layouts(tree), strict=True)
-        for name, run in zip(group, layout.run_of_leaves.values(), strict=True)
-    }
+    found: dict[str, Run] = {}
+    for group, layout in zip(leaf_names(tree), leaf_layouts(tree), strict=True):
+        found |= zip(group, layout.run_of_leaves.values(), strict=True)
+    return found
 
 
 def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
-    """Return the names of each leaf, in the order of `flatten`.
-
-    A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
-    """
+    """Return the names of each leaf, in the order of `flatten`:
+    its path, or all paths packed in it."""
     found: list[tuple[str, ...]] = []
     nodes = jax.tree.leaves(tree, is_leaf=_is_named)
     for path, node in zip(paths(tree, _is_named), nodes, strict=True):
@@ -58,7 +57,7 @@ def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
 
 
 def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return (name, leaf) for each name of each leaf; see `names`."""
+    """Return (name, leaf) for each name of each leaf; see `leaf_names`."""
     pairs = zip(leaf_names(tree), leaves(tree), strict=True)
     return [(name, leaf) for group, leaf in pairs for name in group]
 
@@ -69,4 +68,5 @@ def has_names(x: object) -> bool:
 
 
 def _is_named(x: Any) -> bool:
+    """Tell whether `x` is a node that names its leaves, or a single leaf."""
     return has_names(x) or is_leaf(x)

@@ -25,7 +25,7 @@ class Run:
     Args:
       shape: the shape of each leaf.
       leaves: the leaves, by their number in the tree.
-      start: the element at which the first leaf starts.
+      start: the first element of the first leaf.
       stacked: how many leading axes of a leaf count tensors.
     """
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The element at which the last leaf ends."""
+        """The element behind the last leaf."""
         return self.start + self.size * len(self.leaves)
 
     @property
@@ -88,17 +88,19 @@ class BufferLayout:
         return len(self.runs) == 1 and self.runs[0].num_tensors == 1
 
     def split_tensors(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors in an array, run by run, each run (num_tensors, *shape)."""
+        """Return the tensors in an array, one array (num_tensors, *shape) for each run."""
         pieces = [x]
+        # A single run is the whole array, of any number of axes; several lie in a flat buffer.
         if len(self.runs) > 1:
             pieces = [x[run.start : run.stop] for run in self.runs]
-        return [
-            piece.reshape(run.num_tensors, *run.shape[run.stacked :])
-            for piece, run in zip(pieces, self.runs, strict=True)
-        ]
+        tensors = []
+        for piece, run in zip(pieces, self.runs, strict=True):
+            tensors.append(piece.reshape(run.num_tensors, *run.shape[run.stacked :]))
+        return tensors
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors of each run: of a buffer, as rows of a matrix; else as `tensors` does.
+        """Return the tensors of each run: of a buffer as rows (num_tensors,
+        n), else as `split_tensors` does.
 
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
@@ -107,13 +109,13 @@ class BufferLayout:
         return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
 
     def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Undo `tensors`: put these tensors back into one array of `shape`."""
+        """Undo `split_tensors`: put these tensors back into one array of `shape`."""
         if len(tensors) == 1:
             return tensors[0].reshape(shape)
         return jnp.concatenate([x.reshape(-1) for x in tensors]).reshape(shape)
 
     def stack_once(self) -> "BufferLayout":
-        """Let one more leading axis of each leaf count tensors."""
+        """Return the layout with one more leading axis of each leaf that counts tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
 
@@ -123,6 +125,7 @@ def make_buffer_layout(
 ) -> BufferLayout:
     """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
     runs: list[Run] = []
+    # Only neighbours: a run is one slice of the buffer.
     for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
         start = runs[-1].stop if runs else 0
         runs.append(Run(shape, tuple(i for _, _, i in group), start, stacked))
@@ -139,7 +142,7 @@ class PackedLayout:
     """The positions of the leaves of a tree in the buffers of a Packed; static.
 
     Args:
-      structure: the structure of the tree, in which masked leaves count as leaves.
+      structure: the structure of the tree; masked leaves count as leaves.
       paths: the paths of its leaves.
       buffers: the layout of each buffer.
       frozen: the leaves outside the buffers, by their number: those that are not floating point,
@@ -153,10 +156,12 @@ class PackedLayout:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
+        """The fields as a tuple that can be hashed."""
         return self.structure, self.paths, self.buffers, self.frozen
 
     @cached_property
     def _hash(self) -> int:
+        """The hash, computed once: a structure of thousands of leaves takes time."""
         return hash(self._key)
 
     def __hash__(self) -> int:
@@ -167,9 +172,11 @@ class PackedLayout:
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
 
+# Kept, because each update selects again, and a jitted step then compares layouts by identity.
 @lru_cache(maxsize=64)
 def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
-    """Keep the chosen leaves, by their numbers in the tree; a buffer without any goes."""
+    """Keep the chosen leaves of a layout, by their numbers in the tree;
+    a buffer without any goes."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()

@@ -42,6 +42,7 @@ class Stacked(NamedTuple):
         return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
+        # With the attributes of an array it would pass for an array (`tree.is_array`).
         if name.startswith("_") or tree.is_array(self.layers):
             raise AttributeError(name)
         return getattr(self.layers, name)
@@ -51,7 +52,7 @@ class Stacked(NamedTuple):
 class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
 
-    It is a pytree. Its leaves are the buffers, and those leaves of the original tree that are not
+    It is a pytree. Its leaves are the buffers, and the leaves of the original tree that are not
     floating point. Optimizers take it like the original tree: norms per tensor, patterns of paths
     and attributes refer to the leaves of that tree.
 
@@ -100,7 +101,7 @@ class Packed:
         return [*self.layout.buffers, *map(contents.layout_of_leaf, self.frozen)]
 
     def leaf_names(self) -> list[tuple[str, ...]]:
-        """Return the paths of the original leaves in each leaf of this node."""
+        """Return for each leaf of this node the paths of the original leaves in it."""
         paths = self.layout.paths
         buffers = [tuple(paths[i] for i in buffer.leaves) for buffer in self.layout.buffers]
         return [*buffers, *((paths[i],) for i in self.layout.frozen)]

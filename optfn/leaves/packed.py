@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.collectives.mesh import explicit_sharding
 from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
@@ -24,14 +25,14 @@ from optfn.leaves.layout import (
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
-#   1. packed_layout  the float32 buffer has the runs (3,): leaf 0 from element 0, and (2, 3): leaf
-#                     2 from element 3; leaf 1 is frozen. Leaves of one shape share a run, so that
-#                     one reshape gives all of their tensors.
+#   1. make_packed_layout: the float32 buffer has the runs (3,): leaf 0 from element 0, and
+#                     (2, 3): leaf 2 from element 3; leaf 1 is frozen. Leaves of one shape share a
+#                     run, so that one reshape gives all of their tensors.
 #   2. pack_like      buffers[0] is b | w, flat, (9,), or (…, 9) below `lead` axes; frozen is [n].
 #   3. unpack         [0:3] and [3:9] of the last axis, in the order of the runs, go back to leaves
 #                     0 and 2. The derivative joins their cotangents, as step 2 does.
-#   4. subset {2}     the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its number
-#                     and path, so that patterns find it.
+#   4. take_subset {2}: the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its
+#                     number and path, so that patterns find it.
 #   5. fill           from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
 #                     the subset's offset advances with chosen spans only.
 
@@ -42,16 +43,17 @@ def make_packed_layout(params: Params) -> PackedLayout:
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
     for i, (x, stacked) in enumerate(zip(leaves, contents.count_stacked_axes(params), strict=True)):
+        # An empty leaf has no elements to place in a buffer.
         if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
             dtype, kind = str(jax.dtypes.canonicalize_dtype(x.dtype)), (x.shape, stacked)
             groups.setdefault(dtype, {}).setdefault(kind, []).append((*kind, i))
-    buffers = tuple(
-        make_buffer_layout(dtype, list(itertools.chain(*by_kind.values())))
-        for dtype, by_kind in sorted(groups.items())
-    )
-    return PackedLayout(structure, tuple(tree.paths(params)), buffers, tuple(frozen))
+    buffers = []
+    # Sorted, so that the order of the buffers does not depend on the order of the leaves.
+    for dtype, by_kind in sorted(groups.items()):
+        buffers.append(make_buffer_layout(dtype, list(itertools.chain(*by_kind.values()))))
+    return PackedLayout(structure, tuple(tree.paths(params)), tuple(buffers), tuple(frozen))
 
 
 def pack(params: Params) -> Packed:
@@ -64,13 +66,15 @@ def pack(params: Params) -> Packed:
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
-        kept beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
+        kept beside the buffers. Sharded arrays are gathered, except along explicit mesh axes, which
+        are an error. Works inside and outside `jit`.
 
     Returns:
       A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
       TypeError: a leaf is not an array, or is row-sparse; or params are already packed.
+      ValueError: explicit mesh axes divide a leaf.
 
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
@@ -91,6 +95,13 @@ def pack(params: Params) -> Packed:
             return jnp.asarray(x)
         if not tree.is_masked(x) and not tree.is_array(x):
             raise TypeError(f"pack: leaf {place!r} must be an array; got {x!r}")
+        placement = None if tree.is_masked(x) else explicit_sharding(x)
+        if placement is not None:
+            raise ValueError(
+                f"pack: leaf {place!r} is divided by {placement.spec} over explicit mesh axes, but "
+                "a buffer of several leaves has one sharding. Leave pack (packed=True) out, or "
+                "make the mesh with axes of AxisType.Auto"
+            )
         return x
 
     params = tree.map_named(array, params)
@@ -115,12 +126,14 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     groups = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
+    # Outside of jit one compiled program, or each leaf would cost a dispatch.
     join = _join_leaves if checks.is_traced(groups) else _compiled_join
     buffers = join(lead, groups)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
 def _all_masked(leaves: Sequence[Leaf]) -> bool:
+    """Tell whether all leaves are a MaskedNode."""
     return all(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
@@ -140,13 +153,16 @@ def _check_buffer(
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """Return one buffer for each group of leaves, joined after `lead` leading axes."""
-    return tuple(
-        optax.MaskedNode()
-        if _all_masked(leaves)
-        else jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], axis=-1)
-        for leaves in groups
-    )
+    """Return one buffer for each group of leaves,
+    joined after `lead` leading axes; masked if all leaves are."""
+    buffers: list[Leaf] = []
+    for leaves in groups:
+        if _all_masked(leaves):
+            buffers.append(optax.MaskedNode())
+        else:
+            flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
+            buffers.append(jnp.concatenate(flat, axis=-1))
+    return tuple(buffers)
 
 
 _compiled_join = jax.jit(_join_leaves, static_argnums=0)
@@ -182,6 +198,7 @@ def is_unpackable(x: object) -> bool:
 
 
 def _unpack(packed: Packed) -> PyTree:
+    """Return the tree in a Packed; leaves of a masked buffer are masked."""
     layout = packed.layout
     leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
     for buffer, x in packed.buffer_items():
@@ -194,7 +211,8 @@ def _unpack(packed: Packed) -> PyTree:
 
 
 def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
-    """Return the leaves of a buffer, on the host or traced."""
+    """Return the leaves of a buffer in their shapes,
+    behind the buffer's leading axes; on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = xla.split(x, [run.size for run in runs])
     return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
@@ -207,10 +225,12 @@ def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
 
 
 def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
+    """Return the leaves of a buffer, without residuals."""
     return _split_buffer(buffer, x), None
 
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
+    """Return the buffer of the leaves' cotangents."""
     del residual
     (x,) = _join_leaves(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)
@@ -221,7 +241,7 @@ _compiled_pieces = jax.jit(_split_buffer, static_argnums=0)
 
 
 def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(path, node, *nodes of `trees`), where a Packed counts as one node.
+    """Map fn(path, node, *nodes of `trees`) over all leaves, where a Packed counts as one node.
 
     One of the trees may have a `Stacked` where another has none.
     """
@@ -254,13 +274,12 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 
 
 def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
-    """Return the chosen leaves of a Packed, by their numbers."""
+    """Return a Packed of the chosen leaves, by their numbers, in the order of `whole`."""
     layout = select_leaves(whole.layout, chosen)
-    buffers = [
-        _select_elements(buffer, chosen, x)
-        for buffer, x in whole.buffer_items()
-        if not chosen.isdisjoint(buffer.leaves)
-    ]
+    buffers = []
+    for buffer, x in whole.buffer_items():
+        if not chosen.isdisjoint(buffer.leaves):
+            buffers.append(_select_elements(buffer, chosen, x))
     frozen = whole.frozen_leaves()
     return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 
@@ -277,14 +296,16 @@ def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
 
 
 def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
-    """Yield (is chosen, number of elements) for each group of neighbours that are alike in it."""
+    """Yield (is chosen, number of elements) for each group of neighbours that are all chosen,
+    or all not."""
     sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
     for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
         yield is_chosen, sum(size for _, size in group)
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of the chosen leaves of a buffer; of a masked buffer, the mask."""
+    """Return the elements of the chosen leaves of a buffer,
+    joined; of a masked buffer, the mask."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0

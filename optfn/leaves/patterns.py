@@ -44,7 +44,7 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
 def _match_regex(
     pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
 ) -> frozenset[str]:
-    """Return the names that match; no match is an error unless all leaves are masked."""
+    """Return the names that match as a whole; none is an error, unless all leaves are masked."""
     compiled = re.compile(pattern)
     matched = frozenset(name for name in among if compiled.fullmatch(name))
     if not (matched or all(is_masked(x) for x in leaves(tree))):
@@ -69,6 +69,7 @@ def first_matches(
     among = known.union(_find_packed_names(tree))
     for pattern, value in choice.items():
         matched = _match_regex(pattern, among, tree, argument)
+        # Compared with all names that each pattern matched, so the order of params does not matter.
         wider = next((p for p, before in earlier.items() if matched and matched < before), None)
         if wider is not None:
             raise ValueError(
@@ -81,6 +82,7 @@ def first_matches(
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
+    """Return what a pattern's function says of a name; a TypeError unless it is a bool."""
     chosen = pattern(name)
     if not isinstance(chosen, bool):
         raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
@@ -88,7 +90,8 @@ def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool
 
 
 def _find_packed_names(tree: PyTree) -> Iterator[str]:
-    """Yield the names of the leaves that nodes of named leaves had when they were packed."""
+    """Yield the names that nodes such as Packed had when they were packed,
+    also of leaves since removed."""
     nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
     return (path for node in nodes for path in node.layout.paths)
 

@@ -18,7 +18,7 @@ from optfn.leaves.packed import map_nodes
 class Selection:
     """The leaves at some paths, of each tree that has these paths.
 
-    paths: the paths of the leaves; those that a tree lacks select nothing.
+    paths: the paths of the leaves; a path that a tree lacks selects nothing.
     """
 
     paths: Collection[str]
@@ -44,12 +44,15 @@ class Selection:
         return map_nodes(fill, whole, kept)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
-        """Return the numbers of the selected leaves of a Packed."""
+        """Return the numbers of a Packed's leaves that are selected;
+        `path` is the path of the Packed."""
+        # By the layout of the whole tree, also if leaves have been taken out since.
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
 
 
 def _pass_through(updates: Updates, params: Params) -> Updates:
+    """Return the updates as they are."""
     return updates
 
 
@@ -61,15 +64,15 @@ def restrict(
 ) -> core.Unchecked:
     """Apply `rule` to the leaves that `choose` selects; the other leaves pass unchanged.
 
-    The rule meets trees in which the others are masked, and so keeps no state for them.
+    The rule meets trees with all other leaves masked, and so keeps no state for them.
 
     Args:
       rule: init and update.
       choose: returns the paths of the selected leaves of a tree. Params and updates have the same
         paths; leaves that are masked already have paths too.
-      state_type: a NamedTuple of one field, in which the state of the rule is kept; None keeps it
+      state_type: a NamedTuple of one field, which keeps the state of the rule; None keeps the state
         as it is.
-      others: (updates, params) -> a tree of which the leaves that are not selected are the updates.
+      others: (updates, params) -> a tree; its leaves that are not selected are the updates.
 
     Raises, at init and update:
       TypeError: a selected leaf is complex, and the rule is not defined for complex leaves.
@@ -96,5 +99,6 @@ def restrict(
 
 
 def _check_real(rule: core.Unchecked, values: PyTree, kind: str) -> None:
+    """Raise a TypeError if a leaf is complex and the rule is not defined for complex leaves."""
     if rule.real_only:
         errors.check_params(rule.real_only, values, rule.real_only, kind)

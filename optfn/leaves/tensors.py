@@ -31,12 +31,10 @@ class PerTensor:
     values: Sequence[jax.Array]
 
     def broadcast(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return an array of `shape` with the scalar of its tensor at each element."""
+        """Return an array of `shape` with each tensor's scalar at all of its elements."""
         layout, values = self.layout, list(self.values)
-        in_units, in_tensors = (
-            partial(_broadcast_units, layout, shape),
-            partial(_broadcast_tensors, layout, shape),
-        )
+        in_units = partial(_broadcast_units, layout, shape)
+        in_tensors = partial(_broadcast_tensors, layout, shape)
         wide: jax.Array = xla.call_for_platform(in_units, in_tensors, values)
         return wide
 
@@ -44,6 +42,7 @@ class PerTensor:
 def _broadcast_units(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
+    """Broadcast as XLA on CPU wants it: by units that all tensors are multiples of."""
     # XLA on CPU keeps a joined array in memory, so join units, which are as long as the greatest
     # common divisor of all tensors, and broadcast after that.
     unit = max(1, math.gcd(*(run.tensor_size for run in layout.runs)))
@@ -58,23 +57,28 @@ def _broadcast_units(
 def _broadcast_tensors(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
+    """Broadcast as TPUs want it: tensor by tensor, or along the stacked axes of a leaf."""
     # Units of a few elements would be padded to the 128 lanes of a TPU, so broadcast each tensor.
     if len(shape) > 1:
         stacked = layout.runs[0].shape[: layout.runs[0].stacked]
         ones = (1,) * (len(shape) - len(stacked))
         return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
-    pieces = [
-        jnp.broadcast_to(number, (run.tensor_size,))
-        for of_run, run in zip(values, layout.runs, strict=True)
-        for number in of_run
-    ]
+    pieces = []
+    for of_run, run in zip(values, layout.runs, strict=True):
+        pieces += [jnp.broadcast_to(number, (run.tensor_size,)) for number in of_run]
     return jnp.concatenate(pieces).reshape(shape)
 
 
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
-    """Return the scalars of all leaves that are not masked; a PerTensor gives an array per run."""
-    lists = [v.values if isinstance(v, PerTensor) else [v] for v in per_leaf.values]
-    return [v for values in lists for v in values if v is not None]
+    """Return the scalars of all leaves that are not masked, in one list;
+    a PerTensor gives an array per run."""
+    found: list[jax.Array] = []
+    for x in per_leaf.values:
+        if isinstance(x, PerTensor):
+            found += x.values
+        elif x is not None:
+            found.append(x)
+    return found
 
 
 def tensor_norms(
@@ -117,6 +121,7 @@ def _norms_of_runs(
     scalars: dict[str, Any],
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
+    # A PerTensor has a number for each tensor of the run; other scalars serve all of them.
     axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
     value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
     runs = enumerate(zip(*map(layout.rows, arrays), strict=True))
@@ -124,7 +129,8 @@ def _norms_of_runs(
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn of the numbers of each tensor.
+    """Return fn(*numbers, **scalars) of each leaf or tensor,
+    as a PerLeaf; None where a number is None.
 
     Args:
       fn: an elementwise function of scalars or arrays.
@@ -150,7 +156,7 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
 
 
 def _scalars_of_run(k: int, scalars: PyTree) -> PyTree:
-    """Return a tree of scalars with the numbers of the tensors in run k for each PerTensor."""
+    """Replace each PerTensor in a tree by its numbers of run k; other scalars stay."""
 
     def is_split(x: object) -> bool:
         return isinstance(x, PerTensor)
@@ -163,6 +169,7 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
     def leaf_scalar(names: Sequence[str], layout: BufferLayout) -> Any:
         scalars = [of(name) for name in names]
+        # By identity: the scalars may be traced, and then cannot be compared.
         distinct = {id(x): x for x in scalars}
         if len(distinct) == 1:
             return scalars[0]
@@ -175,7 +182,8 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf.
+    """Map a function over the tensors of each leaf, all of a shape at once;
+    empty and masked leaves stay.
 
     Args:
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
@@ -193,7 +201,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
 
 
 def all_finite(updates: Updates) -> jax.Array:
-    """Tell whether all floating-point leaves are finite, a bool scalar."""
+    """Tell whether all floating-point leaves are finite, a bool scalar; True without leaves."""
     finite = [
         jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.keep_inexact(updates))
     ]

@@ -106,6 +106,7 @@ def adadelta(
     Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
     """
     return [
+        # Both means decay in all rows, also in rows without a gradient.
         dense_rows.unchecked("adadelta"),
         scale_by_adadelta.unchecked(rho=rho, eps=eps),
         scale_by_learning_rate.unchecked(learning_rate),
@@ -151,6 +152,7 @@ def rmsprop(
     """
     return [
         scale_by_rms.unchecked(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
+        # Before the momentum, as in fluid: the rate is part of the velocity.
         scale_by_learning_rate.unchecked(learning_rate),
         scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]

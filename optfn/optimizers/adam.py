@@ -1,4 +1,4 @@
-"""Adam, and the choice of the rule of its moments, which `adamw` and `muon` share."""
+"""Adam, and the choice of the link with its moments, which `adamw` and `muon` share."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def choose_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Unchecked:
-    """Return Adam's rule: `scale_by_adam`, unless moments are stored narrow or lazy is "exact"."""
+    """Return Adam's link: `scale_by_adam`, unless moments are stored narrow or lazy is "exact"."""
     if moment_dtype is None and isinstance(lazy, bool):
         return scale_by_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
     from optfn.optimizers.adam_moments import exact_lazy_or_quantized_adam

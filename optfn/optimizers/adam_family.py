@@ -57,6 +57,7 @@ def adamw(
     """
     return [
         choose_adam(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        # Behind the moments, which must not scale the decay, and before the rate, which does.
         add_decayed_weights.unchecked(weight_decay, exclude=exclude),
         scale_by_learning_rate.unchecked(learning_rate),
     ]
@@ -93,6 +94,7 @@ def adamax(
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
     return [
+        # The maximum decays in all rows, also in rows without a gradient.
         dense_rows.unchecked("adamax"),
         scale_by_adamax.unchecked(b1, b2, eps, moment_dtype=moment_dtype),
         scale_by_learning_rate.unchecked(learning_rate),

@@ -31,10 +31,10 @@ COMMON_DOC = """
 def optimizer(
     factory: Callable[P, list[core.Unchecked] | optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of the rules of a chain: apply the arguments that all optimizers share.
+    """Decorate a factory of the links of a chain: apply the arguments that all optimizers share.
 
     The factory has them in its signature, and its body does not use them: this decorator reads them
-    from the call. All rules are then one chain inside one boundary (`core.with_boundary`): it
+    from the call. All links are then one chain inside one boundary (`core.with_boundary`): it
     computes in float32 or wider, and rounds its update once, to the dtype of the parameter.
     """
     signature, name = inspect.signature(factory), factory.__name__
@@ -52,8 +52,9 @@ def optimizer(
         penalty = _check_optional("regularization", penalty, "optfn.l2_decay")
         # Only an optimizer with attributes or masters imports them.
         if attrs is None and masters is False:
-            rules = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
-            return core.with_boundary(name, core.chain_unchecked([*rules, *links]), **fields)
+            # Clip before penalty: a penalty is not clipped.
+            before = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
+            return core.with_boundary(name, core.chain_unchecked([*before, *links]), **fields)
         from optfn.optimizers.options import apply_options
 
         made = apply_options(name, links, clip, penalty, attrs, masters)
@@ -67,6 +68,7 @@ def optimizer(
 def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
+    """Return None for None, else `tx` if it is a gradient transformation; else raise."""
     return None if tx is None else core.check_transform(argument, tx, usual)
 
 
@@ -77,7 +79,10 @@ class DenseRowsState(NamedTuple):
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Unchecked:
-    """Make row-sparse gradients dense, with a warning; dense ones pass. For rules of all rows."""
+    """Make row-sparse gradients dense, with a warning, for rules that update all rows.
+
+    Dense gradients pass. It is no public transform: optimizers begin their chain with it.
+    """
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 
     return core.stateless(

@@ -102,8 +102,10 @@ def muon(
     links = [dense_rows.unchecked("muon"), direction]
     if others is None:
         adam = choose_adam(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        # Decay and rate are the same for both, and come once, behind both.
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
+    # The other optimizer has its own decay and rate.
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
 
 
@@ -118,12 +120,14 @@ class MatricesAndOthers(NamedTuple):
 def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
-    """Chain two rules: `links` for the leaves that `matrices` selects, `others` for the rest.
+    """Join two chains: `links` for the leaves that `matrices` selects,
+    `others` for all other leaves.
 
     The second gets the directions of the first, and passes them unchanged.
     """
 
     def other_paths(values: PyTree) -> frozenset[str]:
+        """Return the paths of all leaves that `matrices` does not select."""
         names = itertools.chain(*contents.leaf_names(values))
         return frozenset(names) - matrix_paths(matrices, values)
 

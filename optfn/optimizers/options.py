@@ -17,7 +17,7 @@ def apply_options(
     param_attrs: object,
     multi_precision: object,
 ) -> optax.GradientTransformation:
-    """Return the optimizer of these rules with masters, and with attributes if any are given.
+    """Return the optimizer of these links with masters, and with attributes if any are given.
 
     Masters are inside: attributes freeze a parameter together with its master.
     """

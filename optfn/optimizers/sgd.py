@@ -124,6 +124,7 @@ def lars(
     return [
         dense_rows.unchecked("lars"),
         scale_by_lars.unchecked(lars_coeff, lars_weight_decay, eps, exclude=exclude),
+        # Before the momentum, as in fluid: the rate is part of the velocity.
         scale_by_learning_rate.unchecked(learning_rate),
         scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]
@@ -159,6 +160,7 @@ def asgd(
     return [
         dense_rows.unchecked("asgd"),
         scale_by_asgd.unchecked(batch_num),
+        # Behind the average, so that the decay is not averaged.
         add_decayed_weights.unchecked(weight_decay),
         scale_by_learning_rate.unchecked(learning_rate),
     ]

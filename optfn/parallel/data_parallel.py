@@ -1,8 +1,9 @@
 """Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
-The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
-workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it gets
-each worker's own gradient instead.
+The whole step runs in one `shard_map` over the worker axes, if there are any; along shard axes only
+the objective does (`optfn/train/objective.py`). The optimizer gets the mean gradient, the same on
+all workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it
+gets each worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
 from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
-from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
+from optfn.core.types import Batch, DType, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import (
     find_exchange_axes,
     has_exchange,
@@ -31,23 +32,23 @@ from optfn.state.placement import specs_of
 
 
 def shard_map_step(
-    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
+    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, worker_axes: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from one worker's step.
 
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes of the workers, which split the batch.
+      worker_axes: the mesh axes of the workers, which split the batch.
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: P(), state)
-        placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
-        split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
+        placed = replicated._replace(opt_state=specs_of(state.opt_state, worker_axes))
+        split = jax.tree.map(lambda x: batch_spec(x, worker_axes), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may run over axes that do not split the batch. They must be bound too.
-        names = join_axes(data_axis, join_exchange_axes(state.opt_state))
+        names = join_axes(worker_axes, join_exchange_axes(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
@@ -56,12 +57,12 @@ def shard_map_step(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the spec that splits the leading axis of an array of a batch; P() for a scalar."""
+    """Return the spec that splits an array's leading axis over the data axes; P() for a scalar."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Copy arrays to every device of the mesh. All processes must pass the same arrays."""
+    """Copy arrays, the same in every process, to all devices of the mesh."""
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
@@ -100,6 +101,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
         if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
+        # device_put moves an array between devices without a copy on the host.
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
         return copy_to_devices(x, placement)
@@ -107,10 +109,25 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     return tree.map_named(put, batch)
 
 
-def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, in this process or another.
+def copy_beside(batch: Batch, like: jax.Array) -> Batch:
+    """Copy the NumPy arrays of a batch to the device of an array; all else passes unchanged.
 
-    A traced array passes through.
+    If the array lies on several devices, the batch passes unchanged.
+    """
+    if like.sharding.num_devices > 1:
+        return batch
+    device = next(iter(like.devices())) if like.committed else None
+
+    def copy(x: Leaf) -> Leaf:
+        # No alias: a loader may overwrite its buffer while the step still reads it.
+        return jax.device_put(x, device, may_alias=False) if type(x) is np.ndarray else x
+
+    return jax.tree.map(copy, batch)
+
+
+def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
+    """Copy an array to all devices of `placement`, also of other processes; a traced array passes
+    through.
     """
     if checks.is_traced(x):
         traced: jax.Array = x
@@ -135,11 +152,17 @@ def refuse_exchange(opt_state: OptState) -> None:
 
 
 def reduce_gradients(
-    grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
+    grads: Updates,
+    opt_state: OptState,
+    workers: Workers,
+    metrics: PyTree = None,
+    dtype: DType | None = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except where a transform exchanges a leaf itself.
+    """Average gradients over the worker axes, except over axes where a transform exchanges the leaf
+    itself.
 
-    Metrics are averaged over all worker axes.
+    Metrics are averaged over all worker axes, and gradients are added and sent in `dtype`, or in
+    their own if it is None.
 
     Returns:
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
@@ -147,7 +170,7 @@ def reduce_gradients(
     """
     axes = workers.axes
     if not axes or not has_exchange(opt_state):
-        return *mean_over_shard_groups(grads, metrics, workers), {}
+        return *mean_over_shard_groups(grads, metrics, workers, dtype), {}
     remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
@@ -158,7 +181,8 @@ def reduce_gradients(
 
         some = tree.map_named(select, grads)
         of_all = metrics if names == axes else None
-        means, of_all = mean_over_shard_groups(some, of_all, workers._replace(axes=names))
+        over = workers._replace(axes=names)
+        means, of_all = mean_over_shard_groups(some, of_all, over, dtype)
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"workers": workers}

@@ -28,7 +28,8 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Return the checksum of an array: two uint32 sums over its words and their positions."""
+    """Return the checksum of an array, uint32 (2,):
+    two sums over its words, mixed with their positions."""
     words = _bit_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -46,7 +47,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _bit_words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, with one more axis if elements are wider."""
+    """Return the bits of an array as uint32:
+    narrow elements widened, wider ones along one more axis; keys as data."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -77,13 +79,14 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
-    """Begin to compute `fingerprints`, and return a function that waits for them."""
+    """Start to compute `fingerprints` on the devices; return a function that waits for them."""
     wait = _begin_program(_fingerprints, leaves)
     return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
 
 
 def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
-    """Begin to check floating-point arrays; return a function that tells whether all are finite.
+    """Start to check floating-point arrays;
+    return a function that waits and tells whether all are finite.
 
     In a run of several processes, all must call both functions, and all get the same answer.
     """
@@ -94,7 +97,8 @@ def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
 def _begin_program(
     program: Callable[[list[jax.Array]], jax.Array], leaves: Sequence[Leaf]
 ) -> Callable[[], list[np.ndarray]]:
-    """Begin to compute a row of a program for each array, and return a function that waits."""
+    """Start to compute a row of a program for each array;
+    return a function that waits for all rows, in order."""
     arrays = [jnp.asarray(x) for x in leaves]
     # 1. Arrays of one shape, dtype and sharding share a program.
     kinds: dict[Any, list[int]] = {}
@@ -136,14 +140,13 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
     Raises:
       RuntimeError: copies differ; the error names the first such leaf.
     """
-    copied = [
-        (name, x, x.sharding.spec)
-        for name, x in tree.arrays_with_paths(state)
-        if isinstance(x, jax.Array)
-        and isinstance(x.sharding, NamedSharding)
-        and x.sharding.device_set == set(mesh.devices.flat)
-        and _replica_axes(x.sharding.spec, mesh)
-    ]
+    copied = []
+    for name, x in tree.arrays_with_paths(state):
+        lies = x.sharding if isinstance(x, jax.Array) else None
+        if not isinstance(lies, NamedSharding) or lies.device_set != set(mesh.devices.flat):
+            continue
+        if _replica_axes(lies.spec, mesh):
+            copied.append((name, x, lies.spec))
     if not copied:
         return
     names, arrays, specs = zip(*copied, strict=True)
@@ -162,7 +165,7 @@ def _replica_axes(spec: P, mesh: Mesh) -> Axes:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
-    """Tell for each array whether the copies of a shard differ."""
+    """Tell for each array whether the copies of any shard differ, int32 (arrays,)."""
 
     def compare(*shards: jax.Array) -> jax.Array:
         groups: dict[Axes, list[int]] = {}
@@ -171,6 +174,7 @@ def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: M
         differ = jnp.zeros(len(specs), jnp.int32)
         for axes, members in groups.items():
             sums = jnp.stack([fingerprint(shards[i]) for i in members])
+            # Equal checksums: the least is the greatest along the axes of copies.
             same = lax.pmin(sums, axes) == lax.pmax(sums, axes)
             differ = differ.at[np.array(members)].set(jnp.any(~same, axis=1).astype(jnp.int32))
         found: jax.Array = lax.pmax(differ, mesh.axis_names)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,7 +37,7 @@ from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, refuse_exchange, replicate
@@ -44,6 +45,7 @@ from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
 from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
 from optfn.state.placement import spec_over_workers, specs_of, widen_init
+from optfn.wrappers.attributes import mark_stacked_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -54,8 +56,10 @@ class Layout:
     worker_axes: the data axes of the workers, each a shard group with a private gradient.
     shard_axes: the data axes that divide params or state.
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
-    gather, reduce: compressors for the params that are gathered, and for the gradients that are
-      reduced, over the shard axes; None sends arrays as they are.
+    gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
+      that are reduced, over the shard axes; None sends arrays as they are.
+    tx: the optimizer, whose attributes of parameters say which leading axes count layers.
+    reduce_dtype: in what dtype gradients are added and sent over the shard axes; None: their own.
     compiler_axes: the data axes over which the compiler divides the loss; none if each device runs
       the loss on its own examples, inside `shard_map`.
     """
@@ -64,17 +68,25 @@ class Layout:
     worker_axes: Axes
     shard_axes: Axes
     tables: Pattern | None = None
-    gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
-    reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    gather_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    reduce_compressor: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    tx: optax.GradientTransformation | None = dataclasses.field(default=None, kw_only=True)
+    reduce_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
     compiler_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
+        """Return the PartitionSpec of each leaf of params as if it were no table:
+        here P(), whole."""
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
+        """Return the PartitionSpec of each leaf's gradient,
+        and of its moments, as if it were no table."""
         return self.dense_param_specs(params)
+
+    def mark_stacked(self, params: Params) -> Params:
+        """Put leaves into a `Stacked` whose axes of layers only the attributes of `tx` name."""
+        return mark_stacked_params(self.tx, params)
 
     @property
     def data_axes(self) -> Axes:
@@ -88,12 +100,12 @@ class Layout:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the devices of a worker keep shards of arrays."""
+        """Whether the devices of a worker keep shards of arrays: whether there are shard axes."""
         return bool(self.shard_axes)
 
     @property
     def num_shards(self) -> int:
-        """The number of devices that share a divided leaf: the product of the shard axes."""
+        """The number of devices that share a divided leaf: the product of the shard axes' sizes."""
         return count_devices(self.mesh, self.shard_axes)
 
     def follow(self, params: Params) -> "Layout":
@@ -109,14 +121,14 @@ class Layout:
         return self._add_tables(self.dense_gradient_specs(params), params)
 
     def is_table(self, params: Params) -> PyTree:
-        """Return for each leaf of params whether it is a table; masked leaves stay masked."""
+        """Tell for each leaf of params whether it is a table; masked leaves stay masked."""
         paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
 
     def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Replace the specs of tables, whose rows the shard axes divide; nothing without tables."""
+        """Replace the specs of tables by P(shard axes), by rows; without tables specs stay."""
         if self.tables is None:
             return specs
         paths = patterns.match_names(self.tables, params, "tables")
@@ -135,7 +147,7 @@ class Layout:
         def choose(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
                 return old
-            _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
+            check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
             return spec
 
         return tree.map_named(choose, params, specs)
@@ -145,7 +157,7 @@ class Layout:
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
         shape of its parameter, or of its leading axes as scales of rows have, is divided like the
-        gradient of that parameter, also behind further leading axes such as that of a history. An
+        gradient of that parameter, also behind further leading axes such as a history's. An
         array of another shape is divided along its first dimension that the shard axes divide.
         """
         if not self.is_divided:
@@ -172,11 +184,11 @@ class Layout:
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
                 return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
-            # 5. x has only the padded layers in common with it: a device keeps those of its layers.
+            # 5. x has only the padded layers in common with it: a device keeps its layers' entries.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
             # 6. x has a number for each index of leading axes, such as the scale of a row: a device
-            #    keeps those of its shard.
+            #    keeps the numbers of its shard.
             if shape == padded[: len(shape)]:
                 return _join_specs(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
@@ -186,34 +198,37 @@ class Layout:
         return map_entries(state_spec, state, owners)
 
     def _specs_by_path(self, params: Params) -> dict[str, tuple[Leaf, P]]:
-        """Map the path of each parameter to the parameter and the spec of its gradient."""
+        """Map the path of each parameter to (the parameter, the spec of its gradient)."""
         specs = self.gradient_specs(params)
         return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension that N, the number of shards, divides.
+        """Return the spec that divides the first dimension that N,
+        the number of shards, divides; else P().
 
         The leading `stacked` axes, which count layers, come last, so that each device has a shard
-        of each layer. An array without such a dimension gets P(): it is whole on every device.
+        of each layer. P() is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, with these axes."""
+        """Return the dimensions that a spec divides over shard axes,
+        with these axes; [] if it divides none."""
         return divisions_of(spec, self.shard_axes)
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array with padding, so that all shards have one size."""
+        """Return an array's shape, with divided dimensions rounded up so that all shards have one
+        size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
             count = count_devices(self.mesh, names)
             sizes[dimension] = -(-shape[dimension] // count) * count
         return tuple(sizes)
 
-    def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it otherwise.
+    def pad_state(self, state: OptState, params: Params) -> OptState:
+        """Return a state with a Padded around each array that devices could not divide otherwise.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
@@ -234,7 +249,8 @@ class Layout:
         return map_entries(pad, state, owners)
 
     def unpad_state(self, state: OptState) -> OptState:
-        """Return a stored state without padding, as an update takes it inside jit."""
+        """Cut the padding off a stored state, inside jit,
+        and keep each array divided along its axis."""
 
         def unpad_leaf(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
@@ -243,37 +259,37 @@ class Layout:
         return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the shard group of a worker, which divides gradients; None for one device."""
+        """Return the shard group of a worker, with the specs of its gradients;
+        None if a worker is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
-        specs = tree.items(params, self.gradient_specs(params))
-        by_path = [
-            (str(place), restrict_spec(spec, self.inner_axes))
-            for place, x, spec in specs
-            if not tree.is_masked(x)
-        ]
+        by_path = []
+        for place, x, spec in tree.items(params, self.gradient_specs(params)):
+            if not tree.is_masked(x):
+                by_path.append((str(place), restrict_spec(spec, self.inner_axes)))
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
-    def restrict_specs(self, specs: PyTree) -> PyTree:
-        """Keep only the shard axes in specs, as a `shard_map` over these axes takes them."""
+    def keep_shard_axes(self, specs: PyTree) -> PyTree:
+        """Drop all but the shard axes from specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the NamedSharding of each array, as a step returns it."""
+        """Return the NamedSharding of each array, with as many entries as axes on explicit
+        meshes."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 
     def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the shapes of arrays, each placed on the mesh."""
+        """Return the shape, dtype and placement on the mesh of each array."""
         return jax.tree.map(
             lambda placement, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
             self.shardings(specs, arrays), arrays,
         )  # fmt: skip
 
-    def place(self, specs: PyTree) -> PyTree:
+    def make_shardings(self, specs: PyTree) -> PyTree:
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
@@ -287,7 +303,7 @@ class Layout:
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0, each leaf placed by its spec.
+        """Return the state of step 0 for all workers, padded, each leaf placed by its spec.
 
         Each device makes only its shards of divided leaves, so no device ever has a whole one.
 
@@ -308,16 +324,17 @@ class Layout:
         return jax.jit(all_workers, out_shardings=self.shardings(specs, shapes))(params)
 
     def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
-        """Return the function from params to the stored state of all workers.
+        """Return the function from params to the stored state of all workers, padded and widened.
 
         Args:
           init: the function from params to the state of one worker.
         """
         widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
-        return lambda params: self.stored(widened(params), params)
+        return lambda params: self.pad_state(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
-        """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
+        """Raise a ValueError if a transform exchanges over shard axes,
+        or keeps per-worker arrays without worker axes."""
         divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if self.compiler_axes:
             refuse_exchange(state)
@@ -373,19 +390,22 @@ def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of the array of one worker; `over` is its spec over the workers."""
+    """Return the shape of one worker's array;
+    `over` is the array's spec over the workers, P() if shared."""
     return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _join_specs(over: P, spec: P) -> P:
-    """Return the spec of an array that is divided over workers, and by `spec` within each."""
+    """Return the spec of an array divided over workers and by `spec` within each;
+    `spec` if workers share it."""
     if not any(over):
         return spec
     first, *remaining = spec or (None,)
     return P(join_axes(over[0], first), *remaining)
 
 
-def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
+def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
+    """Raise a ValueError if a spec cannot divide a leaf of this shape; it names all of them."""
     if len(spec) > len(shape):
         raise ValueError(
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
@@ -395,6 +415,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "
-                f"must be divisible by the {count} devices along {entry!r}"
+                f"must be divisible by the {count} devices along {entry!r}; its spec is {spec}, "
+                f"and the axes of the mesh have the sizes {dict(mesh.shape)}"
                 + (". Add rows that are never looked up" if argument == "tables" else "")
             )

@@ -19,7 +19,8 @@ _PIECE = 1 << 26
 
 
 def is_on_all_processes(mesh: Mesh | None) -> bool:
-    """Tell whether there are several processes, and each has devices of the mesh; no for None."""
+    """Tell whether there are several processes, and each has devices of the mesh;
+    False without a mesh."""
     if mesh is None or jax.process_count() == 1:
         return False
     return _include_all_processes(mesh.devices.flat)
@@ -29,22 +30,26 @@ def has_state_on_all_processes(state: PyTree) -> bool:
     """Tell whether there are several processes, and each has devices with arrays of the state."""
     if jax.process_count() == 1:
         return False
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return _include_all_processes(device for x in arrays for device in x.sharding.device_set)
+    devices: set[Any] = set()
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array):
+            devices |= x.sharding.device_set
+    return _include_all_processes(devices)
 
 
 def _include_all_processes(devices: Iterable[Any]) -> bool:
+    """Tell whether devices belong, taken together, to all processes."""
     return {device.process_index for device in devices} == set(range(jax.process_count()))
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Gather the values of each process, int32 (processes, len(values)). All must call it."""
+    """Gather int32 values from each process, (processes, len(values)). All must call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def gather_texts(text: str) -> list[str]:
-    """Gather a text from each process. All must call it."""
+    """Gather a text from each process, in the order of the processes. All must call it."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
     # All processes must pass arrays of one shape.
@@ -75,7 +80,7 @@ def broadcast_bytes(source: int, content: bytes) -> bytes:
 
 
 def compare_params(params: Params) -> None:
-    """Raise a ValueError unless all processes have bit-identical params.
+    """Raise a ValueError unless all processes have bit-identical params, and the same versions.
 
     Leaves that are already divided over processes are compared by shape. Traced params, and a tree
     without leaves, pass.
@@ -104,16 +109,17 @@ def compare_batch(batch: Batch) -> None:
 
 
 def describe_shapes(values: PyTree) -> str:
-    """Return the names, shapes and dtypes of a tree in words."""
-    words = [
-        f"{name or 'one array'} {np.shape(x)} {x.dtype if tree.is_array(x) else type(x).__name__}"
-        for name, x in tree.arrays_with_paths(values)
-    ]
+    """Return the name, shape and dtype of each array of a tree in words; "no arrays" for none."""
+    words = []
+    for name, x in tree.arrays_with_paths(values):
+        kind = x.dtype if tree.is_array(x) else type(x).__name__
+        words.append(f"{name or 'one array'} {np.shape(x)} {kind}")
     return ", ".join(words) or "no arrays"
 
 
 def _check_same(noun: str, text: str) -> None:
-    """Raise a ValueError in every process unless all pass the same text."""
+    """Raise a ValueError in every process unless all pass the same text;
+    the error shows this one's text."""
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
@@ -123,13 +129,13 @@ def _check_same(noun: str, text: str) -> None:
 
 
 def _list_different(digests: np.ndarray) -> str:
-    """Return the numbers of the processes whose row differs from process 0's."""
+    """Return in words the numbers of the processes whose row differs from process 0's."""
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 
 
 def _content(x: Leaf) -> bytes:
-    """Return the bytes of a leaf; none if other processes hold shards of it."""
+    """Return the bytes of a leaf, of a key's data; b"" if other processes hold shards of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     return np.asarray(jax.random.key_data(x) if tree.is_key(x) else x).tobytes()

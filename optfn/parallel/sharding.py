@@ -6,12 +6,12 @@ A way of sharding is a class below with a `name`, listed in `KINDS`. Nothing els
 import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -29,11 +29,18 @@ from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.as_placed import AsPlaced
-from optfn.parallel.mesh_layout import Layout, Replicated
+from optfn.parallel.mesh_layout import Layout, Replicated, check_fit
+from optfn.parallel.specs import (
+    Specs,
+    assign_specs,
+    check_specs,
+    check_workers_are_whole,
+    list_specs,
+)
 from optfn.parallel.whole import find_layer_axes
 
 
@@ -41,33 +48,55 @@ from optfn.parallel.whole import find_layer_axes
 class Sharded:
     """How params and state are divided; see `sharded`."""
 
-    kind: "str | Mapping[str, P]"
+    kind: str | Specs
     axis: Axes | None = None
     whole: Pattern | None = None
     gather_once: bool = False
     gather: Compressor | None = None
     reduce: Compressor | None = None
+    reduce_dtype: DType | None = None
 
     @property
-    def gathers_once(self) -> bool:
-        """Whether the params that a loss sees are gathered once in a step.
+    def is_gathered_once(self) -> bool:
+        """Whether params are gathered once in a step:
+        if asked for, or if packets send params that would be whole.
 
         Params that are sent in packets are exact only in the shards that devices keep. So a kind
         whose params would be whole on each device divides them too, and gathers them once.
         """
-        if self.gather is None or not isinstance(self.kind, str) or self.kind not in KINDS:
+        if self.gather is None or not _is_kind(self.kind):
             return self.gather_once
         return self.gather_once or KINDS[self.kind].keeps_params
 
 
+def check_reduce_dtype(name: str, dtype: object) -> DType | None:
+    """Return the dtype of an argument, or None for None.
+
+    Raises:
+      TypeError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(cast("DType", dtype))
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f'{name} must be None or a real floating-point dtype such as "float32"; got {dtype!r}'
+        )
+    return found
+
+
 def sharded(
-    kind: str | Mapping[str, P],
+    kind: str | Specs,
     *,
     axis: AxisName = None,
     whole: Pattern | None = None,
     gather: Compressor | None = None,
     reduce: Compressor | None = None,
     gather_once: bool = False,
+    reduce_dtype: DType | None = None,
 ) -> Sharded:
     """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
 
@@ -75,12 +104,14 @@ def sharded(
     mesh divide, which matrices stay whole, or how many bits are sent.
 
     Args:
-      kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
+      kind: "state", "params", or the PartitionSpecs of params, as a tree or by patterns of paths
+        (`shard` of `make_train_step`).
       axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
-        None: all of them, or for a mapping those that its PartitionSpecs name. Along the
+        None: all of them, or with PartitionSpecs those that they name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
-      whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
+      whole: a pattern of paths of stacked leaves (in a `Stacked`, or with the attribute
+        `ParamAttr(stacked=1)` in `tx`), which are divided along the axis of layers,
         so that each matrix is whole on one device. Rules that treat matrices whole, such as
         `muon`, then update them without sending anything.
       gather: a compressor that keeps every entry, such as `quantize(8)`, for the params that are
@@ -88,12 +119,16 @@ def sharded(
         devices, and each device keeps its exact shard of them in `state.params`. With "state",
         params are then divided as well, and gathered once per step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
-        stochastic=True)`. There is no error feedback, for which each device would have to keep a
-        whole gradient, so choose a rounding whose mean is exact; for `top_k` and `quantize(1)` you
-        get a warning. Its random bits are a hash of the step and the gradient, so that a gradient
-        that comes again is rounded in another way.
+        stochastic=True)`. There is no error feedback, because each device would have to keep a
+        whole gradient for it, so choose a rounding whose mean is exact; for `top_k` and
+        `quantize(1)` you get a warning. Its random bits are a hash of the step and the gradient, so
+        that a gradient that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
-        once for all of them. This takes the memory of whole params and gradients.
+        once for all of them. This takes the memory of whole params and gradients. With "state",
+        params are then divided as well.
+      reduce_dtype: in what dtype gradients are added and sent over `axis`, such as "float32" for
+        bfloat16 params; None: as the `reduce_dtype` of the step says. Packets of `reduce` are as
+        the compressor makes them.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
     as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
@@ -104,7 +139,8 @@ def sharded(
     leaf.
 
     Raises:
-      TypeError: `gather` or `reduce` is not a compressor.
+      TypeError: `gather` or `reduce` is not a compressor, or `reduce_dtype` is not a real
+        floating-point dtype.
       ValueError: a compressor cannot send slices, such as `power_sgd`; or `gather` leaves entries
         out, as `top_k` does; or `whole`, `gather` or `reduce` is given with PartitionSpecs, which
         already say how each leaf is divided; or `gather` or `reduce` is given with `whole`, whose
@@ -121,30 +157,34 @@ def sharded(
         "gather": gather and check_param_compressor("sharded: gather", gather),
         "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
     }
-    if any(compressors.values()) and (isinstance(kind, Mapping) or whole is not None):
+    if any(compressors.values()) and (not isinstance(kind, str) or whole is not None):
         raise ValueError(
             f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
             "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
-    if whole is not None and (isinstance(kind, Mapping) or kind not in KINDS):
+    if whole is not None and not _is_kind(kind):
         raise ValueError(
             f"sharded: whole= needs the kind {_list_kinds(' or ')}, which choose how leaves are "
-            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
-            "axis of layers, as P('data') does"
+            f"divided; got {checks.show(kind)}. To keep matrices whole by a PartitionSpec, divide "
+            "only the axis of layers, as P('data') does"
         )
     patterns.check_pattern("sharded: whole", whole)
-    return Sharded(kind, names or None, whole, once, **compressors)
+    dtype = check_reduce_dtype("sharded: reduce_dtype", reduce_dtype)
+    return Sharded(kind, names or None, whole, once, **compressors, reduce_dtype=dtype)
 
 
-# "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
-Kind: TypeAlias = str | Mapping[str, P] | Sharded
+# "state", "params", PartitionSpecs of params, or the result of `sharded`.
+Kind: TypeAlias = str | Specs | Sharded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
     """Params are whole on every device; gradients and state are divided (ZeRO-1).
+
+    It is the base of the ways that divide a leaf along a dimension that fits. They inherit how
+    gradients and state are divided, and say how params are (`dense_param_specs`, `keeps_params`).
 
     name: the name of the way of sharding, as the `shard` of a step.
     keeps_params: whether each device keeps whole params.
@@ -157,7 +197,8 @@ class ShardState(Layout):
     whole: Pattern | None = None
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension.
+        """Return specs that divide each floating-point leaf along one dimension,
+        if it is large and one fits.
 
         A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
         leaves, and leaves without a dimension that the shards divide stay whole.
@@ -168,14 +209,16 @@ class ShardState(Layout):
         return self._divide_leaves(params, self._check_padding)
 
     def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return the spec of each leaf, along one dimension or P(); masked leaves stay masked.
+        """Return each leaf's spec: by layers, along the first dimension that fits,
+        or P(); masked leaves stay masked.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
         """
-        stacked = contents.count_stacked_axes(params)
-        axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
-        small = find_small_leaves(params, self.num_shards)
+        marked = self.mark_stacked(params)
+        stacked = contents.count_stacked_axes(marked)
+        axes_of = find_layer_axes(self.whole, self.tables, marked, self.num_shards)
+        small = find_small_leaves(marked, self.num_shards)
 
         def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
@@ -190,7 +233,7 @@ class ShardState(Layout):
         return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True; raise a ValueError if the layers need padding and there are worker axes."""
+        """Return True; raise a ValueError if layers need padding and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -216,6 +259,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
             sizes[number] = math.prod(shape) * jnp.result_type(x).itemsize
             layers[number] = math.prod(shape[: stacked[number]])
     chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
+    # The smallest first: within the limit they are the most collectives.
     chosen.sort(key=lambda number: sizes[number])
     totals = itertools.accumulate(sizes[number] for number in chosen)
     # S bytes of params give shards of S/N, so the limit is S/N/100. From N = 100 on it is S/10,000,
@@ -225,7 +269,7 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
 
 
 class ShardParams(ShardState):
-    """Params, gradients and state are divided in the same way (FSDP).
+    """Params are divided as `ShardState` divides gradients and state (FSDP).
 
     Params are never padded. If N does not divide the layers of a leaf that `whole` selects, the
     leaf is divided along another dimension, and each update sends it to the devices of its layers
@@ -236,7 +280,8 @@ class ShardParams(ShardState):
     keeps_params = False
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the specs of gradients, except for leaves that would need padding."""
+        """Return the specs of gradients, but divide leaves that would need padding like any other
+        leaf."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
@@ -244,10 +289,11 @@ class ShardParams(ShardState):
 class ShardBySpec(Layout):
     """Params, gradients and state are divided by given PartitionSpecs.
 
-    specs: the specs of params, by patterns of paths; leaves without one are whole on every device.
+    specs: the specs of params, as a tree or by patterns of paths; leaves without a spec are whole
+      on every device.
     """
 
-    specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    specs: Specs = None
 
     @property
     def is_divided(self) -> bool:
@@ -255,11 +301,17 @@ class ShardBySpec(Layout):
         return True
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of the first pattern that matches each leaf; P() if none does."""
-        specs = super().dense_param_specs(params)
-        for paths, spec in patterns.first_matches(self.specs, params, "shard"):
-            specs = self._replace_specs(spec, paths, specs, params)
-        return specs
+        """Return the spec of each leaf; P() if a mapping of patterns has none for it."""
+        chosen = assign_specs(self.specs, params)
+
+        def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
+            if tree.is_masked(x):
+                return x
+            spec = chosen.get(str(place), P())
+            check_fit(str(place), jnp.shape(x), spec, self.mesh, "shard")
+            return spec
+
+        return tree.map_named(choose_spec, params)
 
 
 def init_state(
@@ -289,8 +341,13 @@ def init_state(
 KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, ShardParams)}
 
 
+def _is_kind(kind: object) -> TypeGuard[str]:
+    """Tell whether `kind` is the name of a way of sharding."""
+    return isinstance(kind, str) and kind in KINDS
+
+
 def _list_kinds(separator: str) -> str:
-    """Return the names of the ways of sharding, for errors."""
+    """Return the names of the ways of sharding in quotes, joined for errors."""
     return separator.join(f'"{name}"' for name in KINDS)
 
 
@@ -299,23 +356,29 @@ def layout_of(
     mesh: Mesh,
     data_axis: AxisName,
     tables: Pattern | None = None,
+    tx: optax.GradientTransformation | None = None,
+    reduce_dtype: DType | None = None,
     partitioner: str = "shard_map",
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
-    Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`.
+    Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`. Of `tx` only the
+    `stacked` axes in the attributes of parameters are read.
 
     Raises:
-      TypeError: `shard` is neither one of the names nor a mapping from patterns to PartitionSpecs.
+      TypeError: `shard` is neither one of the names, nor PartitionSpecs in one of their forms.
       ValueError: a spec names an axis that the mesh does not have, or names an axis twice.
     """
-    way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
+    way = shard if isinstance(shard, Sharded) else Sharded({} if shard is None else shard)
     divides = shard is not None or tables is not None
-    specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
-    _check_shard(specs, mesh)
+    dtype = reduce_dtype if way.reduce_dtype is None else way.reduce_dtype
+    specs = {} if _is_kind(way.kind) else way.kind
+    check_specs(specs, mesh)
     along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
-    if specs and way.axis is None and tables is None:
-        named = join_axes(*itertools.chain.from_iterable(specs.values()))
+    # Axes that no spec names are left for workers.
+    listed = list_specs(specs)
+    if listed and way.axis is None and tables is None:
+        named = join_axes(*itertools.chain.from_iterable(listed.values()))
         along = Axes(name for name in along if name in named)
     unknown = exclude_axes(along, to_axes(data_axis))
     if unknown:
@@ -324,7 +387,7 @@ def layout_of(
         )
     of_compiler = to_axes(data_axis) if partitioner == "compiler" else Axes()
     workers = exclude_axes(data_axis, (*along, *of_compiler))
-    _check_workers_are_whole(specs, workers)
+    check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
     if divides and not of_compiler and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
@@ -332,39 +395,38 @@ def layout_of(
     if shard is None and of_compiler:
         return AsPlaced(mesh, workers, along, compiler_axes=of_compiler)
     if shard is None:
-        return Replicated(mesh, workers, along, tables)
-    if isinstance(way.kind, Mapping):
-        return ShardBySpec(mesh, workers, along, tables, specs, compiler_axes=of_compiler)
-    if way.kind not in KINDS:
-        raise TypeError(
-            f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
-            f"sharded(...) of one of these; got {way.kind!r}"
+        return Replicated(mesh, workers, along, tables, reduce_dtype=dtype)
+    if not _is_kind(way.kind):
+        return ShardBySpec(
+            mesh,
+            workers,
+            along,
+            tables,
+            way.kind,
+            tx=tx,
+            reduce_dtype=dtype,
+            compiler_axes=of_compiler,
         )
-    kind = ShardParams if way.gathers_once else KINDS[way.kind]
-    packets = {"gather": way.gather, "reduce": way.reduce}
-    return kind(mesh, workers, along, tables, way.whole, **packets, compiler_axes=of_compiler)
-
-
-def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
-    for pattern, spec in specs.items():
-        if not isinstance(pattern, str | re.Pattern) or not isinstance(spec, P):
-            raise TypeError(
-                f"shard must map patterns of paths to PartitionSpecs; got {pattern!r}: {spec!r}"
-            )
-        names = [a for entry in spec for a in to_axes(entry)]
-        missing = [a for a in names if a not in mesh.shape]
-        if len(set(names)) < len(names):
-            raise ValueError(f"shard: {spec} for {pattern!r} must not name a mesh axis twice")
-        if missing:
-            raise ValueError(
-                f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
-                f"{mesh.axis_names}"
-            )
+    # What is gathered once in a step is divided between steps: every way is then ShardParams.
+    kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
+    return kind(
+        mesh,
+        workers,
+        along,
+        tables,
+        way.whole,
+        gather_compressor=way.gather,
+        reduce_compressor=way.reduce,
+        tx=tx,
+        reduce_dtype=dtype,
+        compiler_axes=of_compiler,
+    )
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
-    """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
+    """Raise a ValueError if XLA would end the process, because it cannot nest these axes."""
     others = exclude_axes(mesh.axis_names, (*workers, *along))
+    # Earlier versions nest the axes in any order.
     aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
     if others and aborts:
         raise ValueError(
@@ -372,14 +434,3 @@ def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
             f"axes {(*along,)}, which divide params or state, if the mesh has further axes; its "
             f"axes are {mesh.axis_names}. Make it with the axes {(*workers, *along, *others)}"
         )
-
-
-def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
-    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
-    for pattern, spec in specs.items():
-        over_workers = [name for name in join_axes(*spec) if name in workers]
-        if over_workers:
-            raise ValueError(
-                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, but along that "
-                "axis devices are workers, each with whole leaves. Name it in sharded(..., axis=)"
-            )

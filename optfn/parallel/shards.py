@@ -31,10 +31,14 @@ from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout
 
 
-def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return fn(array, step) that each device runs on its slice of the array.
+def _run_on_compiler_slices(
+    spec: P, layout: Layout, fn: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """Return a function that runs fn(array, step) on each slice that the compiler's axes make.
 
-    Without this, the compiler would gather the slices along its own axes before each collective.
+    They are the axes of the mesh besides data axes, such as those of tensor parallelism; if none
+    divides the array, the function is `fn`. Without this, the compiler would gather the slices
+    along its own axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -52,7 +56,8 @@ def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callab
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return how the axes that are left to the compiler divide an array into slices.
+    """Return how the compiler's axes divide an array;
+    None for dimensions that data axes divide too.
 
     A dimension that data axes divide as well gets None: if each slice of it were gathered along the
     data axes, its blocks would stand in another order.
@@ -71,6 +76,7 @@ def gather_shard(
     slices: P,
     layout: Layout,
     step: jax.Array | None,
+    dtype: Any = None,
 ) -> jax.Array:
     """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
 
@@ -83,24 +89,32 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
+      dtype: the dtype of the result, in which the array is sent; None keeps its dtype. Packets are
+        made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
-    forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
+    forward, reduce = (
+        (None, None) if step is None else (layout.gather_compressor, layout.reduce_compressor)
+    )
+    kept, sent = shard.dtype, dtype or shard.dtype
 
+    # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
+    # averaged, and may be packets.
     @jax.custom_vjp
-    @functools.partial(_map_slices, slices, layout)
+    @functools.partial(_run_on_compiler_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         if forward is None:
-            return all_gather_shards(x, divisions)
+            return all_gather_shards(x.astype(sent), divisions)
         for dimension, names in divisions:
             x = all_gather_packets(x, dimension, names, forward, step)
-        return x
+        return x.astype(sent)
 
-    @functools.partial(_map_slices, slices, layout)
+    @functools.partial(_run_on_compiler_slices, slices, layout)
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
-        return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
+        names, mesh, dtype = layout.shard_axes, layout.mesh, layout.reduce_dtype
+        return mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return scatter(cotangent, step), None
+        return scatter(cotangent.astype(kept), step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
     return gather(shard, step)
@@ -114,7 +128,8 @@ def scatter_gradients(
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
-    """Return this device's shard of the mean gradient over the shard axes.
+    """Return this device's shard of the mean gradient over the shard axes;
+    whole leaves by all-reduce.
 
     Gradients of leaves that stay whole are averaged by all-reduces. Rows of tables, integers, and
     gradients that already have the shape of the shard pass through: the backward pass of
@@ -140,22 +155,24 @@ def scatter_gradients(
             return g  # the owners already have the rows
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
-        compressor = layout.reduce if g.size >= MIN_SIZE else None
+        compressor = layout.reduce_compressor if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
-            return mean_scatter(g, divisions, layout.shard_axes, layout.mesh, compressor, step)
+            return mean_scatter(g, divisions, names, layout.mesh, compressor, step, dtype)
 
         slices = compiler_slices(gradient_spec, layout)
-        return _map_slices(slices, layout, take_shard)(g, step)
+        return _run_on_compiler_slices(slices, layout, take_shard)(g, step)
 
+    names, dtype = layout.shard_axes, layout.reduce_dtype
     # One call for all whole leaves, so that the small ones share an all-reduce.
-    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), layout.shard_axes)
+    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), names, dtype)
     return tree.map(scatter, grads, means, params, specs, gradient_specs)
 
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
-    """Gather new params that are whole in the layout, but whose updates are divided (ZeRO-1).
+    """Gather new params that are whole in the layout,
+    but whose updates are divided (ZeRO-1); others pass.
 
     Params that stay divided pass through, and so do padded ones, whose gather is left to the
     compiler, and all params of a step that is left to it. This runs outside of `shard_map`. On a
@@ -180,7 +197,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
     def run(params: Params) -> Params:
         return jax.tree.map(gather, specs, before, params, is_leaf=is_spec)
 
-    in_specs, out_specs = (layout.restrict_specs(x) for x in (before, specs))
+    in_specs, out_specs = (layout.keep_shard_axes(x) for x in (before, specs))
     names = layout.shard_axes
     whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
     return whole

@@ -30,7 +30,8 @@ from optfn.state.per_worker import Exchanged, find_exchange_axes, find_nodes
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
-    """Return the bytes that each worker sends in a ring all-reduce of `size` bytes."""
+    """Return the bytes that each worker sends in a ring all-reduce of `size` bytes:
+    2(N − 1)/N·size."""
     return 2 * (num_workers - 1) / num_workers * size
 
 
@@ -50,8 +51,10 @@ def traffic_metrics(
     """
     leaves = tree.leaves(grads)
     states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
-    is_known = len(states) == len(find_nodes(Exchanged, after)) and all(
-        new.exchanged.traffic != () for _, new in states
+    # A mark that lies in no such state has no step, and so no traffic that we could ask for.
+    marks = [new.exchanged for _, new in states]
+    is_known = len(marks) == len(find_nodes(Exchanged, after)) and all(
+        x.traffic != () for x in marks
     )
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}
@@ -69,14 +72,15 @@ def traffic_metrics(
 
 
 def exchange_bytes(state: OptState, mesh: Mesh) -> float:
-    """Return the bytes of the packets that a worker sends once each exchange has reached its end.
+    """Return the bytes of packets that a worker sends in an exchange after all warm-ups and ramps.
 
-    That is after warm-ups and ramps. An exchange that does not give its traffic counts 0.
+    An exchange that does not give its traffic counts 0.
 
     Args:
       state: the state of an optimizer, arrays or their shapes.
       mesh: the mesh of the workers; only the sizes of its axes are read.
     """
+    # A step behind every warm-up; 2³¹ would not fit in int32.
     late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
     known = [x for x in marks if x.traffic != ()]
     return sum(float(x.traffic.bytes_sent(late, count_devices(mesh, x.axes))) for x in known)
@@ -92,7 +96,8 @@ def warn_if_nothing_compressed(state: OptState) -> None:
 
 
 def _find_exchanges(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange gradients themselves and count steps."""
+    """Return the states with an `exchanged` mark and a `step`:
+    of transforms that exchange and count steps."""
 
     def is_counting(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

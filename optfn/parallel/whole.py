@@ -11,7 +11,7 @@ from optfn.leaves.patterns import Pattern
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Choose the axis of layers that divides each leaf that `whole` selects, by path.
+    """Map the path of each leaf that `whole` selects to the axis of layers that divides it.
 
     The choice is the first axis of layers that `count` divides, or else the axis that needs the
     least padding. Masked leaves and integers are left out.
@@ -38,18 +38,19 @@ def find_layer_axes(
             raise ValueError(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
             )
+        # The factor by how much padding lengthens the axis; the first axis of equal ones.
         found[path] = min(range(stacked), key=lambda d: -(-shape[d] // count) * count / shape[d])
     return found
 
 
 def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
-    """Return the reason why a leaf cannot be divided by layers, or ""."""
+    """Return the reason why a leaf cannot be divided by layers; "" if it can."""
     if is_table:
         return "a table, whose rows are divided"
     if not stacked:
         return (
             "which is not stacked. Put layers of equal shape into an optfn.Stacked, whose leaves "
-            "have a leading axis of layers"
+            "have a leading axis of layers, or say so by ParamAttr(stacked=1)"
         )
     if len(shape) - stacked < 2:
         return (

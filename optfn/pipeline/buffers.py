@@ -20,7 +20,8 @@ Buffers: TypeAlias = dict[str, jax.Array]
 
 
 def find_lengths(trees: Iterable[PyTree]) -> Lengths:
-    """Return the lengths of buffers that can hold any one of `trees`."""
+    """Return by dtype the largest total size among `trees`:
+    buffers of these lengths hold any of them."""
     longest: Lengths = {}
     for tree in trees:
         lengths: Lengths = {}
@@ -28,21 +29,24 @@ def find_lengths(trees: Iterable[PyTree]) -> Lengths:
             lengths[x.dtype.name] = lengths.get(x.dtype.name, 0) + math.prod(x.shape)
         for name, length in lengths.items():
             longest[name] = max(length, longest.get(name, 0))
+    # Sorted, so that buffers have one order on all devices and in all traces.
     return dict(sorted(longest.items()))
 
 
 def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of buffers of these lengths."""
+    """Return the shape (length,) and dtype of each buffer, by the dtype's name."""
     return {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()}
 
 
 def select_inexact(lengths: Lengths) -> Lengths:
-    """Return the entries of `lengths` whose dtype can have a gradient."""
+    """Return the lengths of dtypes that can have a gradient,
+    real or complex floating point; drop the others."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 
 
 def ravel(tree: PyTree, lengths: Lengths) -> Buffers:
-    """Return the leaves of `tree` in buffers of the given lengths, padded with zeros."""
+    """Concatenate the leaves of a tree, dtype by dtype,
+    and pad each buffer with zeros to its length."""
     pieces: dict[str, list[jax.Array]] = {name: [] for name in lengths}
     for x in jax.tree.leaves(tree):
         pieces[x.dtype.name].append(jnp.ravel(x))
@@ -54,7 +58,8 @@ def ravel(tree: PyTree, lengths: Lengths) -> Buffers:
 
 
 def unravel(buffers: Buffers, like: PyTree) -> PyTree:
-    """Return the tree that was ravelled; `like` has its structure, shapes and dtypes."""
+    """Undo `ravel`: cut leaves with the shapes and dtypes of `like` out of the buffers,
+    without the padding."""
     start = dict.fromkeys(buffers, 0)
 
     def take(x: jax.Array) -> jax.Array:

@@ -48,10 +48,12 @@ class Carry(NamedTuple):
 
 
 def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
-    """Return the work of a `stage` of the model on the microbatch at `index`."""
+    """Return the inputs, target and key of one stage on the microbatch at `index`;
+    the key is None without rng."""
     model_input, target = _take((microbatches.inputs, microbatches.targets), index)
     key = microbatches.rng
     if key is not None:
+        # Counted over all data workers: the masks do not depend on how the batch is split.
         key = jax.random.fold_in(jax.random.fold_in(key, microbatches.first + index), stage)
     return WorkItem(stage, model_input, target, key)
 
@@ -59,7 +61,7 @@ def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> Wo
 class Task(NamedTuple):
     """The work of a device in a tick, and the weights for it.
 
-    chunk: the number of the stage among those of the device.
+    chunk: the number of the stage on its device.
     valid: whether there is such work; False in the bubble.
     """
 
@@ -71,7 +73,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model and the plan by which it runs; call `run` inside a shard_map over `axis_name`.
+    """A model and its plan; call `run` inside a shard_map over `axis_name`.
 
     weights: the weights of the chunks of this device, with leaves (v, …), and the shared ones.
     """
@@ -91,8 +93,11 @@ class Engine:
         return carry.loss, carry.gradient
 
     def _init_carry(self) -> Carry:
+        """Return zeros for the scan: activation, cotangent,
+        ring buffers, sums of gradients, and loss."""
         item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
+        # Only shapes: no stage runs before the first tick.
         stash = jax.eval_shape(self.model.forward, item, weights, activation)[1]
         loss, _, cotangent, context = jax.eval_shape(
             self.model.backward, item, weights, stash, select_inexact_leaves(activation)
@@ -110,6 +115,9 @@ class Engine:
         )
 
     def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
+        """Run the work of a tick, one kind after the other;
+        kinds that are not in `work` are left out."""
+        # Forward first: the backward of the last stage takes the stash of the same tick.
         if "F" in work:
             carry = self._run_forward(carry, tick)
         if "B" in work:
@@ -119,6 +127,7 @@ class Engine:
         return carry, None
 
     def _run_forward(self, carry: Carry, tick: jax.Array) -> Carry:
+        """Run a forward on the received activation, save its stash, and pass the result on."""
         k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
         index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
         task = self._make_task(index, chunk, valid)
@@ -127,6 +136,8 @@ class Engine:
         return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
 
     def _backward(self, carry: Carry, tick: jax.Array) -> Carry:
+        """Run a backward on the received cotangent and its stash,
+        and pass the cotangent of x on."""
         plan = self.plan
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
@@ -142,12 +153,14 @@ class Engine:
             loss=_add(carry.loss, loss, valid),
             gradient=sums._replace(shared=_add(sums.shared, shared_gradient, valid)),
         )
+        # zb: the weight gradient comes in a later tick; until then the ring keeps its context.
         if plan.splits_backward:
             ring = _write(carry.context, context, k, plan.context_slots, valid)
             return carry._replace(context=ring)
         return self._add_gradient(carry, task, context)
 
     def _run_weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
+        """Add the weight gradient of an earlier backward, whose context the ring has kept."""
         plan = self.plan
         k, valid = self._position("W", tick)
         index, chunk, _ = plan.backward_order(k)
@@ -155,6 +168,7 @@ class Engine:
         return self._add_gradient(carry, self._make_task(index, chunk, valid), context)
 
     def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
+        """Add the gradient of a task's weights to the sums of its chunk; nothing in the bubble."""
         item, chunk, weights, valid = task
         stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
         sums = carry.gradient
@@ -168,19 +182,24 @@ class Engine:
         return carry._replace(gradient=Gradient(stage_sums, shared_sums))
 
     def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a stage's position in its order of this work, and whether there is such work."""
+        """Return a stage's position in its order of this work,
+        clipped to the order, and False in the bubble."""
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
     def _make_task(self, index: Index, chunk: Index, valid: jax.Array) -> Task:
+        """Return the task of this device for a microbatch and a chunk, with the chunk's weights."""
         stage = chunk * self.plan.num_stages + lax.axis_index(self.axis_name)
         item = make_work_item(self.microbatches, index, stage)
         return Task(item, chunk, self._get_chunk_weights(chunk), valid)
 
     def _get_chunk_weights(self, chunk: Index) -> Weights:
+        """Return the weights of one chunk of this device, and the shared ones."""
         return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
+        """Send arrays to the device `distance` stages further along the ring;
+        return the ones that arrive."""
         # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages
@@ -189,15 +208,18 @@ class Engine:
 
 
 def _take(arrays: PyTree, i: Index) -> PyTree:
+    """Return entry i of the leading axis of each array."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), arrays)
 
 
 def _init_ring(shapes: PyTree, slots: int) -> PyTree:
+    """Return zeros with `slots` entries along a leading axis; None without slots."""
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes if slots else None)
 
 
 def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array) -> PyTree:
-    """Write `new` to the slot of position k, but only if it is valid: the slot may be in use."""
+    """Write `new` to the ring slot of position k if it is valid;
+    otherwise keep the slot, which may be in use."""
 
     def write(buffer: jax.Array, x: jax.Array) -> jax.Array:
         old = lax.dynamic_index_in_dim(buffer, k % slots, 0, keepdims=False)
@@ -207,11 +229,13 @@ def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array
 
 
 def _zeros_for_sum(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Return zeros in float32 or wider, because m terms are added."""
     return jnp.zeros(x.shape, numerics.accumulator_dtype(x.dtype))
 
 
 def _add(totals: PyTree, terms: PyTree, valid: jax.Array) -> PyTree:
-    """Return totals + terms, or the totals if the terms are not valid."""
+    """Return totals + terms where they are valid, else the totals;
+    a NaN of the bubble does not get through."""
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         return total + jnp.where(valid, x, 0).astype(total.dtype)

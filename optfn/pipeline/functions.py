@@ -32,7 +32,8 @@ class UserFunctions(NamedTuple):
     def from_arguments(
         cls, stage_fn: StageFunction | Sequence[StageFunction], loss_fn: LossFn
     ) -> "UserFunctions":
-        """Return the functions, or raise a TypeError that names the argument."""
+        """Return the user's functions, one or a list for the stages;
+        a TypeError names the argument that is no function."""
         stages = (stage_fn,) if callable(stage_fn) else stage_fn
         if not (isinstance(stages, list | tuple) and stages and all(map(callable, stages))):
             raise TypeError(
@@ -45,7 +46,8 @@ class UserFunctions(NamedTuple):
         return cls(tuple(stages), loss_fn, callable(stage_fn))
 
     def check_number(self, plan: Plan, axis_name: str) -> None:
-        """Raise a ValueError unless heterogeneous stages are as many as the plan has chunks."""
+        """Raise a ValueError unless a list of stages has one function for each chunk of the plan;
+        one function passes."""
         needed = plan.num_stages * plan.virtual_stages
         if not self.homogeneous and len(self.stages) != needed:
             raise ValueError(
@@ -55,8 +57,12 @@ class UserFunctions(NamedTuple):
             )
 
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
-        """Raise an error if no function takes `shared` or `rng`, or a function takes more."""
-        given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
+        """Raise if no function takes a given `shared` or `rng`,
+        or a function requires further arguments."""
+        given = {"shared"} if has_shared else set()
+        if has_rng:
+            given.add("rng")
+        # A loss gets no key, also if it has a parameter `rng`.
         loss_keywords = _find_keywords(self.loss) - {"rng"}
         for name in sorted(given.difference(loss_keywords, *map(_find_keywords, self.stages))):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
@@ -69,19 +75,21 @@ class UserFunctions(NamedTuple):
         )
 
     def bind_keywords(self) -> ModelFunctions:
-        """Return the functions as the model calls them."""
+        """Return the functions with the model's arguments:
+        each gets `shared` and `rng` only if it takes them."""
         stages = [partial(_call_stage, fn, _find_keywords(fn)) for fn in self.stages]
         return ModelFunctions(stages, partial(_call_loss, self.loss, _find_keywords(self.loss)))
 
 
 _BY_NAME = (
-    ". Shared params, those of PipelineParams, are passed by the name of a parameter `shared`, "
-    "and keys by `rng`"
+    ". The shared params of PipelineParams are passed by the name of a parameter `shared`, and "
+    "keys by `rng`"
 )
 
 
 def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
-    """Return which of `shared` and `rng` a function has as parameters."""
+    """Return which of `shared` and `rng` are parameters of a function;
+    none if it has no signature."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -92,6 +100,8 @@ def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
 def _call_stage(
     fn: StageFunction, keywords: frozenset[str], weights: Weights, x: PyTree, key: Key
 ) -> PyTree:
+    """Call a stage with its weights and x, and with `shared` and `rng` if it takes them and they
+    are given."""
     options = {"shared": weights.shared, "rng": key}
     passed = {k: v for k, v in options.items() if k in keywords and v is not None}
     return fn(weights.stage, x, **passed)
@@ -100,5 +110,6 @@ def _call_stage(
 def _call_loss(
     fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
 ) -> jax.Array:
+    """Call the loss, with `shared` if it takes it and it is given."""
     passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
     return fn(outputs, targets, **passed)

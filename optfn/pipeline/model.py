@@ -99,7 +99,8 @@ class StashPolicy(NamedTuple):
     def make_stage(
         self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
     ) -> Stage:
-        """Return the stage of a function; the arguments are examples, to trace with."""
+        """Return the stage of `fn` by this policy;
+        weights, x and key are examples, to trace with."""
         stash_input = self.stash == "input"
         if self.splits_backward:
             return make_split_backward_stage(
@@ -111,7 +112,7 @@ class StashPolicy(NamedTuple):
 
 
 def check_loss_dtype(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
-    """Return the dtype of the loss, after checking that it is a real scalar."""
+    """Return the loss's dtype; raise unless it is a real scalar."""
     loss = jax.eval_shape(loss_fn, y, target, shared)
     is_array = isinstance(loss, jax.ShapeDtypeStruct)
     if not is_array or loss.shape != ():
@@ -127,7 +128,7 @@ def check_loss_dtype(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Pa
 def _differentiate_loss(
     loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
 ) -> tuple[jax.Array, Leaves, Leaves]:
-    """Return (loss, gradient of shared, cotangent of y)."""
+    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only."""
 
     def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
         outputs = replace_inexact_leaves(y, y_leaves)
@@ -141,13 +142,13 @@ def _differentiate_loss(
 
 
 def _make_zero_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
-    """Return the loss and its gradient of `shared` in a stage that is not the last: zeros."""
+    """Return zeros for the loss and its gradient of `shared`, for stages that are not the last."""
     gradient = jax.tree.map(jnp.zeros_like, select_inexact_leaves(shared))
     return jnp.zeros((), dtype), gradient
 
 
 def _split_gradient(weights: Weights, leaves: Leaves) -> Gradient:
-    """Return the gradient of `weights` from its leaves, those of the stage first."""
+    """Split the leaves of a gradient: the stage's first, then the shared ones."""
     num_stage_leaves = len(select_inexact_leaves(weights.stage))
     return Gradient(list(leaves[:num_stage_leaves]), list(leaves[num_stage_leaves:]))
 
@@ -159,10 +160,11 @@ def make_homogeneous_model(
     weights: Weights,
     item: WorkItem,
 ) -> Model:
-    """Return the model of `num_stages` stages that are one function.
+    """Return the model whose `num_stages` stages are one function; only the last computes the loss.
 
     `weights` and `item` are examples, to trace with.
     """
+    # The model's input has the type of every stage's output.
     activation = jax.eval_shape(lambda x: x, item.model_input)
     (stage_fn,), loss_fn = functions
     fn = _add_output_check(activation, stage_fn)
@@ -170,6 +172,7 @@ def make_homogeneous_model(
     stage = policy.make_stage(fn, weights, item.model_input, item.key, keep_output=True)
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
+        # All devices run one program: stage 0 selects the model's input.
         x = jax.tree.map(partial(jnp.where, item.stage == 0), item.model_input, received)
         return stage.forward(weights, x, item.key)
 
@@ -196,7 +199,7 @@ def make_homogeneous_model(
 
 
 def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
-    """Return `stage_fn` with a check that its output has the type of its input."""
+    """Wrap `stage_fn` so that it raises if its output has another type than its input."""
 
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
@@ -215,7 +218,7 @@ def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
                     f"stage_fn takes {a.dtype}{list(a.shape)}{at} but returns "
                     f"{b.dtype}{list(b.shape)}: {hint}"
                 )
-        # If y were weakly typed, its type would differ from that of the next stage's x.
+        # If y were weakly typed, its type would differ from the type of the next stage's x.
         return jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), y)
 
     return fn
@@ -228,10 +231,10 @@ def make_heterogeneous_model(
     weights: Weights,
     item: WorkItem,
 ) -> Model:
-    """Return the model whose stages are different functions.
+    """Return the model whose stages are the branches of a switch, with ravelled inputs and outputs.
 
     Args:
-      functions: those of the stages and of the loss; weights.stage are the params of a stage.
+      functions: the stage functions and the loss; weights.stage are the params of a stage.
       policy: which values are saved between forward and backward.
       params: the params of each stage; only their shapes are read.
       weights: an example to trace with: the params of one stage, ravelled, and the shared ones.
@@ -276,6 +279,7 @@ class _RavelledStages:
         self.inputs = [jax.eval_shape(lambda x: x, item.model_input)]
         self.stages: list[Stage] = []
         self.stashes: list[Stash] = []
+        # 1. Trace each stage on the shapes that the previous one returns.
         for i, (fn, stage_params) in enumerate(zip(functions.stages, params, strict=True)):
             example = (Weights(stage_params, weights.shared), self.inputs[i], item.key)
             self.stages.append(policy.make_stage(fn, *example, keep_output=i == self.last))
@@ -285,15 +289,18 @@ class _RavelledStages:
         self.loss_dtype = check_loss_dtype(
             self.loss_fn, self.inputs.pop(), item.target, weights.shared
         )
+        # 2. The longest tree of each kind decides the buffers.
         self.activation_lengths = buffers.find_lengths(self.inputs[1:])
         self.cotangent_lengths = buffers.select_inexact(self.activation_lengths)
         weight_lengths = {k: x.size for k, x in weights.stage.items()}
         self.gradient_lengths = buffers.select_inexact(weight_lengths)
         self.stash_lengths = buffers.find_lengths(self.stashes)
+        # 3. Contexts need stashes and cotangents, so they are traced last.
         self.contexts = self._context_shapes(weights, item)
         self.context_lengths = buffers.find_lengths(self.contexts)
 
     def _context_shapes(self, weights: Weights, item: WorkItem) -> list[Context]:
+        """Return the shapes of each stage's context, from an abstract backward."""
         cotangent = list(buffers.make_shapes(self.cotangent_lengths).values())
         return [
             jax.eval_shape(partial(self._backward, i), item, weights, stash, cotangent)[-1]
@@ -301,12 +308,14 @@ class _RavelledStages:
         ]
 
     def _unravel_weights(self, i: int, weights: Weights) -> Weights:
+        """Return stage i's weights as the tree that its function takes; shared ones stay."""
         return Weights(buffers.unravel(weights.stage, self.params[i]), weights.shared)
 
     def forward(
         self, i: int, item: WorkItem, weights: Weights, received: buffers.Buffers
     ) -> tuple[buffers.Buffers, buffers.Buffers]:
-        """Run stage i on the received activation, or the first stage on the model's input."""
+        """Run stage i on the received activation, the first on the model's input;
+        the last passes zeros on."""
         x = item.model_input if i == 0 else buffers.unravel(received, self.inputs[i])
         y, stash = self.stages[i].forward(self._unravel_weights(i, weights), x, item.key)
         # Don't pass on the output of the last stage, which is often the largest of all.
@@ -316,7 +325,8 @@ class _RavelledStages:
     def backward(
         self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
     ) -> BackwardResult:
-        """Run the backward of stage i on the received cotangent, or of the last on the loss."""
+        """Run stage i's backward on the received cotangent,
+        the last's on the loss; the first passes zeros on."""
         stash = buffers.unravel(stash, self.stashes[i])
         loss, shared_gradient, cotangent, context = self._backward(
             i, item, weights, stash, received
@@ -329,6 +339,8 @@ class _RavelledStages:
     def _backward(
         self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
     ) -> BackwardResult:
+        """Run stage i's backward between trees; `backward` ravels what it returns."""
+
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:
                 loss, gradient, cotangent = _differentiate_loss(
@@ -345,7 +357,7 @@ class _RavelledStages:
         return loss, shared_gradient, cotangent, context
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
-        """Return the gradient of stage i's weights, ravelled like the weights."""
+        """Return the gradient of stage i's weights, in buffers like the weights' inexact ones."""
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: which stage works on which microbatch in which tick.
+"""The schedules of a pipeline: the microbatch of each stage in each tick.
 
 A schedule is a clock with up to three windows: one for forwards, one for backwards, and one for the
 gradients of the weights. Schedules differ in when these windows begin. `engine` runs them.
@@ -30,7 +30,7 @@ IndexT = TypeVar("IndexT", int, jax.Array)
 
 
 class Phase(NamedTuple):
-    """Ticks [start, stop) in which all stages do the same kinds of work."""
+    """Ticks [start, stop); all stages do the same kinds of work in them."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
 
 def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[IndexT, IndexT | int]:
-    """Return (microbatch, chunk) of a stage's k-th forward.
+    """Return (microbatch, chunk) of a stage's k-th forward; without virtual stages (k, 0).
 
     Each group of p microbatches passes through all chunks before the next group begins.
     """
@@ -100,7 +100,8 @@ class Plan:
 
     @property
     def windows(self) -> dict[str, tuple[int, int]]:
-        """The ticks [start, stop) of each kind of work, over all stages.
+        """The ticks [start, stop) of each kind of work, over all stages:
+        F, B and, if backward is split, W.
 
         Stage d does its k-th forward at start + k + d, its k-th backward at start + k + p − 1 − d,
         and its k-th weight gradient at start + k, when all stages have done that backward.
@@ -117,12 +118,14 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The clock, split where a window begins or ends; for 1f1b warm-up, steady, cool-down."""
-        cuts = sorted({tick for window in self.windows.values() for tick in window})
-        return [
-            Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))
-            for start, stop in itertools.pairwise(cuts)
-        ]
+        """The clock, split wherever a window begins or ends,
+        with the work of each span; for 1f1b three phases."""
+        cuts = sorted(set(itertools.chain(*self.windows.values())))
+        phases = []
+        for start, stop in itertools.pairwise(cuts):
+            work = [w for w, (a, b) in self.windows.items() if a <= start < b]
+            phases.append(Phase(start, stop, "".join(work)))
+        return phases
 
     @property
     def ticks(self) -> int:
@@ -146,25 +149,26 @@ class Plan:
 
     @property
     def stash_slots(self) -> int:
-        """The number of microbatches that a device saves between forward and backward."""
+        """The microbatches that a device saves between forward and backward:
+        all of them for gpipe."""
         if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
     @property
     def context_slots(self) -> int:
-        """The number of microbatches that a device saves between backward and weight gradient."""
+        """The microbatches that a device saves between backward and weight gradient;
+        0 unless zb."""
         return min(self.work_items, self.num_stages) if self.splits_backward else 0
 
     @property
     def stash(self) -> int:
-        """The number of microbatches saved per device, or bytes if activation_bytes is given."""
-        return (self.stash_slots + self.context_slots) * (
-            1 if self.activation_bytes is None else self.activation_bytes
-        )
+        """The microbatches saved per device; their bytes if `activation_bytes` is given."""
+        slots = self.stash_slots + self.context_slots
+        return slots if self.activation_bytes is None else slots * self.activation_bytes
 
     def cells(self) -> Iterator[Cell]:
-        """Yield the work of every stage, kind by kind."""
+        """Yield the tick, microbatch and chunk of each work item of every stage, kind by kind."""
         p, v = self.num_stages, self.virtual_stages
         for stage in range(p):
             delay = {"F": stage, "B": p - 1 - stage, "W": 0}
@@ -187,10 +191,12 @@ class Plan:
 
     def __str__(self) -> str:
         """Draw the schedule as text: a line per stage, a column per tick and kind of work."""
-        columns = [(t, w) for phase in self.phases for t in range(*phase[:2]) for w in phase.work]
-        labels = {
-            (c.stage, c.tick, c.work): _format_label(c, self.virtual_stages) for c in self.cells()
-        }
+        columns: list[tuple[int, str]] = []
+        for phase in self.phases:
+            columns += itertools.product(range(phase.start, phase.stop), phase.work)
+        labels = {}
+        for c in self.cells():
+            labels[c.stage, c.tick, c.work] = _format_label(c, self.virtual_stages)
         width = max(map(len, labels.values()))
         bytes_ = "" if self.activation_bytes is None else f" ({self.stash:,} bytes)"
         chunks = f", {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""
@@ -208,7 +214,7 @@ class Plan:
         """Draw the schedule with matplotlib, on `axes` or on new ones, and return the axes.
 
         A backward is twice as wide as a forward, unless its weight gradient is drawn separately.
-        The numbers are those of the microbatches. Later chunks of layers on a device are paler.
+        The numbers count microbatches. Later chunks of layers on a device are paler.
         """
         if axes is None:
             pyplot = checks.optional_module("matplotlib.pyplot", "plot")
@@ -243,6 +249,7 @@ class Plan:
 
 
 def _format_label(cell: Cell, virtual_stages: int) -> str:
+    """Return the text of a cell: work, microbatch and, with several chunks, the chunk."""
     chunk = f".{cell.chunk}" if virtual_stages > 1 else ""
     return f"{cell.work}{cell.microbatch}{chunk}"
 
@@ -297,6 +304,7 @@ def plan(
     m = checks.count("num_microbatches", num_microbatches)
     v = checks.count("virtual_stages", virtual_stages)
     checks.choice("schedule", schedule, SCHEDULES)
+    # `forward_order` takes microbatches in groups of p.
     if v > 1 and m % p:
         raise ValueError(
             f"num_microbatches must be a multiple of the {p} stages, because virtual_stages={v} is "

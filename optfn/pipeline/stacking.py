@@ -15,7 +15,7 @@ from optfn.leaves.nodes import Stacked
 
 
 class PipelineParams(NamedTuple):
-    """Parameters of a pipeline in which stages and loss share some, such as a tied embedding.
+    """Parameters of a pipeline whose stages and loss share some, such as a tied embedding.
 
     stages: the params of the stages, as `stack_stages` returns them, or a list of them for
       heterogeneous stages.
@@ -71,6 +71,7 @@ def stack_stages(
 
     def stack(*leaves: Leaf) -> jax.Array:
         x = jnp.stack(leaves)
+        # Stage r·p + d goes to [r, d], so the second axis divides the chunks by device.
         return x.reshape(v, len(params) // v, *x.shape[1:]) if v > 1 else x
 
     stacked = Stacked(jax.tree.map(stack, *params))
@@ -90,6 +91,7 @@ def stack_stages(
 
 
 def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
+    """Raise unless stage i has the structure, shapes and dtypes of the first."""
     hint = "if your stages differ, pass the pipeline a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", stage, "params[0]", first)
     for place, a, b in tree.items(first, stage):
@@ -98,12 +100,12 @@ def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             raise ValueError(
                 f"params[{i}]: leaf {place!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, but "
-                f"that of params[0] is {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
+                f"in params[0] it is {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
             )
 
 
 def unwrap_stacked(stages: Params) -> tuple[Params, int]:
-    """Return params without the `Stacked` around them, and how many there were."""
+    """Take params out of the `Stacked` nodes around them; return how many there were."""
     count = 0
     while isinstance(stages, Stacked):
         stages, count = stages.layers, count + 1
@@ -111,7 +113,7 @@ def unwrap_stacked(stages: Params) -> tuple[Params, int]:
 
 
 def wrap_stacked(stages: Params, count: int) -> Params:
-    """Return params with `count` times `Stacked` around them."""
+    """Put params into `count` nested `Stacked` nodes."""
     for _ in range(count):
         stages = Stacked(stages)
     return stages
@@ -146,6 +148,7 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
 
 
 def _take_stage(index: tuple[int, ...], x: Leaf) -> Leaf:
+    """Return entry `index` of the leading axes; along explicit axes, on every device."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or not sharding.mesh.explicit_axes:
         return x[index]

@@ -51,7 +51,8 @@ class Stage(NamedTuple):
 
 
 def input_stashing_stage(fn: StageFn) -> Stage:
-    """Return a stage that saves x, and runs again in backward to be differentiated."""
+    """Return a stage that saves only its input x,
+    and runs again in backward to be differentiated."""
 
     def forward(weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
         return fn(weights, x, key), x
@@ -158,13 +159,14 @@ class _ResidualProgram:
         self.y, self.residuals = program.outputs[:num_y], program.outputs[num_y:]
         self.weight_inputs = program.inputs[: len(jax.tree.leaves(weights))]
         restored = variables([*self.residuals, *(self.y if keep_output else [])])
+        # The same for each microbatch: to stash them would take m times the memory.
         weights_only = program.find_computable(self.weight_inputs)
         self.stashed = [a for a in restored if a not in weights_only]
         self.from_weights = program.find_equations(a for a in restored if a in weights_only)
         self.keep_output = keep_output
 
     def forward(self, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
-        """Return y, and the residuals that depend on x."""
+        """Run the stage; return y, and the residuals that depend on x or the key."""
         program = self.program
         known = bindings(program.inputs, jax.tree.leaves((weights, x, key)))
         values = program.run(program.equations, known)
@@ -172,17 +174,19 @@ class _ResidualProgram:
         return y, read(values, self.stashed)
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
-        """Return y (None if it is not kept) and all residuals."""
+        """Compute again what depends only on the weights;
+        return y (None if it is not kept) and all residuals."""
         values = self._run_on_weights(weights) | bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)
 
     def compute_weight_residuals(self, weights: Params) -> dict[int, Value]:
-        """Return the residuals that depend only on the weights, by their positions."""
+        """Return by position the residuals that depend only on the weights, computed from them."""
         values = self._run_on_weights(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 
     def _run_on_weights(self, weights: Params) -> dict[Variable, Value]:
+        """Return the values of all equations that depend only on the weights."""
         known = bindings(self.weight_inputs, jax.tree.leaves(weights))
         return self.program.run(self.from_weights, known)
 
@@ -193,11 +197,11 @@ class _ResidualProgram:
         return [i for i, a in enumerate(self.residuals) if not stashed.intersection(variables([a]))]
 
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
-        """Return (gradient of weights, cotangent of x)."""
-        leaves = [
-            jax.random.wrap_key_data(a, impl=impl) if impl else a
-            for a, impl in zip(residuals, self.key_impls, strict=True)
-        ]
+        """Return (gradient of weights, cotangent of x) from residuals,
+        whose random keys are given as bits."""
+        leaves = []
+        for a, impl in zip(residuals, self.key_impls, strict=True):
+            leaves.append(jax.random.wrap_key_data(a, impl=impl) if impl else a)
         return jax.tree.unflatten(self.pull_structure, leaves)(cotangent)
 
 
@@ -212,25 +216,28 @@ class _SplitPullback:
         ordered = unsplit.has_effects
         self.program = program = unsplit if ordered else split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
+        # 1. Backward runs the equations of the cotangent of x.
         self.first = program.equations if ordered else program.find_equations(self.cotangent)
         # Compute values that depend only on the weights in both halves: in the context they would
         # take the same memory again for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
         from_weights = program.find_computable(() if ordered else weight_inputs)
+        # 2. The remaining equations of the weight gradient run later.
         in_first = {id(e) for e in self.first if ordered or not from_weights.issuperset(e.outvars)}
         self.second = [e for e in program.find_equations(self.gradients) if id(e) not in in_first]
         available: set[Variable] = {a for e in self.second for a in e.outvars} | from_weights
+        # 3. Values that the second half reads, and that nothing computes again, are the context.
         reads = [a for e in self.second for a in e.invars]
         self.context = [a for a in variables([*reads, *self.gradients]) if a not in available]
 
     def backward(self, residuals: list[Value], cotangent: Leaves) -> tuple[Leaves, Context]:
-        """Return (cotangent of x, context)."""
+        """Return the cotangent of x, and the values that `weight_gradient` reads."""
         known = bindings(self.program.inputs, [*residuals, *cotangent])
         values = self.program.run(self.first, known)
         return read(values, self.cotangent), read(values, self.context)
 
     def weight_gradient(self, residuals_of_weights: dict[int, Value], context: Context) -> Leaves:
-        """Return the gradient of the weights."""
+        """Return the weights' gradient, from the context and the residuals of weights alone."""
         known = {self.program.inputs[i]: a for i, a in residuals_of_weights.items()}
         known |= bindings(self.context, context)
         return read(self.program.run(self.second, known), self.gradients)

@@ -54,7 +54,7 @@ class StagePlacement:
     marks: int = 0
 
     def reshard_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
-        """Return `arrays` resharded along the mesh's explicit axes.
+        """Reshard arrays along the mesh's explicit axes; without any they stay.
 
         shard_map itself reshards its arguments only along the remaining axes.
 
@@ -73,20 +73,20 @@ class StagePlacement:
 
     def check_specs(self, stages: Params, front: int) -> None:
         """Raise unless `param_specs` fits params whose leaves have `front` leading axes."""
-        structures: list[Any] = [
-            jax.tree.structure(x, is_leaf=is_spec) for x in (self.param_specs, stages)
-        ]
-        if structures[0] != structures[1]:
+        found: Any = jax.tree.structure(self.param_specs, is_leaf=is_spec)
+        if found != jax.tree.structure(stages, is_leaf=is_spec):
             raise ValueError(
                 "param_specs must be a tree of PartitionSpecs like the params of a stage; its "
-                f"paths are {tree.list_names(tree.paths(self.param_specs))}, but those of params "
-                f"are {tree.list_names(tree.paths(stages))}"
+                f"paths are {tree.list_names(tree.paths(self.param_specs))}, but the params have "
+                f"{tree.list_names(tree.paths(stages))}"
             )
         for place, x, spec in tree.items(stages, self.param_specs):
             if not tree.is_masked(x):
                 self._check_fit(str(place), x.shape[front:], spec)
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
+        """Raise unless a PartitionSpec fits a leaf's shape in a stage:
+        as many axes, and evenly divided ones."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
@@ -106,7 +106,8 @@ class StagePlacement:
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
     def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Return the gradients of inexact leaves as a tree like `params`; integers get float0."""
+        """Put the gradients of inexact leaves into a tree like `params`;
+        integer leaves get float0."""
         remaining = iter(gradients)
         return jax.tree.map(
             lambda x: next(remaining) if tree.is_inexact(x) else numerics.float0_zeros(x.shape),
@@ -119,17 +120,20 @@ class StackedStages(StagePlacement):
 
     def shapes(self, stages: Params) -> PyTree:
         """Return the shapes of the params, without their sharding outside of shard_map."""
+        # Inside shard_map the sharding of arrays outside of it has no meaning.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
 
     def weight_specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpec of the weights (v, p, …), or a tree of PartitionSpecs."""
+        """Return the spec of the weights (v, p, …):
+        one for all leaves, or a tree if `param_specs` is given."""
         if self.param_specs is None:
             return P(None, self.axis_name)
         self.check_specs(stages, 2 if self._is_folded(stages) else 1)
         return jax.tree.map(self._weight_spec, self.param_specs, is_leaf=is_spec)
 
     def gradient_specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpec of the gradients of the inexact leaves, or a list of them."""
+        """Return the spec of the gradients of inexact leaves:
+        one for all, or a list if `param_specs` is given."""
         if self.param_specs is None:
             return P(None, self.axis_name)
         return list(map(self._weight_spec, self._inexact_specs(stages, self.param_specs)))
@@ -140,12 +144,13 @@ class StackedStages(StagePlacement):
         The data axis is the innermost axis of a dimension: the blocks that `gather_along_data`
         gathers are then consecutive.
         """
+        # Innermost: the blocks that a gather joins are then neighbours.
         names = (self.data_axis,)
         entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Return a device's weights (v, …), with those divided over the data axis gathered."""
+        """Gather weights (v, …) that `param_specs` divides over the data axis; the others stay."""
         if self.param_specs is None or self.data_axis is None:
             return weights
 
@@ -155,7 +160,8 @@ class StackedStages(StagePlacement):
         return jax.tree.map(gather, weights, self.param_specs)
 
     def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Return a device's shards of the means of gradients (v, …) over the data axis.
+        """Average a device's gradients (v, …) over the data axis,
+        and scatter to shards where this axis divides.
 
         Args:
           weights: the weights of the device.
@@ -165,13 +171,14 @@ class StackedStages(StagePlacement):
             return list(lax.pmean(gradients, self.data_axis))
         names = to_axes(self.data_axis)
         specs = self._inexact_specs(weights, self.param_specs)
-        return [
-            mean_scatter(g, self._data_divisions(spec), names, self.mesh)
-            for g, spec in zip(gradients, specs, strict=True)
-        ]
+        means = []
+        for g, spec in zip(gradients, specs, strict=True):
+            means.append(mean_scatter(g, self._data_divisions(spec), names, self.mesh))
+        return means
 
     def _data_divisions(self, spec: P) -> list[Division]:
-        """Return the dimension of a leaf (v, …) that the data axis divides, if it divides one.
+        """Return the dimension of a leaf (v, …) that the data axis divides,
+        as a list; [] if it divides none.
 
         `spec` is the PartitionSpec of the leaf in a stage, without v.
         """
@@ -179,18 +186,19 @@ class StackedStages(StagePlacement):
         return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
-        """Return the leaves of stacked params as (v, p, …)."""
+        """Fold stacked params (p·v, …) to (v, p, …); folded ones stay as they are."""
         self._check_stacked(stages)
         if self._is_folded(stages):
             return stages
         if self.plan.virtual_stages == 1:
             return jax.tree.map(lambda x: x[None], stages)
         v, p = self.plan.virtual_stages, self.plan.num_stages
+        # Along an explicit axis JAX cannot tell how (v, p) would be divided if v·p is.
         stages = self.reshard_explicit_axes(stages, P())
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Return gradients (v, p, …) in the structure and shapes of `stages`."""
+        """Unfold gradients (v, p, …) to the shapes of `stages`, in its structure."""
         if self._is_folded(stages):
             pass
         elif self.plan.virtual_stages == 1:
@@ -201,12 +209,15 @@ class StackedStages(StagePlacement):
         return self.build_gradient_tree(stages, gradients)
 
     def _is_folded(self, stages: Params) -> bool:
+        """Tell whether leaves are (v, p, …) instead of (p·v, …),
+        by their marks or else by their shapes."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         # If p is 1, (v, 1, …) has the same first dimension as (v·p, …).
         unlike = (x.shape[:1] != (v * p,) for x in jax.tree.leaves(stages))
         return v > 1 and (self.marks > 1 or any(unlike))
 
     def _check_stacked(self, stages: Params) -> None:
+        """Raise a ValueError unless each leaf has the stages as its leading axis, or two."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         folded = self._is_folded(stages)
         for name, x in tree.arrays_with_paths(stages):
@@ -226,7 +237,7 @@ class ListedStages(StagePlacement):
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
-        """Return the params as buffers."""
+        """Ravel the params of each stage into one buffer per dtype, (v, p, longest)."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         if not isinstance(stages, list | tuple):
             raise TypeError(
@@ -245,13 +256,15 @@ class ListedStages(StagePlacement):
         def ravel(stages: Params) -> buffers.Buffers:
             rows = [buffers.ravel(params, lengths) for params in stages]
             stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
+            # Each device ravels all stages and keeps its own: params are whole along the stage
+            # axis.
             device = lax.axis_index(self.axis_name)
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)
 
         return self._map_shards(ravel, self._stage_specs(stages), self.weight_specs(stages), stages)
 
     def shapes(self, stages: Params) -> PyTree:
-        """Return the shapes of the shards that stage functions see."""
+        """Return the shapes of the shards that stage functions see: whole along the data axis."""
 
         def shard(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
             shape = NamedSharding(self.mesh, spec).shard_shape(x.shape)
@@ -266,15 +279,16 @@ class ListedStages(StagePlacement):
     gradient_specs = weight_specs
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Return a device's weights; those divided over the data axis are already gathered."""
+        """Return the weights as they are: to ravel them has gathered them."""
         return weights
 
     def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Return the means over the data axis of a device's gradients."""
+        """Average a device's gradients over the data axis."""
         return list(lax.pmean(gradients, self.data_axis))
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Return gradients from buffers (v, p, longest), structured like `stages`."""
+        """Unravel gradients from buffers (v, p, longest) into the trees of `stages`,
+        placed by `param_specs`."""
         p = self.plan.num_stages
         shapes = self.shapes(stages)
         names = buffers.select_inexact(buffers.find_lengths(shapes))
@@ -304,13 +318,15 @@ class ListedStages(StagePlacement):
         return tuple(a for a in self.mesh.axis_names if a in names)
 
     def _specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpecs of the leaves, as a tree like `stages`."""
+        """Return the PartitionSpecs of the leaves, a tree like `stages`:
+        `param_specs`, or P() for each."""
         if self.param_specs is None:
             return jax.tree.map(lambda x: P(), stages)
         return self.param_specs
 
     def _stage_specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpecs that stage functions see: whole along the data axis."""
+        """Return the PartitionSpecs that stage functions see:
+        without the data axis, which is gathered."""
         return jax.tree.map(
             lambda spec: restrict_spec(spec, self._further_axes),
             self._specs(stages),
@@ -320,11 +336,13 @@ class ListedStages(StagePlacement):
     def _map_shards(
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
     ) -> Any:
-        """Run `fn` on each device's shards of the arrays."""
+        """Run `fn` on each device's shards, divided by these specs, and return whole arrays."""
         run = meshes.shard_map(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
         return run(self.reshard_explicit_axes(arrays, in_specs))
 
     def _place_gradient(self, x: jax.Array, spec: P) -> jax.Array:
+        """Give x the sharding of a spec: resharded along explicit axes,
+        constrained along the others."""
         x = self.reshard_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
         return meshes.constrain_sharding(x, self.mesh, restrict_spec(spec, implicit))

@@ -1,6 +1,6 @@
 """Loss and gradients of a model whose stages are on different devices.
 
-The values are those of `jax.value_and_grad` on one device, so any optimizer takes them. `engine`
+Loss and gradients equal `jax.value_and_grad` on one device, so any optimizer takes them. `engine`
 runs the stages by the schedule of `plan`.
 """
 
@@ -58,27 +58,27 @@ def pipeline_value_and_grad(
         f(params, inputs, targets, *, rng=None) -> (loss, grads)
         f(params, (inputs, targets), *, rng=None), as `make_train_step` calls its value_and_grad
 
-    Use it if a model is too deep for one device: each device keeps some layers, a stage. Loss and
-    gradients are those of the model without a pipeline: y = inputs; y = stage_fn(params[s], y) for
+    Use it if a model is too deep for one device: each device keeps some layers, a stage. The model
+    without a pipeline has the same loss and gradients: y = inputs; y = stage_fn(params[s], y) for
     each stage s; loss = loss_fn(y, targets).
 
     The batch is split into m microbatches. In lock step, each of the p devices along the stage axis
       1. runs its stage on the activation from the previous device, and saves the values that its
          backward reads;
       2. runs the backward of its stage on the cotangent from the next device (the last stage on
-         that of the loss), and accumulates the gradients;
+         the cotangent of the loss), and accumulates the gradients;
       3. passes both results on.
     The schedule says when. "gpipe" does all forwards, then all backwards. "1f1b" begins each
     backward as early as possible: p − 1 ticks of forwards, m ticks of a forward and a backward
     each, and p − 1 ticks of backwards. The idle time is the same as with "gpipe", but the memory
-    does not grow with m. "zb" is 1f1b with the gradients of the weights delayed to ticks in which a
-    device would idle, which leaves 2/3 of the idle time. `plan` has the numbers.
+    does not grow with m. "zb" is 1f1b, but weight gradients wait for ticks when a device would
+    idle, which leaves 2/3 of the idle time. `plan` has the numbers.
 
     Args:
       stage_fn: a function (params, x) -> x that returns the shapes and dtypes that it takes; x is a
         tree of arrays with the examples of a microbatch along the leading axis. For heterogeneous
         stages, such as embedding, blocks of different widths, and head: a list of p·v such
-        functions in the model's order, each of which takes the result of the previous one. A
+        functions in the model's order; each takes the result of the previous one. A
         function with a parameter `shared` or `rng` gets these as keywords (see below).
       loss_fn: a function (outputs, targets) -> loss, a real scalar, the mean over the examples of
         its arguments. It may have a parameter `shared`.
@@ -95,10 +95,10 @@ def pipeline_value_and_grad(
       stash: the values saved for a microbatch until its backward. "input": the input of the stage,
         which then runs again. "residual": all values that the backward reads and that depend on the
         input. None is "input" for 1f1b, and "residual" for gpipe and zb.
-      data_axis: the mesh axis over which the batch is split, if any. Leave it out in a training
+      data_axis: the mesh axis that splits the batch, if any. Leave it out in a training
         step with a mesh, which splits the batch itself.
       grad_reduce: "mean": gradients are averaged over the data axis, as the loss is. An optimizer
-        that exchanges gradients itself takes those of each worker in a training step with `mesh`.
+        that exchanges gradients itself takes each worker's, in a training step with `mesh`.
       param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
         mesh (a list of such trees for a list of functions); None divides nothing. Weights and
         gradients are divided like this, and `stage_fn` sees the shards of its device, which it
@@ -148,6 +148,7 @@ def pipeline_value_and_grad(
         _check_specs(param_specs, mesh, axis_name)
     policy = StashPolicy(stash, pipeline_plan.splits_backward)
     pipeline = _Pipeline(functions, mesh, axis_name, pipeline_plan, policy, data_axis, param_specs)
+    # Once, so that a call outside of a jitted step is compiled too.
     compiled = jax.jit(pipeline.value_and_grad)
 
     def value_and_grad(
@@ -167,6 +168,8 @@ def pipeline_value_and_grad(
 
 
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
+    """Raise unless `mesh` is a mesh with two different axes of these names;
+    `data_axis` may be None."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
@@ -180,7 +183,8 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
 
 
 def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
-    """Raise an error unless the pipeline can divide params by `param_specs`."""
+    """Raise unless `param_specs` has only PartitionSpecs,
+    over axes of the mesh but not the stage axis."""
     for path, spec in tree.arrays_with_paths(specs):
         if not is_spec(spec):
             raise TypeError(
@@ -192,7 +196,7 @@ def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
                 allowed = tree.list_names([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
                     f"param_specs: {name!r} at {path!r} must be an axis of the mesh other than "
-                    f"that of the stages: {allowed}"
+                    f"the stage axis: {allowed}"
                 )
 
 
@@ -246,7 +250,8 @@ class _Pipeline:
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Run the pipeline on one device; `shapes` are those of the params, or of its shards."""
+        """Run the pipeline on one device and return its loss and gradients;
+        `shapes` belong to params or their shards."""
         m = self.plan.num_microbatches
 
         def split(x: jax.Array) -> jax.Array:
@@ -255,16 +260,20 @@ class _Pipeline:
         worker = 0 if self.data_axis is None else lax.axis_index(self.data_axis)
         inputs, targets = jax.tree.map(split, batch)
         microbatches = Microbatches(inputs, targets, worker * m, rng)
+        # shard_map leaves an axis of length 1 in the place of p.
         local = jax.tree.map(lambda x: x[:, 0], weights.stage)
         weights = weights._replace(stage=self.placement.gather_along_data(local))
+        # One chunk, to trace with: all chunks have the same shapes.
         example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
         model = self._make_model(shapes, example, make_work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
         loss, gradients = self._average_over_batch(*engine.run(), weights)
+        # The engine adds losses in float32 or wider.
         return loss.astype(model.loss_dtype), gradients
 
     def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
-        """Return the model; `weights` and `item` are examples to trace with."""
+        """Return the homogeneous or heterogeneous model;
+        `weights` and `item` are examples to trace with."""
         functions, policy = self.functions.bind_keywords(), self.stash_policy
         if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
@@ -274,7 +283,9 @@ class _Pipeline:
     def _average_over_batch(
         self, loss: jax.Array, gradient: Gradient, weights: Weights
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Return means over the batch from this device's sums; all reductions are made here."""
+        """Turn this device's sums into means over the batch:
+        over stages, data workers and microbatches."""
+        # Only the last stage has a loss, and each stage a term of the shared gradient.
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
         if self.data_axis is not None:
@@ -282,14 +293,18 @@ class _Pipeline:
             stage = self.placement.average_over_data(weights.stage, gradient.stage)
             gradient = Gradient(stage, shared)
         m = self.plan.num_microbatches
-        stage, shared = (
-            [(g / m).astype(w.dtype) for g, w in zip(sums, select_inexact_leaves(of), strict=True)]
-            for sums, of in zip(gradient, weights, strict=True)
-        )
+
+        def divide(sums: Leaves, of: Params) -> Leaves:
+            pairs = zip(sums, select_inexact_leaves(of), strict=True)
+            return [(g / m).astype(w.dtype) for g, w in pairs]
+
+        stage, shared = map(divide, gradient, weights)
+        # The axis p again, for the out_specs.
         return loss / m, ([g[:, None] for g in stage], shared)
 
     def _check_bound_axes(self) -> None:
-        """Raise a ValueError for data axes that an enclosing training step has bound."""
+        """Raise a ValueError if an enclosing training step has bound a data axis,
+        which it averages itself."""
         bound = manual_axes()
         if self.data_axis in bound:
             raise ValueError(
@@ -306,6 +321,8 @@ class _Pipeline:
             )
 
     def _check_batch(self, inputs: PyTree, targets: PyTree) -> None:
+        """Raise a ValueError unless all arrays have one leading axis,
+        a multiple of m times the data workers."""
         named = [("inputs", x) for x in jax.tree.leaves(inputs)]
         named += [("targets", x) for x in jax.tree.leaves(targets)]
         if not jax.tree.leaves(inputs):

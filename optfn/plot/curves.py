@@ -46,6 +46,11 @@ def schedules(
 def _check_schedules(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
+    """Return schedules by name: a mapping as it is, one or several by their repr.
+
+    Raises:
+      TypeError: one of them is no function.
+    """
     if callable(schedules):
         schedules = [schedules]
     if isinstance(schedules, Sequence) and not isinstance(schedules, str):
@@ -86,7 +91,7 @@ def dgc_ramp(
       rampup_begin_step: as for `dgc_momentum`.
       rampup_step: as for `dgc_momentum`.
       sparsity: as for `dgc_momentum`.
-      steps: how many steps to draw, ≥ 1; None: 1.5 times the step at which the ramp ends.
+      steps: how many steps to draw, ≥ 1; None: 1.5 times the last step of the ramp.
       ax: where to draw; None for a new figure.
     """
     begin = checks.count("rampup_begin_step", rampup_begin_step, low=0)

@@ -17,7 +17,7 @@ MAX_POINTS = 500
 
 
 def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
-    """Return `ax`, or the axes of a new figure, without the frame's upper and right lines.
+    """Style `ax`, or the axes of a new figure for None: no frame at the top and the right.
 
     Args:
       ax: axes of matplotlib, or None.
@@ -37,7 +37,7 @@ def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Ax
 def check_mapping(
     argument: str, values: Mapping[str, T], kind: type[T] | None = None
 ) -> dict[str, T]:
-    """Return `values` as a dict, if it is a mapping from names, with something in it.
+    """Return a mapping from names as a dict; raise if it is empty or has a value of another class.
 
     Args:
       argument: the name of the argument, for errors.
@@ -74,7 +74,10 @@ def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: An
 
 
 def scale_axis(ax: "Axes", *curves: np.ndarray) -> None:
-    """Make the y axis logarithmic where all numbers are positive and span a factor above 100."""
+    """Make the y axis logarithmic if all finite values are positive and span a factor above 100.
+
+    Otherwise it stays linear.
+    """
     values = np.concatenate([np.ravel(y) for y in curves])
     values = values[np.isfinite(values)]
     if values.size and values.min() > 0 and values.max() > 100 * values.min():

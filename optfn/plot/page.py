@@ -90,7 +90,7 @@ def report(
 
 
 def environment() -> dict[str, str]:
-    """Return versions and devices by name."""
+    """Return devices, processes and versions by name, as text."""
     devices = Counter(device.device_kind for device in jax.devices())
     return {
         "devices": ", ".join(f"{n} × {kind}" for kind, n in devices.items()),
@@ -126,7 +126,7 @@ _HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not fi
 
 
 def _summarize_series(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
-    """Return the rows of the table of numbers: a row for each array of the history."""
+    """Return a row of the table of numbers for each array; leave out arrays without entries."""
     rows = []
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
         if name == "evaluation_step" or not values.size:
@@ -158,7 +158,7 @@ def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _draw_svg(series: RunHistory, local_steps: int) -> str:
-    """Return the curves as an SVG element without a background."""
+    """Return the curves as an SVG element whose ink follows the color of the page."""
     matplotlib = checks.optional_module("matplotlib", "plot")
     settings = dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none", "text.usetex": False}
     with matplotlib.rc_context(settings):
@@ -168,8 +168,10 @@ def _draw_svg(series: RunHistory, local_steps: int) -> str:
         draw_history(series, local_steps=local_steps, figure=figure)
         figure.set_figheight(0.5 + 1.9 * len(figure.axes))
         text = io.StringIO()
+        # A date would change the file with each write.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    # An element within a page has no header of XML.
     svg = re.sub(r".*?(?=<svg )", "", text.getvalue(), count=1, flags=re.DOTALL)
     return svg.replace(_INK, "currentColor").strip()
 

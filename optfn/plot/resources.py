@@ -45,7 +45,7 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
 
 
 def _choose_unit(size: float) -> tuple[float, str]:
-    """Return the power of 1,000 in which a number of bytes is read best, and its name."""
+    """Return the largest power of 1,000 that a number of bytes reaches, and its name."""
     power = min(int(np.log10(max(size, 1)) // 3), len(_UNITS) - 1)
     return 1000.0**power, _UNITS[power]
 
@@ -85,6 +85,7 @@ def recompute(
 
 
 def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
+    """Return (bytes, FLOPs) as floats; raise a ValueError unless both are positive."""
     if np.shape(pair) != (2,) or not np.all(np.asarray(pair) > 0):
         raise ValueError(f"{name} must be (bytes, FLOPs), both > 0; got {pair!r}")
     size, flops = pair
@@ -94,7 +95,7 @@ def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
 def _merge_marks(
     named: Mapping[str, tuple[float, float]], near: tuple[float, float]
 ) -> dict[tuple[float, float], list[str]]:
-    """Return the names at each point; points whose marks would overlap are one."""
+    """Group names by point; a mark that would overlap an earlier one joins it."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, (x, y) in named.items():
         there = [(u, v) for u, v in places if abs(x - u) <= near[0] and abs(y - v) <= near[1]]

@@ -102,7 +102,10 @@ def history(
 
 
 def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
-    """Return functions of `ax` that draw the panels for which `series` has arrays."""
+    """Return a function of `ax` for each panel that `series` has arrays for.
+
+    The clip factor has a panel only if it was below 1.
+    """
     draws = {"loss": losses, "learning_rate": learning_rate, "grad_norm": norms}
     panels: list[Callable[..., Axes]] = [
         partial(draw, series, local_steps=local_steps)
@@ -119,7 +122,7 @@ def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Ax
 def _draw_series(
     series: RunHistory, name: str, local_steps: int, ax: "Axes | None" = None
 ) -> "Axes":
-    """Draw one array of a history, a curve of steps or the points of evaluations."""
+    """Draw one array: a curve over steps, or points for an array of evaluations."""
     ax = style_axes(ax)
     label = _WORDS.get(name, name)
     if name.startswith("evaluation/"):
@@ -135,7 +138,10 @@ def _draw_series(
 
 
 def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
-    """Return a history as NumPy arrays, after checking that it has "loss" and those `needed`."""
+    """Return a history as NumPy arrays; raise unless it has "loss" and all `needed`.
+
+    Each array must have one number per step, or per evaluation.
+    """
     arrays = {name: np.asarray(x) for name, x in check_mapping("history", history).items()}
     # The history of a checkpoint may have the position of the batches beside it, as bytes.
     series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}

@@ -51,7 +51,7 @@ class RunReport:
         return self
 
     def __call__(self) -> None:
-        """Write the report, unless it was written a short time ago."""
+        """Write the report if a minute has passed since the last one; do nothing without a path."""
         if self.path is not None and time.monotonic() - self.since > _SECONDS_BETWEEN:
             self._write("not yet")
             self.since = time.monotonic()

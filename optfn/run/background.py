@@ -16,7 +16,7 @@ from optfn.core.types import PyTree
 # The memory of the host that devices can copy to while they compute.
 _PINNED = "pinned_host"
 
-# At most one write for each directory, in the order in which they are written.
+# The write under way of each directory, the oldest first.
 _writing: dict[Path, Future[Any]] = {}
 
 
@@ -28,16 +28,20 @@ def _get_thread() -> ThreadPoolExecutor:
 
 
 def start_write(directory: Path, *calls: Callable[[], None]) -> None:
-    """Begin to write a checkpoint by some calls; `wait` first for the previous one there."""
+    """Begin to run `calls`, one after the other, in the thread that writes.
+
+    Call `wait_for_writes` first, for an earlier write of the same directory.
+    """
     _writing[directory] = _get_thread().submit(lambda: [call() for call in calls])
 
 
 def wait_for_writes(directory: Path | None = None) -> None:
-    """Wait until all checkpoints, or those of a directory, are on the disk.
+    """Wait until the writes of a directory are on the disk, or for None all writes.
 
-    If a checkpoint could not be written, in any directory, its error is raised once.
+    The error of a failed write, in any directory, is raised once.
     """
     for place, write in list(_writing.items()):
+        # A failed write of another directory is raised here too, or nobody would hear of it.
         if directory in (None, place) or write.done():
             try:
                 write.result()
@@ -47,11 +51,12 @@ def wait_for_writes(directory: Path | None = None) -> None:
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
-    """Return a copy of the arrays of a tree; the arrays may be donated or overwritten at once.
+    """Copy the arrays of a tree, so that the originals may be donated or overwritten at once.
 
-    JAX arrays are copied in the background, to memory of the host if the devices can do that. The
-    copies are divided over processes like the arrays.
+    JAX arrays are copied in the background, to pinned memory of the host if their devices have it,
+    and stay divided over processes; everything else is copied by NumPy, now.
     """
+    # One program for each set of devices: jit takes no arguments on different ones.
     groups: dict[frozenset[jax.Device], list[jax.Array]] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
@@ -64,12 +69,12 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
-    """Return the sharding of an array, in memory of the host if its devices have such memory."""
+    """Return an array's sharding in pinned host memory; without such memory, its own sharding."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # a later save of the same state does not compile again
 def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[PyTree], PyTree]:
     return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=list(shardings))

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 
 from optfn.core import checks
 from optfn.core.types import Batch
@@ -32,13 +32,16 @@ class Remaining:
         self.batches, self.local_steps = batches, local_steps
         self.steps, self.epochs = options.steps, options.epochs
         self.used, self.given = done // local_steps, 0
+        # A batch is a round of `local_steps` steps.
         self.most = None if self.steps is None else self.steps // local_steps
         self.is_finished = self.steps is not None and done >= self.steps
         self.epoch: int | None = None
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
         self._passes = self._iterate_epochs(found and self._resume_iterator(found))
-        self._ahead: list[tuple[int, Batch]] = []  # at most one
+        # At most one, with its epoch, or the error of the iterator in its place.
+        self._ahead: list[tuple[int, Batch] | Exception] = []
+        self._is_saved = options.checkpoint is not None
         self._before_ahead: Position | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -51,18 +54,39 @@ class Remaining:
             self._draw()
 
     def _draw(self) -> Batch:
-        epoch, batch = self._ahead.pop()
+        drawn = self._ahead.pop()
+        if isinstance(drawn, Exception):
+            raise drawn
+        epoch, batch = drawn
         self.given += 1
         self.epoch = None if self.epochs is None else epoch
         return batch
 
     def _look_ahead(self) -> bool:
-        """Draw the next batch, unless that is done already; tell whether there is one."""
+        """Draw the next batch unless one is drawn already; tell whether there is one."""
         self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
         return bool(self._ahead)
 
+    def read_ahead(self, place: Callable[[Batch], Batch]) -> None:
+        """Draw the next batch and place it, if the run makes another step and has not drawn it.
+
+        An error is kept, and raised when the batch is due: the run may end before.
+        """
+        if self._ahead or self.is_finished or self.given == self.most:
+            return
+        self._mark_position()
+        try:
+            self._ahead = [(epoch, place(x)) for epoch, x in itertools.islice(self._passes, 1)]
+        except Exception as error:
+            self._ahead = [error]
+
+    def _mark_position(self) -> None:
+        """Record the iterator's position: a checkpoint must not skip a batch drawn ahead."""
+        if self._is_saved:
+            self._before_ahead = self._position()
+
     def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
-        """Return an iterator that continues from the position of an earlier one, or None."""
+        """Return an iterator restored at a position; None if it cannot be restored there."""
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
             return None
@@ -79,7 +103,7 @@ class Remaining:
         return iterator
 
     def position(self) -> Position | None:
-        """Return the position of the iterator after the last batch; None if it has no state."""
+        """Return the iterator's position after the last batch; None if it has no state."""
         return self._before_ahead if self._ahead else self._position()
 
     def _position(self) -> Position | None:
@@ -88,7 +112,10 @@ class Remaining:
         return None
 
     def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
-        """Yield the batches of all passes, each with the number of its pass."""
+        """Yield (epoch, batch) from the current epoch on; `begun` is its iterator, if restored.
+
+        An empty first epoch ends the iteration; a later empty one is an error.
+        """
         for epoch in range(self._pass, 1 + (self.epochs or 1)):
             self._pass = epoch
             self._iterator = iter(self.batches) if begun is None else begun
@@ -97,7 +124,7 @@ class Remaining:
                 is_empty = False
                 yield epoch, batch
             if is_empty and epoch == 1:
-                return
+                return  # `check` raises after the loop, since it knows how many were needed
             if is_empty:
                 raise ValueError(
                     f"batches gave no batch in epoch {epoch} of {self.epochs}; with epochs it must "
@@ -105,23 +132,26 @@ class Remaining:
                 )
 
     def is_epoch_end(self) -> bool:
-        """Tell whether the last batch was the last of its pass, by drawing the next one."""
+        """Tell whether the last batch ended one of the epochs, by drawing the next."""
         self._skip_used()
         if self.epochs is None or self.is_finished or self.given == self.most:
             return self.epochs is not None
         if not self._ahead:
-            self._before_ahead = self._position()
-        return not self._look_ahead() or self._ahead[0][0] != self.epoch
+            self._mark_position()
+        if not self._look_ahead():
+            return True
+        following = self._ahead[0]
+        return not isinstance(following, Exception) and following[0] != self.epoch
 
     def last_step(self) -> int | None:
-        """Return how many steps the run makes in all; None if that is not known."""
+        """Return `steps`, else epochs × batches × local_steps; None without a length."""
         if self.steps is None and self.epochs is not None and isinstance(self.batches, Sized):
             with contextlib.suppress(TypeError):  # a DataLoader over a stream
                 return self.epochs * len(self.batches) * self.local_steps
         return self.steps
 
     def check(self) -> None:
-        """Raise if there were no batches, or fewer than `steps` or the used ones need."""
+        """Raise if there were too few batches for `steps` or the used ones; pass a finished run."""
         needed = max(self.used, 1) if self.most is None else self.most
         if self.is_finished or self.given >= needed:
             return

@@ -5,43 +5,30 @@ A checkpoint is written as a whole or not at all.
 
 import functools
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn import core
 from optfn.core import checks, tree
-from optfn.core.tree import is_key, list_names
-from optfn.core.types import Leaf, Params, PyTree
+from optfn.core.types import Params, PyTree
 from optfn.leaves.patterns import Pattern, check_pattern
 from optfn.parallel import processes
 from optfn.run.background import start_write, wait_for_writes
-from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, is_directory_default
+from optfn.run.checkpoint_directory import OrbaxDirectory, is_directory_default
 from optfn.run.checkpoint_file import NpzFile
-from optfn.run.finiteness import has_finite_end
-from optfn.run.newest import OtherRun, backend_of, find_newest, remove_oldest
-from optfn.run.storage import NONFINITE, Backend, is_remote, to_path
-from optfn.sparse.sharded_table import unwrap_tables
-from optfn.state.names import arrays_with_names
-from optfn.state.per_worker import has_per_worker_state
-from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
-from optfn.train.changes import Changes, Misfit, misfits
-from optfn.train.loading import ABOUT, load_named, to_host
-from optfn.train.packed_state import make_placeholders, unpack_state
+from optfn.run.checkpoint_loader import HISTORY, Loaded, Loader, check_tree, to_key_data
+from optfn.run.finiteness import may_keep_last_loss
+from optfn.run.frozen import FrozenParams
+from optfn.run.newest import OtherRun, find_newest, remove_oldest
+from optfn.run.storage import Backend, is_remote, to_path
+from optfn.train.changes import Changes, misfits
 from optfn.train.state import TrainState
-from optfn.train.state_dict import RESERVED, check_names
-
-_HISTORY = "history/"
-_TRAIN = "train"  # the first word of the names of a TrainState
-# The names of the entries of a checkpoint that are not arrays of the state.
-_RESERVED = (*RESERVED, _HISTORY, NONFINITE, *ENTRIES)
-
-_Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 
 def save_checkpoint(
@@ -53,6 +40,8 @@ def save_checkpoint(
     keep: int = 2,
     sharded: bool | None = None,
     background: bool | None = None,
+    save_frozen: bool = True,
+    tx: optax.GradientTransformation | None = None,
 ) -> Path:
     """Save a training state in `directory`, as the file step_<n>.npz or the directory step_<n>.
 
@@ -87,16 +76,49 @@ def save_checkpoint(
       sharded: whether to write a directory. None: only if params or state are divided over devices
         (`shard`, `shard_tables`) and orbax is installed.
       background: whether to write in the background. None: only if it is a directory.
+      save_frozen: whether to save the params that are not trained. False: a TrainState is saved
+        without the params that `tx` freezes by `ParamAttr(trainable=False)`, and with their
+        checksums. Loading then takes these params from the template, compares them, and refuses
+        others by name.
+      tx: the optimizer of the state, which `save_frozen=False` needs.
 
     Returns:
       The path of the file or the directory.
 
     Raises:
       OSError: the disk is full or cannot be written; nothing of the new file is left.
-      TypeError: the state has leaves that are no arrays, or no step.
-      ValueError: two arrays have the same name, or a name that cannot be saved.
+      TypeError: the state has leaves that are no arrays, or no step; or `save_frozen=False` and it
+        is no TrainState.
+      ValueError: two arrays have the same name, or a name that cannot be saved; or
+        `save_frozen=False` without `tx`.
     """
-    _check_tree("save_checkpoint: state", state)
+    frozen = None
+    if not checks.flag("save_frozen", save_frozen):
+        if tx is None:
+            raise ValueError(
+                "save_checkpoint: save_frozen=False needs tx, the optimizer that says which params "
+                "are frozen"
+            )
+        frozen = FrozenParams(core.check_transform("save_checkpoint: tx", tx))
+    return write_checkpoint(
+        directory, state, history, step=step, keep=keep, sharded=sharded, background=background,
+        frozen=frozen,
+    )  # fmt: skip
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    state: PyTree,
+    history: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int = 2,
+    sharded: bool | None = None,
+    background: bool | None = None,
+    frozen: FrozenParams | None = None,
+) -> Path:
+    """Save as `save_checkpoint` does, without the frozen params if `frozen` is given."""
+    check_tree("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
     if not isinstance(history, Mapping | None):
         raise TypeError(
@@ -118,32 +140,26 @@ def save_checkpoint(
         sharded = is_remote(directory) or is_directory_default(state)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
-    beside = {f"{_HISTORY}{name}": np.array(x) for name, x in (history or {}).items()}
+    is_last_finite = may_keep_last_loss(state, history or {})
+    entries = dict(history or {})
+    if frozen is not None:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                "save_checkpoint: save_frozen=False takes a TrainState; got " + checks.show(state)
+            )
+        state, entry = frozen.leave_out(state)
+        entries |= entry
+    beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
     write = backend.writer(
         path,
-        jax.tree.map(_to_key_data, state),
+        jax.tree.map(to_key_data, state),
         beside,
-        is_finite=has_finite_end(state, history or {}),
+        is_loss_finite=is_last_finite,
     )
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):
         wait_for_writes(directory)
     return path
-
-
-def _check_tree(who: str, state: PyTree) -> None:
-    """Raise an error unless a tree can be saved, and be restored by its names."""
-    for name, x in tree.arrays_with_paths(state):
-        if not tree.is_array(x):
-            raise TypeError(
-                f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
-                f"{name or 'at the top'} is {checks.show(x)}"
-            )
-    shapes = unwrap_tables(unpack_state(make_placeholders(state)))
-    names = [name for name, _ in arrays_with_names(shapes)]
-    if "" in names:
-        raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
-    check_names(names, _RESERVED)
 
 
 def _find_step(state: PyTree) -> int:
@@ -157,10 +173,6 @@ def _find_step(state: PyTree) -> int:
     return int(step)
 
 
-def _to_key_data(x: Leaf) -> Leaf:
-    return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
-
-
 def load_checkpoint(
     path: str | os.PathLike[str],
     state: PyTree,
@@ -170,9 +182,9 @@ def load_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the state and the history in one checkpoint, given by its path.
 
-    `restore_checkpoint` finds the newest one of a directory. Arrays are placed like those of the
-    template. If the number of workers has changed, per-worker arrays are converted by
-    `rescale_residuals`.
+    `restore_checkpoint` finds the newest checkpoint of a directory. Each array gets the sharding of
+    its array in the template. If the number of workers has changed, `rescale_residuals` converts
+    per-worker arrays.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -185,112 +197,16 @@ def load_checkpoint(
         nothing.
     """
     wait_for_writes()
-    _check_tree("load_checkpoint: state", state)
-    loader = _Loader(state, checks.flag("strict", strict), check_pattern("only", only))
+    check_tree("load_checkpoint: state", state)
+    loader = Loader(state, checks.flag("strict", strict), check_pattern("only", only))
     return loader.warn_of_changes(path, loader.load(to_path(path)))
-
-
-class _Loader(NamedTuple):
-    """Loads checkpoints; `strict` and `only` are those of `restore_checkpoint`."""
-
-    template: PyTree
-    strict: bool = True
-    only: Pattern | None = None
-
-    def load(self, path: Path) -> _Loaded:
-        """Return the state and the history at a path, and the differences of names."""
-        like = jax.tree.map(_to_key_data, self.template)
-        try:
-            saved = backend_of(path).read(path, like, self._is_read)
-        except ImportError:
-            raise
-        except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
-            raise ValueError(f"{path} is truncated or damaged: {error}") from error
-        names = [name for name in saved if not _is_beside(name)]
-        chosen = {*filter(self.is_selected, names)}
-        if not chosen:
-            raise OtherRun(
-                f"only={self.only!r} matches no name in {path}; it has "
-                f"{list_names([_public_name(name) for name in names])}"
-            )
-        found = _rescale_to_template(
-            self.template, {k: x for k, x in saved.items() if x is not None}
-        )
-        mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
-        history = {k.removeprefix(_HISTORY): found[k] for k in found if k.startswith(_HISTORY)}
-        try:
-            is_strict = self.strict and self.only is None
-            state, changes = load_named(
-                self.template, mapping, strict=is_strict, shown=_public_name
-            )
-        except ValueError as error:
-            hint = _remedy(error)
-            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
-                hint = ". It has a TrainState; load_params loads the parameters alone"
-            raise OtherRun(f"{path} is from another run: {error}{hint}") from error
-        left_out = [name for name in names if name not in chosen]
-        lists = changes.carried, changes.new, [*changes.dropped, *left_out]
-        return state, history, Changes(*([*map(_public_name, names)] for names in lists))
-
-    def is_selected(self, name: str) -> bool:
-        """Tell whether the array with this name is loaded."""
-        name = _public_name(name)
-        if callable(self.only):
-            return bool(self.only(name))
-        return self.only is None or re.fullmatch(self.only, name) is not None
-
-    def _is_read(self, name: str) -> bool:
-        """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
-        return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
-
-    def warn_of_changes(
-        self, path: object, loaded: _Loaded
-    ) -> tuple[PyTree, dict[str, np.ndarray]]:
-        """Return state and history; warn of differences that strict loading does not allow."""
-        state, history, changes = loaded
-        if changes and (not self.strict or self.only is not None):
-            checks.warn(f"{path}: {changes}")
-        return state, history
-
-
-def _is_beside(name: str) -> bool:
-    """Tell whether this names no array of the state, but something beside it."""
-    return name in ABOUT or name.startswith(_HISTORY)
-
-
-def _public_name(name: str) -> str:
-    """Return a name in the form that `only` takes, in which those of a TrainState lack "train/".
-
-    The labels of the states of an optimizer come first too, and "train" may be one of them.
-    """
-    word, _, inner = name.partition("/")
-    is_field = word == _TRAIN and inner.split("/")[0] in TrainState._fields
-    return inner if is_field else name
-
-
-def _remedy(error: ValueError) -> str:
-    """Return which argument loads the arrays that fit, for its error."""
-    if not isinstance(error, Misfit):
-        return ""
-    if error.arrays:
-        return ". To load some of the names, call restore_checkpoint with only="
-    return ". To load the names that are in both, call restore_checkpoint with strict=False"
-
-
-def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping whose arrays are those of as many workers as `state` has."""
-    if PER_WORKER_KEY not in mapping or not has_per_worker_state(state):
-        return mapping
-    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = dict(arrays_with_names(state)), mapping
-    now, before = ({int(to_host(x[name])) for name in find_count_names(x, names)} for x in both)
-    if now == before or len(now) != 1 or not names:
-        return mapping
-    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())
 
 
 def load_params(path: str | os.PathLike[str], params: Params) -> Params:
     """Return only the parameters in a checkpoint, for inference or to fine-tune them.
+
+    If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
+    `params`: pass the model that the run began with, and you get it with what was trained.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
@@ -300,7 +216,8 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
 
     Raises:
       ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes.
-        To load some of them, use `restore_checkpoint(..., only=)`.
+        To load some of them, use `restore_checkpoint(..., only=)`. Or it lacks the frozen params,
+        and `params` has others.
       FileNotFoundError: there is no checkpoint at `path`.
       TypeError: `params` is a TrainState.
     """
@@ -308,24 +225,24 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait_for_writes()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
-    loader = _Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
+    loader = Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
 
-    def read(path: Path) -> Params:
-        state, _, changes = loader.load(path)
+    def read(path: Path) -> Loaded:
+        state, history, changes = loader.load(path)
         missing, extra = (
             list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)
         )
         if wrong := misfits(missing, extra):
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
-        return state.params
+        return state, history, Changes([], [], [])
 
     place = to_path(path)
     found = find_newest(place, read)
-    if found is not None:
-        return found[1]
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
-        raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
-    return read(place)
+    if found is None:
+        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+            raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
+        found = place, read(place)
+    return loader.warn_of_changes(*found)[0].params
 
 
 def restore_checkpoint(
@@ -349,24 +266,29 @@ def restore_checkpoint(
       template: a TrainState of the same run, such as `step.init(params)`, or a tree like that which
         was saved. The result is placed like it, on the same devices, and committed to them if its
         arrays are.
-      strict: whether the names in the checkpoint must be exactly those of the template, except
-        those that only report on a run (`load_state_dict`). If False, missing arrays are taken from
+      strict: whether the checkpoint must have exactly the names of the template; names that only
+        report on a run may differ (`load_state_dict`). If False, missing arrays are taken from
         the template, and superfluous ones are dropped.
       only: the names to load, such as "params/.*": a regular expression that must match a whole
         name, or a function name -> bool. Everything else, also the step, is taken from the
-        template, and `strict` is ignored. Names are those of `state_dict`, without the "train/" of
-        step, params and model_state.
+        template, and `strict` is ignored. Names are as in `state_dict`, but step, params and
+        model_state lack "train/".
+
+    Frozen params that the checkpoint lacks (`save_frozen=False`) are the template's, which must be
+    those that the run began with: their checksums are compared. The result shares them with the
+    template.
 
     With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
     were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run
     saved the position of its iterator of batches, the history has it as the bytes "batches".
 
     Raises:
-      ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
+      ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
+        params of the template are not those of the run.
     """
     wait_for_writes()
     place = to_path(directory)
-    loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
-    _check_tree("restore_checkpoint: template", template)
+    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
+    check_tree("restore_checkpoint: template", template)
     found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
     return None if found is None else loader.warn_of_changes(*found)

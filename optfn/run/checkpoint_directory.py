@@ -1,7 +1,7 @@
-"""A checkpoint in one directory, to which each process writes the shards that it holds, by orbax.
+"""A checkpoint as one directory: each process writes the shards that it holds, by orbax.
 
-It has the arrays of the state and those beside it; "about", which is the version, the names of
-both, and which arrays are per worker; and a checksum of each of these. Arrays without elements are
+It has the arrays of the state; the arrays beside it; "about", which is the version, all names, and
+the per-worker names; and a checksum of each. Arrays without elements are
 left out. The directory gets its name when all of it is on the disk.
 """
 
@@ -31,16 +31,18 @@ from optfn.sparse.sharded_table import to_logical, unwrap_tables
 from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
-from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, leaves_by_name, per_worker_names
+from optfn.train.state_dict import ABOUT, VERSION, leaves_by_name, per_worker_names
 
 # The names of the entries that are not arrays of the state.
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 
 def is_directory_default(state: PyTree) -> bool:
-    """Tell whether arrays besides per-worker ones are divided over devices, and orbax is there."""
+    """Tell whether a state is saved as a directory by default.
+
+    It is if arrays besides per-worker ones are divided over devices, and orbax is installed.
+    """
 
     def is_divided(x: Any) -> bool:
         named = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
@@ -80,9 +82,9 @@ class OrbaxDirectory:
     suffix = ""
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Return a function that writes a state and arrays beside it."""
+        """Begin to copy a state and its checksums; return a function that writes them."""
         ocp = _import_orbax()
         state = to_logical(unpack_state(state))
         arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
@@ -100,7 +102,7 @@ class OrbaxDirectory:
         def write() -> None:
             sums = np.concatenate([checksums(), _hash_arrays(beside.values())])
             saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
-            marks = [] if params_are_finite() and is_finite else [NONFINITE]
+            marks = [] if params_are_finite() and is_loss_finite else [NONFINITE]
             if is_remote(path):
                 self._write_remote(path, saved, marks)
                 return
@@ -139,7 +141,10 @@ class OrbaxDirectory:
             self.remove(aside)
 
     def _write_remote(self, path: Path, saved: Any, marks: list[str]) -> None:
-        """Write a directory in an object store, where orbax removes one of this name first."""
+        """Write a directory in an object store; an earlier one of this name is first copied aside.
+
+        Otherwise a process that is killed would leave none, since orbax removes the earlier one.
+        """
         aside = path.with_name(path.name + ASIDE)
         is_saved_again = path.exists()
         if is_saved_again:  # a store cannot move it aside
@@ -151,7 +156,11 @@ class OrbaxDirectory:
             self.remove(aside)
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a directory by name, which have the checksums that were saved."""
+        """Return all arrays of a directory by name, None for the names that `is_read` leaves out.
+
+        Raises:
+          ValueError: a checksum is wrong.
+        """
         templates = dict(arrays_with_names(unwrap_tables(unpack_state(template))))
         always = _HEADER, _CHECKSUMS
         saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
@@ -170,7 +179,7 @@ class OrbaxDirectory:
         return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a directory has no mark."""
+        """Tell whether the directory lacks the file that marks it as not finite."""
         return not (path / NONFINITE).exists()
 
     def remove(self, path: Path) -> None:
@@ -184,7 +193,7 @@ class OrbaxDirectory:
 
 
 def _hash_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Return a checksum of each array of the host, with its dtype and shape, uint32 (n, 2)."""
+    """Return a SHA-256 of each host array, with its dtype and shape, cut to two uint32 (n, 2)."""
     native = (x.astype(x.dtype.newbyteorder("=")) for x in arrays)  # as orbax returns them
     contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in native]
     digests = b"".join(hashlib.sha256(content).digest()[:8] for content in contents)

@@ -32,22 +32,24 @@ class NpzFile:
     suffix = ".npz"
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Return a function that writes a state and arrays beside it."""
+        """Begin to copy a state, whole in each process; return a function that writes it."""
         whole = copy_to_host(jax.tree.map(_gather_leaf, state))
 
         def write() -> None:
             host = jax.tree.map(np.asarray, whole)
             arrays = {**name_host_arrays(host), **beside}
-            if not (is_finite and are_finite(host)):
+            if not (is_loss_finite and are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 
         return write
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a file by name; nothing is run, unpickled or unpacked to the disk.
+        """Return the arrays of a file by name, None for the names that `is_read` leaves out.
+
+        Nothing is run, unpickled or unpacked to the disk.
 
         Allocations are bounded by the bytes of the file or, if it is compressed, by a few times
         the bytes of the template.
@@ -55,6 +57,7 @@ class NpzFile:
         with open(path, "rb") as stream, zipfile.ZipFile(stream) as file:
             total = sum(entry.file_size for entry in file.infolist())
             needed = sum(x.nbytes for x in jax.tree.leaves(template) if hasattr(x, "nbytes"))
+            # A small compressed file can hold zeros of any size (a zip bomb).
             most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
             if total > most:
                 raise ValueError(
@@ -70,11 +73,11 @@ class NpzFile:
             }
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a file has no mark."""
+        """Tell whether a file has no mark; one that cannot be opened passes, for `read`."""
         try:
             with zipfile.ZipFile(path) as file:
                 return f"{NONFINITE}.npy" not in file.namelist()
-        except (OSError, zipfile.BadZipFile):  # a reader will say so
+        except (OSError, zipfile.BadZipFile):
             return True
 
     def remove(self, path: Path) -> None:
@@ -83,7 +86,7 @@ class NpzFile:
 
 
 def _gather_leaf(x: Leaf) -> Leaf:
-    """Return a whole array, gathered if this process holds only a shard of it."""
+    """Gather an array if this process holds only a shard of it; return anything else as it is."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -92,11 +95,12 @@ def _gather_leaf(x: Leaf) -> Leaf:
 
 
 def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file, or leave nothing of it."""
+    """Write a file as a whole, by a temporary name; on an OSError nothing of it is left."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
             fill(file)
+            # The bytes reach the disk before the name does; `sync` then makes the name last.
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -109,8 +113,8 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an entry of a file, if it has as many bytes as its header says."""
-    with file.open(name) as stream:
+    """Return an entry of a zip file; raise unless it has as many bytes as its npy header says."""
+    with file.open(name) as stream:  # the header first: read_array allocates what it promises
         is_first = npy.read_magic(stream) == (1, 0)
         header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
         shape, _, dtype = header(stream)

@@ -21,7 +21,7 @@ _SMALL = 1 << 20
 _AT_ONCE = 1 << 30  # bytes of arrays that are read at the same time
 _CACHE = {"cache_pool": {"total_bytes_limit": 1 << 27}}  # of the index of the names
 
-# The files in which zarr describes an array, with the driver that reads it.
+# zarr describes an array in one of these files; the driver that reads it.
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 
 _Region: TypeAlias = tuple[tuple[int, int], ...]
@@ -31,7 +31,10 @@ _Finish: TypeAlias = Callable[[], Leaf]
 def read_arrays(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
-    """Return the arrays of a directory by name; large ones that fit their template lie as it does.
+    """Return the selected arrays of a directory by name.
+
+    A large array that fits its template gets the sharding of the template; all others are host
+    arrays.
 
     Args:
       path: the directory.
@@ -47,6 +50,7 @@ def read_arrays(
     try:
         found = _read_all(path, templates, is_read)
     except Exception as caught:
+        # Every process must reach the gather below, or the others would wait there for ever.
         error = caught
     if is_shared and np.any(processes.gather_values([error is not None])):
         raise ValueError("a process cannot read all of its arrays") from error
@@ -56,12 +60,14 @@ def read_arrays(
 
 
 def _is_multiprocess(x: Leaf) -> bool:
+    """Tell whether shards of an array lie in other processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def _read_all(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
+    """Read the selected arrays, at most `_AT_ONCE` bytes at a time."""
     ts = checks.optional_module("tensorstore", "orbax")
     context = ts.Context(_CACHE)
     base = f"{path}/" if is_remote(path) else {"driver": "file", "path": f"{path.absolute()}/"}
@@ -80,7 +86,7 @@ def _read_all(
         store = future.result()
         waiting[name] = _begin_read(store, templates.get(name))
         size += _store_bytes(store)
-        if size > _AT_ONCE:
+        if size > _AT_ONCE:  # bounds the host memory of arrays that are read and not yet placed
             found |= {name: finish() for name, finish in waiting.items()}
             waiting, size = {}, 0
     return found | {name: finish() for name, finish in waiting.items()}
@@ -91,7 +97,10 @@ def _store_bytes(store: Any) -> int:
 
 
 def _begin_read(store: Any, template: Leaf) -> _Finish:
-    """Begin to read an array; return a function that waits for it."""
+    """Begin to read an array as its template lies; return a function that waits for it.
+
+    An array that is small, or does not fit its template, is read as a whole.
+    """
     shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
     sharding: Any = getattr(template, "sharding", None)
     fits = sharding is not None and (template.shape, template.dtype) == (shape, dtype)
@@ -103,6 +112,7 @@ def _begin_read(store: Any, template: Leaf) -> _Finish:
         return tuple((*x.indices(n)[:2],) for x, n in zip(index, shape, strict=True))
 
     indices = sharding.addressable_devices_indices_map(shape).values()
+    # Devices that hold the same shard share a read.
     pieces = {region(index): store[index].read() for index in indices}
 
     def finish() -> Leaf:

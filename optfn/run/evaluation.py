@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from optfn.core import checks
-from optfn.core.types import Batch
+from optfn.core.types import Batch, Params
 from optfn.leaves.packed import unpack
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
@@ -18,6 +19,7 @@ from optfn.run.progress import count_examples
 from optfn.sparse.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
+from optfn.train.state_dict import averaged_params
 
 
 class Evaluator:
@@ -26,7 +28,7 @@ class Evaluator:
     options: the options of the loop.
     history: where results are recorded; it may have those from before a restart.
     per_call: the number of steps that one call of the step takes.
-    has_model_state: whether `evaluate` gets the model state too.
+    state: the state that the run begins with; `evaluate` gets its model state too, if it has one.
     ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
@@ -37,13 +39,16 @@ class Evaluator:
         options: LoopOptions,
         history: History,
         per_call: int,
-        has_model_state: bool,
+        state: TrainState,
         ended_epoch: Callable[[int], bool],
     ) -> None:
         self.options, self.history, self.per_call = options, history, per_call
         if options.evaluate is not None:
-            arguments = ["params", *["model_state"] * has_model_state]
+            has_model_state = state.model_state is not None
+            arguments = ["params", "model_state"] if has_model_state else ["params"]
             checks.check_signature("evaluate", options.evaluate, arguments)
+        if options.evaluate_average:
+            _check_average(state, options.evaluate_average)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
@@ -54,6 +59,8 @@ class Evaluator:
             for i, value in enumerate(earlier[self.key]):
                 n = int(earlier["evaluation_step"][i])
                 ends_epoch = functools.partial(ended_epoch, n)
+                # A run that was stopped evaluated its last state between two due evaluations, which
+                # an unbroken run does not; so `patience` must not count that evaluation.
                 regular = None in (options.patience, options.evaluate_every)
                 self._record(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
 
@@ -67,7 +74,10 @@ class Evaluator:
         return self.sign * value < self.sign * than
 
     def is_due(self, n: int, ends_epoch: Callable[[], bool]) -> bool:
-        """Tell whether an evaluation is due in the call up to step n."""
+        """Tell whether the call that ended with step n passed a multiple of `evaluate_every`.
+
+        For "epoch", tell whether the call ended an epoch; without `evaluate`, none is due.
+        """
         every = self.options.evaluate_every
         if self.options.evaluate is None or every is None:
             return False
@@ -77,7 +87,7 @@ class Evaluator:
 
     @property
     def gave_up(self) -> bool:
-        """Whether `patience` evaluations in a row were no better than the best."""
+        """Whether the last `patience` evaluations were no better than the best."""
         return self.options.patience is not None and self.no_better >= self.options.patience
 
     def has_seen(self, n: int) -> bool:
@@ -98,7 +108,7 @@ class Evaluator:
         return values
 
     def has_been_due(self, n: int) -> bool:
-        """Tell whether an evaluation was due in the steps up to n."""
+        """Tell whether n steps contain a multiple of `evaluate_every`, if it is a number."""
         every = self.options.evaluate_every
         return isinstance(every, int) and n >= every
 
@@ -114,7 +124,8 @@ class Evaluator:
         """
         assert self.options.evaluate is not None
         model_state = () if state.model_state is None else (state.model_state,)
-        result = self.options.evaluate(to_logical(unpack(state.params)), *model_state)
+        params = _select_params(state, self.options.evaluate_average)
+        result = self.options.evaluate(to_logical(unpack(params)), *model_state)
         named = _numbers_by_key("evaluate", result)
         values = {"evaluation" + (f"/{k}" if k else ""): x for k, x in named.items()}
         if self.key in values:
@@ -139,7 +150,8 @@ class Evaluator:
     def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
         """Record an evaluation; an extra one was only made because an earlier run ended there."""
         self.monitored[n] = value
-        self.no_better += not is_extra
+        if not is_extra:
+            self.no_better += 1
         if self.is_better(value, self.best):
             self.best, self.best_step, self.no_better = value, n, 0
 
@@ -154,6 +166,38 @@ class Evaluator:
                 f"{values[-1]:g} in {len(values)}, and mode={self.options.mode or 'min'!r} takes "
                 f"the first as the best: pass mode={opposite!r} if that is the right way"
             )
+
+
+def _check_average(state: TrainState, average: bool | str) -> None:
+    """Raise a ValueError unless the optimizer's state has the average that `evaluate` is to get."""
+    try:
+        jax.eval_shape(functools.partial(_read_average, average=average), state)
+    except ValueError as error:
+        raise ValueError(f"evaluate_average={average!r}: {error}") from error
+
+
+def _select_params(state: TrainState, average: bool | str) -> Params:
+    """Return the params that are evaluated: the average, on the devices of the params; or params.
+
+    Args:
+      state: the state that is evaluated.
+      average: True, or the name of the average; False for the params themselves.
+    """
+    if not average:
+        return state.params
+
+    def place(x: jax.Array, param: jax.Array) -> jax.Array:
+        # The compiler divides the average as the optimizer's state is divided; `evaluate` may rely
+        # on the layout of the params.
+        on_mesh = isinstance(param.sharding, NamedSharding)
+        return jax.device_put(x, param.sharding) if on_mesh else x
+
+    return jax.tree.map(place, _read_average(state, average), state.params)
+
+
+def _read_average(state: TrainState, average: bool | str) -> Params:
+    name = average if isinstance(average, str) else None
+    return averaged_params(state.opt_state, state.params, name=name)
 
 
 def _check_number(who: str, key: str, value: Any) -> float:

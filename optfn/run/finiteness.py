@@ -16,14 +16,14 @@ _COUNTERS = {"skipped", "total_notfinite"}
 
 
 def has_guard(opt_state: OptState) -> bool:
-    """Tell whether the optimizer leaves steps out if gradients are not finite."""
+    """Tell whether a state counts steps left out because their gradients are not finite."""
     return any(
         iterate_nodes(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state)
     )
 
 
 def select_params(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
-    """Return the floating-point arrays of a field or key "params", given by name."""
+    """Return the floating-point arrays whose name has the word "params"."""
     return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
 
 
@@ -32,8 +32,11 @@ def are_finite(state: OptState) -> bool:
     return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays_with_names(state)))
 
 
-def has_finite_end(state: OptState, history: Mapping[str, Any]) -> bool:
-    """Tell whether the last loss of a history is finite, or was that of a step left out."""
+def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
+    """Tell whether the last loss of a history is finite, or may be that of a step left out.
+
+    True too for an optimizer with a guard, and without a loss.
+    """
     losses = np.asarray(history.get("loss", ()))
     return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)
 
@@ -70,10 +73,12 @@ class LossWatch:
         """Do nothing, as a target of a log."""
 
     def check(self) -> None:
-        """Warn once, or raise, if a loss that was read is not finite.
+        """Warn once, or raise if `stops`, of the first loss that is not finite.
+
+        Nothing happens if no such loss has been read, or the optimizer leaves such steps out.
 
         Raises:
-          FloatingPointError: so it is, and such a loss ends the run.
+          FloatingPointError: there is such a loss, and it ends the run.
         """
         if self.is_over or not (self.is_seen or self.history.has_nonfinite):
             return

@@ -33,32 +33,35 @@ class History:
         return self._nonfinite is not None
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        """Return the number, from 0, of the first call whose loss is not finite, and the loss."""
+        """Return the number, from 0, and the loss of the first call whose loss is not finite.
+
+        It reads all losses; None if all are finite.
+        """
         self._move_to_host()
         return self._nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add a step."""
+        """Add the metrics of a step that the history keeps; they stay on the device for a while."""
         if len(self.steps) == _CHUNK:
             self._move_to_host()
         kept = {k: x for k, x in metrics.items() if k.partition("/")[0] in PER_STEP or is_curve(k)}
         self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, with the entries from before a restart first."""
+        """Return an array for each metric, earlier entries first, NaN where one is missing."""
         self._move_to_host()
         per_step, evaluations = self._split_tables()
         return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
     def _split_tables(self) -> list[dict[str, np.ndarray]]:
-        """Return the columns on the host of the steps, and those of the evaluations."""
+        """Return the columns on the host, the steps' apart from the evaluations'."""
         return [
             {k: x for k, x in self.earlier.items() if k.startswith("evaluation") == of_evaluations}
             for of_evaluations in (False, True)
         ]
 
     def _move_to_host(self) -> None:
-        """Add the latest steps to those on the host; each is read once, since that takes long."""
+        """Move the latest steps to the host, in one transfer, because each waits for the device."""
         columns = _to_columns(jax.device_get(self.steps))
         bad = np.flatnonzero(~np.isfinite(columns.get("loss", np.zeros(0))))
         if len(bad) and self._nonfinite is None:
@@ -76,7 +79,7 @@ def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def _join_tables(
     first: dict[str, np.ndarray], then: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return two tables joined by column; a column that only one of them has is NaN elsewhere."""
+    """Join two tables by column; where a table lacks the column, its rows are NaN."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
     return {
@@ -86,7 +89,7 @@ def _join_tables(
 
 
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the scalars among metrics by name; in a nested "aux" they are "aux/<path>"."""
+    """Return the scalars among metrics by path, such as "aux/accuracy"; leave arrays out."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))

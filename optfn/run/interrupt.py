@@ -15,7 +15,7 @@ from optfn.parallel import processes
 
 
 class Interrupt:
-    """Whether a signal ends the run, and which one."""
+    """The signal that ends a run, if one came."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.name = ""
@@ -24,7 +24,7 @@ class Interrupt:
         )
 
     def is_due(self, call: int) -> bool:
-        """Tell whether the run ends after this call of the step; all processes get the same."""
+        """Tell whether the run ends after this call; all processes get the same answer."""
         if self.of_all_processes:
             if not multihost_utils.reached_preemption_sync_point(call):
                 return False
@@ -46,11 +46,12 @@ def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
         signal.SIGTERM: signal.SIG_DFL,
     }
     ours = [s for s, handler in usual.items() if signal.getsignal(s) == handler]
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other set them
         ours = []
     elif interrupt.of_all_processes:
         ours = [signal.SIGINT] if len(ours) == 2 else []
     elif jax.process_count() > 1:
+        # Alone, a process would stop, and the others would wait for it in their next collective.
         ours = []
 
     def catch(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """The log of a run: the metrics of each step, written during the run."""
 
 import json
+import logging
 import math
 import os
 from collections import deque
@@ -11,7 +12,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 
 from optfn.core import checks
+from optfn.core.types import Batch
 from optfn.run.history import scalars
+from optfn.run.progress import count_examples
+from optfn.run.speed import Speed
 
 
 @runtime_checkable
@@ -36,6 +40,14 @@ class FlaxSummaryWriter(Protocol):
         """Write the buffered values to the disk."""
 
 
+@runtime_checkable
+class TrackedRun(Protocol):
+    """A run of Weights & Biases, or what has its method `log`."""
+
+    def log(self, data: dict[str, Any], *, step: int) -> object:
+        """Write the numbers of a step."""
+
+
 class Sink(Protocol):
     """A target of a log."""
 
@@ -46,8 +58,9 @@ class Sink(Protocol):
         """End the log."""
 
 
-# Where a run writes its metrics: the path of a file of JSON lines, or a writer for TensorBoard.
-Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
+# Where a run writes its metrics: the path of a file of JSON lines, a writer for TensorBoard, or a
+# run of Weights & Biases.
+Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter | TrackedRun
 Logs: TypeAlias = Log | Sequence[Log] | None
 
 
@@ -58,16 +71,19 @@ class RunLog:
     that writing does not wait for a step.
 
     Args:
-      log: a path, a SummaryWriter of torch, tensorboardX or flax, or several; None for no log.
+      log: a path, a SummaryWriter of torch, tensorboardX or flax, a run of Weights & Biases, or
+        several; None for no log.
       done: how many steps were made before; a file keeps its lines up to that step.
-      watch: gets what is written; nothing is read from the device for it alone.
+      watch: gets the numbers that are written; nothing is read from the device for it alone.
       is_watched: whether it gets the metrics even without a log.
     """
 
     def __init__(
         self, log: Logs, done: int, watch: "Sink | None" = None, *, is_watched: bool = False
     ) -> None:
-        self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        # The step, its metrics, and the number of its examples.
+        self.waiting: deque[tuple[int, dict[str, Any], int]] = deque()
+        self.speed = Speed()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_parse_target, several))  # check all before a file is opened
         self.sinks: list[Sink] = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
@@ -77,8 +93,11 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
-        """Add metrics of step n; a step that has some already gets more."""
+    def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
+        """Add metrics of step n, which took this batch; a step that already has metrics gets more.
+
+        They are written once the device has computed them.
+        """
         if not self.sinks:
             return
         if self.waiting and self.waiting[-1][0] == n:
@@ -86,30 +105,34 @@ class RunLog:
             return
         while self.waiting and _are_ready(self.waiting[0][1]):
             self._write(*self.waiting.popleft())
-        self.waiting.append((n, dict(metrics)))
+        self.waiting.append((n, dict(metrics), count_examples(batch) or 0))
 
-    def _write(self, n: int, metrics: dict[str, Any]) -> None:
-        numbers = scalars(metrics)
+    def _write(self, n: int, metrics: dict[str, Any], examples: int) -> None:
+        numbers = scalars(metrics) | self.speed.add(examples)
         for sink in self.sinks:
             sink.write(n, numbers)
 
     def __exit__(self, *error: Any) -> None:
-        for n, metrics in self.waiting:
-            self._write(n, metrics)
+        for n, metrics, examples in self.waiting:
+            self._write(n, metrics, examples)
         for sink in self.sinks:
             sink.close()
 
 
-def _parse_target(log: Log) -> "Path | _Scalars":
-    """Return the target of one log: the path of a file, or the functions of a writer."""
+def _parse_target(log: Log) -> "Path | _Scalars | _Tracked":
+    """Return the Path of a file, or the functions of a writer or a run; refuse anything else."""
     if isinstance(log, SummaryWriter):
         return _Scalars(log.add_scalar, log.flush)
     if isinstance(log, FlaxSummaryWriter):
         return _Scalars(log.scalar, log.flush)
+    # A Logger of Python has a `log` too, with other arguments.
+    if isinstance(log, TrackedRun) and not isinstance(log, logging.Logger):
+        return _Tracked(log)
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
             "log must be a path or a SummaryWriter, with the methods add_scalar (or scalar, in "
-            f"flax) and flush; got {checks.show(log)}"
+            "flax) and flush, or a run of Weights & Biases, with the method log; got "
+            f"{checks.show(log)}"
         )
     return Path(log)
 
@@ -119,6 +142,7 @@ class _Lines:
 
     def __init__(self, path: Path, done: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A run that resumes writes the steps after its checkpoint again.
         lines = path.read_text().splitlines() if done and path.exists() else []
         self.file = path.open("w")
         self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
@@ -145,7 +169,21 @@ class _Scalars:
             self.add(name, value, n)
 
 
+class _Tracked:
+    """A run of Weights & Biases. It belongs to the caller, so it goes on."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run = run
+
+    def write(self, n: int, numbers: dict[str, float]) -> None:
+        self.run.log(dict(numbers), step=n)
+
+    def close(self) -> None:
+        pass
+
+
 def _is_earlier(line: str, done: int) -> bool:
+    """Tell whether a line is of a step up to `done`; a part of a line is not."""
     try:
         return bool(json.loads(line)["step"] <= done)
     except (ValueError, KeyError, TypeError):  # a killed process may leave half a line
@@ -153,5 +191,6 @@ def _is_earlier(line: str, done: int) -> bool:
 
 
 def _are_ready(metrics: dict[str, Any]) -> bool:
+    """Tell whether all arrays among metrics are computed."""
     arrays = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
     return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from optfn.run.saving import Best, Saver
 from optfn.train.ineffective import warn_of_schedules
 from optfn.train.options import StepOptions, accept_fields
 from optfn.train.state import TrainState
-from optfn.train.step import make_train_step
+from optfn.train.step import make_train_step, wait_on_cpus
 
 
 @accept_fields(MinimizeArguments)
@@ -42,8 +43,8 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
       **StepOptions
       **LoopOptions
 
-    The result is that of `fit`: the trained parameters are `state.params`, and `history` maps names
-    such as "loss" to arrays. The errors are those of `make_train_step` and `fit`.
+    It returns what `fit` returns: the trained parameters are `state.params`, and `history` maps
+    names such as "loss" to arrays. It raises the errors of `make_train_step` and `fit`.
     """
     a = arguments
     with_state = a.model_state is not None
@@ -64,8 +65,8 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       step: a training step, from `make_train_step`.
       state: where to start: `step.init(params)`, or any later state of that step. It is donated,
         unless the step was made with `donate=False`.
-      batches: an iterable of batches, beginning with that of the first step after `state`. The
-        leaves of a batch are numbers, arrays of JAX or NumPy, or tensors, such as those of torch,
+      batches: an iterable of batches, beginning with the batch of the first step after `state`.
+        The leaves of a batch are numbers, arrays of JAX or NumPy, or tensors, of torch for example,
         that `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
       **LoopOptions
 
@@ -110,12 +111,11 @@ class _Run:
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        has_model_state = state.model_state is not None
         self.remaining = Remaining(
             options.batches, options, self.done - begin, step.local_steps, self.saver.batches
         )
         self.evaluator = Evaluator(
-            options, self.history, step.local_steps, has_model_state, self._is_epoch_end
+            options, self.history, step.local_steps, state, self._is_epoch_end
         )
         self.watch = LossWatch(
             self.history, self.done, step.local_steps,
@@ -130,7 +130,10 @@ class _Run:
         self.stopped = self.evaluator.gave_up
 
     def _is_epoch_end(self, n: int) -> bool:
-        """Tell whether step n, which an earlier run made, was the last of its epoch."""
+        """Tell whether step n of an earlier run was the last of its epoch, from the saved history.
+
+        For the last step, the batches tell it.
+        """
         later = (self.done - n) // self.step.local_steps
         if not later:
             return self.remaining.is_epoch_end()
@@ -153,11 +156,12 @@ class _Run:
             for batch in () if self.stopped else self.remaining:
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
-                lines(self.n, metrics)
+                lines(self.n, metrics, batch)
                 page()
                 self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
+                # Each call must ask: the processes agree on a call to stop after.
                 self.stopped |= interrupt.is_due(self.n // per_call)
-                self.watch.check()
+                self.watch.check()  # once the log has the step whose loss ends the run
                 if self.stopped:
                     break
                 if self.saver.is_due(self.n):
@@ -171,9 +175,13 @@ class _Run:
         return self.best.choose(self.state), self.history.arrays()
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
-        """Call the step, and evaluate if that is due; return the numbers of both."""
-        self.state, metrics = self.step(self.state, batch)
+        """Take a step on a batch, and evaluate if that is due; return the numbers of both."""
+        self.state, metrics = self.step.dispatch(self.state, batch)
         self.n += self.step.local_steps
+        # Before anything waits for the step, so that its devices and the loader work together.
+        if self.options.prefetch:
+            self.remaining.read_ahead(functools.partial(self.step.place_batch, state=self.state))
+        wait_on_cpus(metrics)
         if self.remaining.epoch is not None:
             metrics["epoch"] = self.remaining.epoch
         self.history.append(metrics)
@@ -187,6 +195,11 @@ class _Run:
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
+        """Call the callback, if there is one; tell whether it returned True.
+
+        Raises:
+          TypeError: it returned a state, which would have no effect.
+        """
         callback = self.options.callback
         if callback is None:
             return False
@@ -204,10 +217,10 @@ class _Run:
         return answer is True
 
     def _end(self, lines: RunLog) -> None:
-        """Check, evaluate and save the last state."""
+        """Check the last state, evaluate it if no evaluation has seen it, and save it."""
         self.step.check(self.state)
         self._read_losses()
-        if not self.stopped:
+        if not self.stopped:  # a run that was stopped leaves batches over
             self.remaining.check()
         is_new = self.n > self.done
         to_evaluate = is_new and not self.evaluator.has_seen(self.n)
@@ -215,6 +228,7 @@ class _Run:
             lines(self.n, self._evaluate())
         if is_new:
             self.evaluator.warn_of_mode()
+        # The history in a checkpoint of this step lacks the last evaluation.
         if self.saver.saved != self.n or to_evaluate:
             self._save()
         finish_saving()
@@ -229,7 +243,7 @@ class _Run:
         self.saver.save(self.state, self.history, self.remaining)
 
     def _describe_early_end(self, by_signal: str) -> str:
-        """Return how the run ended early; "" if it did not."""
+        """Return in words how the run ended early; "" if it made all its steps."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         return f"early, after step {self.n}" if self.stopped else ""

@@ -30,10 +30,9 @@ def backend_of(path: Path) -> Backend:
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in `directory`, the newest last.
+    """Return the checkpoints in a directory, the oldest first.
 
-    One that was put aside is among them only if a process was killed before the one that replaces
-    it had its name.
+    One that was put aside is among them only if none has replaced it, because a process was killed.
     """
     found = [path for path in to_path(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     whole = {path.name for path in found}
@@ -46,13 +45,11 @@ def _step_of(path: Path) -> int:
 
 
 def remove_oldest(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints until `keep` are left; the one just written is not removed.
+    """Remove the oldest checkpoints until `keep` finite ones are left; the one just written stays.
 
-    It may not be the newest, if the run went back to an earlier step. What a process left when it
-    was killed, incomplete or replaced, is removed too.
-
-    A checkpoint that is not finite does not count, and only the newest one of them stays, so that
-    they remove no finite one.
+    The one just written may not be the newest, if the run went back to an earlier step. All others
+    that are not finite are removed: they do not count, so that they remove no finite one. What a
+    process left when it was killed, incomplete or replaced, is removed too.
     """
     earlier = [found for found in list_checkpoints(path.parent) if found != path]
     finite = [found for found in earlier if is_finite(found)]
@@ -73,11 +70,11 @@ def is_finite(path: Path) -> bool:
 def find_newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
-    """Return the path of the newest intact checkpoint in a directory, and the result of `read`.
+    """Return the path of the newest intact checkpoint, and the result of `read`, or None.
 
-    Returns None if there is no checkpoint. Each that is passed over is warned of. One that is
-    intact, but from another run, ends the search: those before it are of that run too. One that is
-    not finite is read only if no finite one can be read.
+    It is None if there is no checkpoint. Each that is passed over is warned of. One that is intact,
+    but from another run, ends the search: earlier ones are of that run too. One that is not finite
+    is read only if no finite one can be read.
 
     Args:
       directory: where the run saves.
@@ -90,6 +87,7 @@ def find_newest(
     found, problems = None, []
     newest_first = list_checkpoints(directory)[::-1]
     marked = [path for path in newest_first if not is_finite(path)]
+    # Finite ones first, each group the newest first, since sorted is stable.
     for path in sorted(newest_first, key=marked.__contains__):
         try:
             found = path, read(path)
@@ -110,7 +108,7 @@ def find_newest(
 
 
 def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
-    """Warn of newer checkpoints that are not finite, or that the one that was read is not."""
+    """Warn that the checkpoint that was read is not finite, or else that newer ones are not."""
     newer = [path for path in marked if _step_of(path) > _step_of(found)]
     if found in marked:
         checks.warn(
@@ -128,8 +126,13 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint of all processes; those without it get a copy of its file."""
+    """Return the newest checkpoint that any process has; processes without its file write a copy.
+
+    Raises:
+      ValueError: it is a directory that some processes cannot see.
+    """
     step = -1 if found is None else _step_of(found[0])
+    # All processes must call it, also those that found nothing.
     steps = processes.gather_values([step])[:, 0]
     if np.all(steps == step):
         return found

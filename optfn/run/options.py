@@ -41,22 +41,30 @@ class LoopOptions:
       epochs: how many times to iterate over `batches`, which must then be something like a list or
         a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
         history, the log and the progress bar.
+      prefetch: 1 to read the next batch, and place it on the devices, as soon as a step has begun;
+        0 to read it after the step and its callback. With 1, a run that a callback, `patience` or a
+        signal ends has read a batch that it does not use. A checkpoint does not count that batch,
+        and an error of `batches` is raised at the step of its batch.
       progress: whether to show a bar with loss, learning rate and examples per second on the
         terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
         are printed. You are also told if the run resumes, or was already finished.
       evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
         are (params, model_state). It is called every `evaluate_every` steps and at the end.
         `over_batches(fn, batches)` makes one that takes the mean over batches.
+      evaluate_average: whether `evaluate` gets the averaged params in place of the params; a text
+        names the average, if tx has several (`averaged_params`). The history, the log, `monitor`,
+        `patience` and `keep_best` then judge the average; the state that is returned is the whole
+        training state, with both. With local steps, the average belongs into `outer`.
       evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
         the `epochs`; None evaluates only at the end.
-      monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
-        compared; `patience` and `keep_best` then need it.
+      monitor: if `evaluate` returns a dict, the key of the number that compares evaluations;
+        `patience` and `keep_best` then need it.
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
         accuracy. None: "min", with a warning if `monitor` is the name of a number that should rise.
         You get a warning as well if in all of three or more evaluations it went the wrong way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
-        of the state in which an earlier run was stopped, between two multiples of
+        of a state where an earlier run was stopped, between two multiples of
         `evaluate_every` or within an epoch, does not count.
       keep_best: whether to return the state with the best evaluation instead of the last one. It is
         kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
@@ -70,33 +78,40 @@ class LoopOptions:
       log: where to write the metrics of each step during the run. A path: a file with one JSON
         object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
         tensorboardX, torch or flax, or any object with `flush()` and either
-        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights & Biases: the
+        run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of these. About
+        every ten seconds it has "examples_per_second" too, the mean since the last such number.
       report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, even if an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints, which are written in the background
         (`save_checkpoint`). If it has one already, the run resumes from it, with results that are
-        bit-identical to those of a run that was never stopped. Pass the same batches: those that
-        were used are skipped. They are not even read if the iterator of `batches` has `get_state`
-        and `set_state`, as those of grain have, because its state is in the checkpoint. `steps`
-        includes those made before. The learning rate is that of the checkpoint; if `state` has
+        bit-identical to the results of a run that was never stopped. Pass the same batches: the
+        used ones are skipped. They are not even read if the iterator of `batches` has `get_state`
+        and `set_state`, as iterators of grain do, because the checkpoint has its state. `steps`
+        includes the steps made before. The learning rate comes from the checkpoint; if `state` has
         another number, you get a warning.
       save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
       keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed. One whose
         params or loss are not finite does not count (`save_checkpoint`).
+      save_frozen: whether checkpoints have the params that are not trained
+        (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
+        resumes takes these params from `params` or `state`, and refuses others by name.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
-      on_nonfinite: what a loss does that is NaN or infinite. "warn": you get one warning, with the
-        first such step and what helps. "stop": the run ends with a FloatingPointError, which says
-        the same, once the log is written. The loop finds such a loss when it reads losses, for the
-        bar, the log, a callback, a save, or the history. If tx leaves steps out whose gradients are
-        not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
+      on_nonfinite: the consequence of a loss that is NaN or infinite. "warn": you get one warning,
+        with the first such step and what helps. "stop": the run ends with a FloatingPointError,
+        which says the same, once the log is written. The loop finds such a loss when it reads
+        losses, for the bar, the log, a callback, a save, or the history. If tx leaves steps out
+        whose gradients are not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
     """
 
     steps: int | None = None
     epochs: int | None = None
+    prefetch: Literal[0, 1] = 1
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
+    evaluate_average: bool | str = False
     evaluate_every: int | Literal["epoch"] | None = None
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -108,6 +123,7 @@ class LoopOptions:
     checkpoint: str | os.PathLike[str] | None = None
     save_every: int | datetime.timedelta = 100
     keep: int = 2
+    save_frozen: bool = True
     resume: bool = True
     on_nonfinite: Literal["warn", "stop"] = "warn"
 
@@ -126,13 +142,14 @@ class FitArguments(LoopOptions):
                 "step must be a TrainStep, as make_train_step returns it; got "
                 f"{checks.show(self.step)}"
             )
-        for name in ("progress", "keep_best", "resume"):
+        for name in ("progress", "keep_best", "save_frozen", "resume"):
             checks.flag(name, getattr(self, name))
         if not isinstance(self.save_every, datetime.timedelta):
             checks.count("save_every", self.save_every)
         elif self.save_every <= datetime.timedelta():
             raise ValueError(f"save_every must be longer than 0; got {self.save_every}")
         checks.count("keep", self.keep)
+        checks.choice("prefetch", self.prefetch, (0, 1))
         checks.choice("on_nonfinite", self.on_nonfinite, ("warn", "stop"))
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:
@@ -153,6 +170,11 @@ class FitArguments(LoopOptions):
             )
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
+        if not isinstance(self.evaluate_average, bool | str) or self.evaluate_average == "":
+            raise TypeError(
+                "evaluate_average must be True, False, or the name of an average; got "
+                f"{checks.show(self.evaluate_average)}"
+            )
         if self.evaluate_every == EPOCH:
             if self.epochs is None:
                 raise ValueError(
@@ -160,12 +182,15 @@ class FitArguments(LoopOptions):
                 )
         elif self.evaluate_every is not None:
             checks.count("evaluate_every", self.evaluate_every)
-        for name in ("evaluate_every", "patience", "keep_best"):
+        for name in ("evaluate_average", "evaluate_every", "patience", "keep_best"):
             if getattr(self, name) not in (None, False) and self.evaluate is None:
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
     def check_batches(self) -> None:
-        """Raise an error unless these options fit the batches, each for a call of the step."""
+        """Raise an error unless `batches` can be iterated, as often as `epochs` says.
+
+        Rounds of `local_steps` must divide `steps`.
+        """
         batches, local_steps = self.batches, self.step.local_steps
         if self.steps is not None and self.steps % local_steps:
             raise ValueError(
@@ -199,5 +224,5 @@ class MinimizeArguments(LoopOptions, StepOptions):
     model_state: PyTree = None
 
     def of(self, options: type[StepOptions | LoopOptions]) -> dict[str, Any]:
-        """Return the options of the step, or those of the loop."""
+        """Return the values of the fields of `options`, StepOptions or LoopOptions, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(options)}

@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
 
 def encode_position(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
-    """Return the entry of a checkpoint for a position; {} if no process has one.
+    """Return the positions of all processes as one entry of a checkpoint; {} if none has one.
 
     Args:
       position: the position of this process.
@@ -53,9 +53,10 @@ def encode_position(position: Position | None, is_shared: bool) -> dict[str, np.
 
 
 def decode_position(history: Mapping[str, np.ndarray]) -> Position | None:
-    """Return the position of this process from the result of `encoded`, or None.
+    """Return the position of this process from the entry of `encode_position`, or None.
 
-    If the number of processes has changed, there is a position only if it was the same in all.
+    It is None without an entry, or if the number of processes has changed and their positions were
+    not the same.
     """
     if BATCHES not in history:
         return None
@@ -70,12 +71,13 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Position | None:
 
 
 def _to_json(position: Position) -> str:
-    """Return a position as JSON; "" with a warning if the state is neither bytes nor JSON."""
+    """Return a position as JSON; "" with a warning if JSON does not keep its state."""
     epoch, state = position
     if isinstance(state, bytes):
         return json.dumps({"epoch": epoch, "bytes": base64.b64encode(state).decode()})
     try:
         text = json.dumps({"epoch": epoch, "state": state})
+        # JSON turns tuples into lists, and keys into text, without an error.
         if json.loads(text)["state"] == state:
             return text
     except (TypeError, ValueError):  # a type that JSON does not have, or a circular reference

@@ -49,13 +49,17 @@ class Progress:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
-        """Show the metrics of step n, on this batch."""
+        """Show step n with its metrics, on the bar a few times a second at most, or as a line.
+
+        A line is printed for the first step and for each tenth of the steps; without a known end,
+        for each hundredth step. Nothing is shown if it is turned off.
+        """
         if not self.shown:
             return
         self.last = n, metrics
         self.examples += count_examples(batch) or 0
         if self.bar is not None:
-            if self.bar.update(self.per_call):
+            if self.bar.update(self.per_call):  # tqdm tells when it draws
                 self._set_postfix(metrics)
         elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
             self._print_line()
@@ -93,13 +97,13 @@ class Progress:
 
 
 def count_examples(batch: Batch) -> int | None:
-    """Return the length of the leading axis of a batch; None if its leaves do not agree."""
+    """Return the length of the leading axis of a batch, 0 for scalars; None if leaves differ."""
     lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics of this many steps as text: "loss 0.043120 rate 0.001"."""
+    """Return the metrics as text, such as "loss 0.043120 rate 0.001"; bytes are per step."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:
@@ -113,7 +117,7 @@ def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
 
 
 def format_bytes(x: float) -> str:
-    """Return a number of bytes with three significant digits: "1.23 MB"."""
+    """Return a number of bytes as text with three significant digits, such as "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if x < 999.5:
             return f"{x:.3g} {unit}"
@@ -122,6 +126,6 @@ def format_bytes(x: float) -> str:
 
 
 def format_number(x: Any) -> str:
-    """Return a number with five significant digits."""
+    """Return a number as text with five significant digits; NaN and infinity as their names."""
     x = float(x)
     return f"{x:#.5g}" if math.isfinite(x) else str(x)

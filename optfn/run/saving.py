@@ -13,8 +13,9 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining
-from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import restore_checkpoint, write_checkpoint
 from optfn.run.evaluation import Evaluator
+from optfn.run.frozen import FrozenParams
 from optfn.run.history import History
 from optfn.run.newest import list_checkpoints
 from optfn.run.options import LoopOptions
@@ -33,11 +34,13 @@ class Saver:
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the checkpoint that the run resumes from; None for a new run.
     batches: the position of the iterator of batches in that checkpoint, if it is known.
+    frozen: leaves frozen params out of the checkpoints; None if they are saved.
     """
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
         self.directory = options.checkpoint
+        self.frozen = None if options.save_frozen else FrozenParams(step.tx)
         self.place = "" if self.directory is None else os.path.join(self.directory, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
@@ -47,7 +50,7 @@ class Saver:
         self.batches: position.Position | None = None
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """Return the state and the history to start from: the saved ones, if there are any.
+        """Return the saved state and history, or the given state and an empty history.
 
         Raises:
           ValueError: the saved ones are from a step before `state`, or the run must not resume.
@@ -72,7 +75,7 @@ class Saver:
     def _restore_newest(
         self, directory: str | os.PathLike[str], state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
-        """Return the newest checkpoint, or None; if the run must not resume, there may be none."""
+        """Return the newest checkpoint, or None; if the run must not resume, one is an error."""
         if to_path(directory).is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
@@ -88,7 +91,10 @@ class Saver:
         return None
 
     def is_due(self, n: int) -> bool:
-        """Tell whether a save is due for a step of the last call, which ended with step n."""
+        """Tell whether the call that ended with step n passed a multiple of `save_every`.
+
+        For a timedelta, tell whether the time has passed; without a directory, no save is due.
+        """
         every = self.options.save_every
         if self.directory is None:
             return False
@@ -97,14 +103,19 @@ class Saver:
         return self._clock is not None and self._clock.is_due()
 
     def save(self, state: TrainState, history: History, batches: Remaining) -> None:
-        """Save a state, the history and the position of the batches."""
+        """Save a state, the history and the position of the batches, in the background.
+
+        Nothing happens without a directory.
+        """
         if self.directory is not None:
             self.step.check(state)
             stands = position.encode_position(
                 batches.position(), processes.has_state_on_all_processes(state)
             )
             arrays, keep = history.arrays() | stands, self.options.keep
-            save_checkpoint(self.directory, state, arrays, keep=keep, background=True)
+            write_checkpoint(
+                self.directory, state, arrays, keep=keep, background=True, frozen=self.frozen
+            )
             self.saved = int(state.step)
 
 
@@ -130,6 +141,7 @@ class _Clock:
             return False
         passed = time.monotonic() - self.began
         if self.is_shared:
+            # Milliseconds, up to 24 days: gather_values sends int32.
             passed = int(processes.gather_values([min(int(1000 * passed), 2**31 - 1)])[0, 0]) / 1000
         if passed >= self.seconds:
             self._restart()
@@ -140,7 +152,7 @@ class _Clock:
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
-    """Warn if learning rates, given as numbers or arrays, differ from those of the checkpoint."""
+    """Warn if a learning rate, a number or an array, differs from the checkpoint's; of one only."""
     for old, new in _find_changed_rates(LearningRateState, given, found):
         checks.warn(
             f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
@@ -159,7 +171,7 @@ def _warn_of_rates(given: TrainState, found: TrainState) -> None:
 def _find_changed_rates(
     kind: type[RateState], given: TrainState, found: TrainState
 ) -> Iterator[tuple[float, float]]:
-    """Yield the rates of a type that differ: that of the checkpoint, and that of tx."""
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs."""
     new, old = (numbers_of_rates(x.opt_state, kind) for x in (given, found))
     yield from (
         (old[name], new[name]) for name in new.keys() & old.keys() if new[name] != old[name]
@@ -173,11 +185,12 @@ class Best:
         self.evaluator = evaluator
         self.is_kept = evaluator.options.keep_best
         self.directory = None if saver.directory is None else to_path(saver.directory) / "best"
+        self.frozen = saver.frozen
         self.state: TrainState | None = None
         self.value = evaluator.worst
 
     def restore(self, begun: TrainState, *, is_resumed: bool) -> None:
-        """Begin with the state that was kept, or with that of the run's begin if it is better.
+        """Begin with the state that an earlier run kept, or the first state if it is better.
 
         A state that has made steps without an evaluation is evaluated now, unless the run resumes
         and goes on as if it had not been stopped: then no evaluation is added between those due.
@@ -195,17 +208,18 @@ class Best:
         self.consider(begun)
 
     def consider(self, state: TrainState) -> None:
-        """Keep a copy of a state if its evaluation is the best."""
+        """Keep a copy of a state, and save it, if it is better than the one kept."""
         if not self.is_kept:
             return
         value = self.evaluator.monitored.get(int(state.step), np.nan)
         if self.evaluator.is_better(value, self.value):
+            # A copy, because the next step overwrites the state.
             self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
-                save_checkpoint(self.directory, state, keep=1, background=True)
+                write_checkpoint(self.directory, state, keep=1, background=True, frozen=self.frozen)
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the best state, or the last one; warn if a better one was not kept."""
+        """Return the kept state, or else the last; warn if a better one was not kept."""
         state = last if self.state is None else self.state
         evaluator = self.evaluator
         if self.is_kept and evaluator.is_better(evaluator.best, self.value):

@@ -20,7 +20,7 @@ ASIDE = ".aside"
 
 
 class Backend(Protocol):
-    """One form in which checkpoints are stored, each at a path that the caller chooses.
+    """A way to store checkpoints, each at a path that the caller chooses.
 
     suffix: the end of the names of such checkpoints.
     """
@@ -28,7 +28,7 @@ class Backend(Protocol):
     suffix: str
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a checkpoint as a whole; any thread may call it.
 
@@ -36,34 +36,35 @@ class Backend(Protocol):
           path: where; if there is a checkpoint, it is replaced.
           state: a TrainState, its PRNG keys as data. It may be overwritten at once.
           beside: further arrays by name, of the host.
-          is_finite: whether the last loss is; if it or params are not, the checkpoint is marked.
+          is_loss_finite: whether the last loss is; if it or params are not, the checkpoint is
+            marked.
         """
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a checkpoint by name; None for those that are not read.
 
-        Names are those of `state_dict` and of `beside`. An array that has the shape and dtype of
-        that of the template may lie as it does; all further ones are on the host. Arrays without
+        Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
+        template may have the template's sharding; all others are host arrays. Arrays without
         elements may be there although they are not read.
 
         Args:
           path: where the checkpoint is.
           template: a state like the saved one, its PRNG keys as data.
-          is_read: tells whether the array with a name is read; those of `beside` are.
+          is_read: tells whether the array with a name is read; arrays of `beside` always are.
 
         Raises:
           Exception: of any kind, if an array is not as it was saved.
         """
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a checkpoint has no mark; nothing else of it is read."""
+        """Tell whether a checkpoint lacks the mark; nothing else of it is read."""
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, finished or not."""
 
 
 def to_path(directory: object) -> Path:
-    """Return the user's path as a Path; for an address with "://", etils makes it."""
+    """Return the user's directory as a Path, or as a path of etils for an address with "://"."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.show(directory)}"
@@ -90,7 +91,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the names in a directory, to the disk; on Windows, nothing."""
+    """Flush a file, or the names in a directory, to the disk; do nothing on Windows."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -8,18 +8,14 @@ the table.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from optfn import core
 from optfn.collectives.devices import Devices
 from optfn.core import checks, leafwise
 from optfn.core.traits import traits
 from optfn.core.types import Params, Updates
-from optfn.jaxprs.equations import Environment, bindings
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.sparse.lookups import LossOfTables
-from optfn.sparse.tables import send_gradients
+from optfn.sparse.loss_program import LossProgram
 
 
 @traits(link="pass")
@@ -48,14 +44,15 @@ def value_and_grad(
     """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 
     It is like `jax.value_and_grad` for the first argument, except for the leaves that `tables`
-    selects. Inside `loss_fn` these are `Table`s, and their gradients are `Rows` with an entry for
+    selects. `loss_fn` may cast these and look up whole rows, as `table[ids]`, `jnp.take` and the
+    embedding layers of flax, haiku and equinox do. Their gradients are `Rows` with an entry for
     each id that was looked up, so that no array of the size of a table is made. `make_train_step`
     and `minimize` do this with their argument `tables`.
 
     Args:
-      loss_fn: a function (params, *args) -> loss, or (loss, aux). Lookups may be inside jit and
-        vmap. Inside the body of a scan, a cond or a checkpoint they are an error: look rows up
-        before it, and pass them in.
+      loss_fn: a function (params, *args) -> loss, or (loss, aux). TracedLoss may be inside jit and
+        vmap, and inside a checkpoint, which then keeps their rows. Inside the body of a scan or a
+        cond they are an error: look rows up before it, and pass them in.
       tables: a regular expression that matches the whole path of each table, or a function
         path -> bool.
       has_aux: whether `loss_fn` returns auxiliary data too.
@@ -71,8 +68,8 @@ def value_and_grad(
 
     Raises:
       ValueError: the pattern matches no leaf.
-      TypeError: a table is not a floating-point array with rows, ids are not integers, or the loss
-        does something else with a table than to look rows up.
+      TypeError: a table is not a floating-point array with rows, or the loss does something else
+        with a table than to look rows up; the error names the operation and its line.
 
     >>> import jax.numpy as jnp
     >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
@@ -88,24 +85,9 @@ def value_and_grad(
         raise TypeError("tables must be a pattern of the paths of leaves; got None")
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
-        loss = LossOfTables(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
-        arrays, structure = jax.tree.flatten(params)  # masked leaves belong to the structure
-        known = bindings(loss.inputs, arrays)
-        dense = [v for v in loss.inputs if v not in loss.tables]
+        def loss(params: Params) -> Any:
+            return loss_fn(params, *args, **kwargs)
 
-        def loss_of_rows(values: list[jax.Array], rows: list[jax.Array]) -> Any:
-            return loss.value(known | bindings(dense, values), rows)
-
-        ids, rows = loss.look_up(known)
-        value, (grads, row_grads) = jax.value_and_grad(
-            loss_of_rows if transform is None else transform(loss_of_rows),
-            argnums=(0, 1),
-            has_aux=has_aux,
-            allow_int=True,
-        )([known[v] for v in dense], rows)
-        found: Environment = loss.gradients(ids, row_grads) | bindings(dense, grads)
-        if owners is not None:
-            found |= {v: send_gradients(owners, found[v]) for v in loss.tables}
-        return value, jax.tree.unflatten(structure, [found[v] for v in loss.inputs])
+        return LossProgram(loss, params, pattern, owners).value_and_grad(has_aux, transform)
 
     return value_and_rows

@@ -66,7 +66,8 @@ def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
 
 
 def _split_words(ids: Leaf) -> tuple[Leaf, Leaf]:
-    """Return the low and the high 32 bits of integers, sign-extended to 64 bits."""
+    """Split integers into low and high 32 bits, uint32;
+    narrower ones are sign-extended to 64 bits."""
     if ids.dtype.itemsize == 8:
         return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
     return ids.astype(np.uint32), np.uint32(0) - (ids < 0).astype(np.uint32)
@@ -84,5 +85,5 @@ def _murmur3(low: Leaf, high: Leaf, seed: np.uint32) -> Leaf:
 
 
 def _rotate_left(x: Leaf, bits: int) -> Leaf:
-    """Return words rotated to the left."""
+    """Rotate words to the left by `bits`."""
     return (x << bits) | (x >> (32 - bits))

@@ -1,269 +1,355 @@
-"""Lookups in a loss: `Table`, an embedding table as the loss sees it, and the loss as a program."""
+"""TracedLoss in a loss: where the program that JAX traces reads rows of tables."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
-from jax.lax import GatherScatterMode
+from jax import lax
+from jax.extend import source_info_util
+from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
 from optfn.collectives.devices import Devices
-from optfn.core import tree
-from optfn.core.types import Leaf, Params
-from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
-from optfn.leaves import patterns
-from optfn.leaves.patterns import Pattern
+from optfn.jaxprs.equations import (
+    CHECKPOINTS,
+    Environment,
+    Equation,
+    Equations,
+    Value,
+    Variable,
+    bindings,
+    find_called_jaxpr,
+    read,
+    type_of,
+    variables,
+)
+from optfn.jaxprs.sharded import gather_params, run_on_shards
 from optfn.sparse.rows import Rows
 from optfn.sparse.tables import count_rows, lookup_rows
 
+# Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
+_COMMUTING = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
+_LOOKUPS = ("gather", "dynamic_slice", "slice")
+# Where a product with the whole table begins.
+_PRODUCTS = ("dot_general", "transpose")
+# The params of equations that run functions.
+_BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
 
-@jax.tree_util.register_pytree_node_class
-class Table:
-    """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
-    `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
-    are treated as in an array. `shape`, `dtype`, `ndim` and `size` are those of the leaf.
+class _Source(NamedTuple):
+    """What a variable is: a table after some casts, or other operations of `_COMMUTING`."""
 
-    Args:
-      array: the leaf, (rows, …).
-      path: its path, for errors.
+    table: Variable
+    casts: tuple[Equation, ...]
 
-    Raises:
-      TypeError: the loss does something else with the table than to look up integer ids.
+
+class _Lookup(NamedTuple):
+    """An equation that reads whole rows of a table, one for each id.
+
+    It is a `gather`, or, for a single id, a `dynamic_slice` or a `slice`. The casts of the table
+    are made of the rows instead, whose gradient then has the dtype of the table.
     """
 
-    def __init__(self, array: jax.Array, path: str) -> None:
-        self._array, self.path = array, path
+    equation: Equation
+    source: _Source
 
-    def __getitem__(self, ids: Leaf) -> Any:
-        if ids is Ellipsis:  # nnx reads a Variable by [...]
-            return self
-        if isinstance(ids, list | int | np.ndarray | np.integer):
-            ids = jnp.asarray(np.asarray(ids))
-        if not tree.is_array(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
-            came = f"an array of dtype {ids.dtype}" if tree.is_array(ids) else repr(ids)
-            raise TypeError(
-                f"table {self.path!r} must be looked up by integer ids, table[ids]; got {came}"
+    @property
+    def mode(self) -> GatherScatterMode:
+        """What is read for ids out of range. Slices move into the table, as `CLIP` does."""
+        mode: GatherScatterMode = self.equation.params.get("mode", GatherScatterMode.CLIP)
+        return mode
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the loss stops the gradient of the table before it looks rows up."""
+        return any(e.primitive.name == "stop_gradient" for e in self.source.casts)
+
+    def ids(self, table: Any, indices: list[Value]) -> jax.Array:
+        """Return the ids, int32; those out of range stay out of range, at the same end.
+
+        Args:
+          table: the table, (R, …), or its shape and dtype.
+          indices: the operands of the equation after the table.
+        """
+        params, count = self.equation.params, table.shape[0]
+        if self.equation.primitive.name == "slice":
+            return jnp.asarray(params["start_indices"][0], jnp.int32)
+        if self.equation.primitive.name == "dynamic_slice":
+            return _within(indices[0], count)
+        axes = params["dimension_numbers"].start_index_map
+        at = axes.index(0)
+        ids = _within(indices[0][..., at], count)
+        if len(axes) > 1 and self.mode != GatherScatterMode.CLIP:
+            # The other axes are read whole: the only start that is in range is zero.
+            starts = jnp.delete(indices[0], at, axis=-1, assume_unique_indices=True)
+            ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
+        return ids
+
+    def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Return the rows of a table, or of its shards, (*ids.shape, …)."""
+        row, fill = table.shape[1:], self.equation.params.get("fill_value")
+        if owners is None:
+            last = tuple(range(ids.ndim, ids.ndim + len(row)))
+            numbers = GatherDimensionNumbers(last, (0,), (0,))
+            rows: jax.Array = lax.gather(
+                table, ids[..., None], numbers, (1, *row), mode=self.mode, fill_value=fill
             )
-        # JAX reads a single id of an array by a slice, and moves its start into the array if it is
-        # out of range. The gradient goes to the row that was read. This gather does the same.
-        return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
+            return rows
+        # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
+        inside = jnp.clip(ids, 0, count_rows(owners, table) - 1)
+        rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
+        if self.mode == GatherScatterMode.FILL_OR_DROP:
+            is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
+            rows = jnp.where(is_inside, rows, jnp.nan if fill is None else fill)
+        return rows
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in ("shape", "dtype", "ndim", "size"):
-            return getattr(self._array, name)
-        raise _dense_use_error(self.path, f"its attribute {name!r}")
+    def result(self, program: Equations, rows: jax.Array) -> jax.Array:
+        """Return the result of the equation from its rows, (*ids.shape, …)."""
+        rows = program.run(self.source.casts, {self.source.table: rows})[self.equation.invars[0]]
+        if self.equation.primitive.name != "gather":
+            return rows[None]
+        numbers, sizes = (self.equation.params[k] for k in ("dimension_numbers", "slice_sizes"))
+        kept = [n for d, n in enumerate(sizes) if d not in numbers.collapsed_slice_dims]
+        rows = rows.reshape(*rows.shape[: rows.ndim - len(sizes) + 1], *kept)
+        return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), numbers.offset_dims)
 
-    def __jax_array__(self) -> Any:
-        raise _dense_use_error(self.path, "an operation on the whole array")
-
-    def __array__(self, *args: object, **options: object) -> Any:
-        raise _dense_use_error(self.path, "a conversion to NumPy")
-
-    def tree_flatten(self) -> tuple[tuple[jax.Array], str]:
-        """Return the array and, as static data, the path."""
-        return (self._array,), self.path
-
-    @classmethod
-    def tree_unflatten(cls, path: str, children: tuple[jax.Array]) -> "Table":
-        """Return the table of a path and an array."""
-        return cls(children[0], path)
+    def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
+        """Return the rows that have the gradients of the ids; `num_rows` where these have none."""
+        if self.mode == GatherScatterMode.CLIP:
+            return jnp.clip(ids, 0, num_rows - 1)
+        return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
 
 
-def _dense_use_error(path: str, use: str) -> TypeError:
+class TracedLoss:
+    """A traced loss: its lookups of tables run first, then the rest of it, on rows and shards.
+
+    An input is a table, a ShardedParam or an array, and there may be no table. All equations but
+    lookups run by `run_on_shards`, which gathers params, in a scan a layer at a time.
+
+    Args:
+      program: the program.
+      paths: for each of its inputs the path of the table that it is, or None.
+      values: the inputs that it was traced with.
+      owners: the workers that keep the rows, if the inputs have shards of tables; None if these
+        are whole.
+
+    tables: the numbers of the inputs that are tables.
+
+    Raises:
+      TypeError: the program does something else with a table.
+    """
+
+    def __init__(
+        self,
+        program: Equations,
+        paths: Sequence[str | None],
+        values: Sequence[Any],
+        owners: Devices | None = None,
+    ) -> None:
+        self._program = _with_lookups_before_checkpoints(program, paths, values)
+        self._owners = owners
+        self.tables = [i for i, path in enumerate(paths) if path is not None]
+        path_of = _tables(self._program, paths)
+        self._sources = _sources(self._program, path_of)
+        casts = {id(e) for source in self._sources.values() for e in source.casts}
+        live = [e for e in self._program.find_live_equations() if id(e) not in casts]
+        self._equations = live
+        self._lookups = _lookups(self._program, live, self._sources, path_of)
+
+    def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the ids and the rows of each lookup, by the equations that these depend on."""
+        ids, rows = [], []
+
+        def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
+            ids.append(lookup.ids(type_of(lookup.source.table), list(indices)))
+            rows.append(lookup.fetch(self._owners, table, ids[-1]))
+            return [lookup.result(self._program, rows[-1])]
+
+        instead = {id(x.equation): partial(run, x) for x in self._lookups}
+        outputs = [x.equation.outvars[0] for x in self._lookups]
+        needed = set(map(id, self._program.find_equations(outputs)))
+        equations = [e for e in self._equations if id(e) in needed]
+        self._program.run(equations, self._values_of(inputs), instead, run_on_shards)
+        return ids, rows
+
+    def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
+        """Return the result of the program for its inputs and the rows of each lookup."""
+
+        def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
+            return [lookup.result(self._program, rows)]
+
+        pairs = zip(self._lookups, rows, strict=True)
+        instead = {id(x.equation): partial(result, x, r) for x, r in pairs}
+        values = self._program.run(self._equations, self._values_of(inputs), instead, run_on_shards)
+        outputs = gather_params(read(values, self._program.outputs))
+        return self._program.structure.unflatten(outputs)
+
+    def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[int, Rows]:
+        """Return the gradient of each table by its number, from the gradients of its rows."""
+        found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
+        for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
+            if not x.is_constant:
+                table = type_of(x.source.table)
+                indices = x.indices_of_gradient(i, table.shape[0])
+                found.setdefault(x.source.table, []).append(
+                    (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
+                )
+        variables_of = {i: self._program.inputs[i] for i in self.tables}
+        return {i: _rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
+
+    def _values_of(self, inputs: Sequence[Value]) -> Environment:
+        """Return the values of the inputs, and of casts of tables, which lookups read uncast."""
+        known = bindings(self._program.inputs, inputs)
+        return known | {v: known[source.table] for v, source in self._sources.items()}
+
+
+def _within(ids: jax.Array, count: int) -> jax.Array:
+    """Return ids as int32; in other dtypes those out of range become −1 or `count`."""
+    if ids.dtype == jnp.int32:
+        return ids
+    limits = jnp.iinfo(ids.dtype)
+    inside = jnp.clip(ids, max(-1, limits.min), min(count, limits.max))
+    return inside.astype(jnp.int32)
+
+
+def _tables(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:
+    """Return the path of each table, by its variable."""
+    return {v: p for v, p in zip(program.inputs, paths, strict=True) if p is not None}
+
+
+def _sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
+    """Return the variables of a program that are tables or casts of tables."""
+    found = {v: _Source(v, ()) for v in tables}
+    for equation in program.equations:
+        if equation.primitive.name in _COMMUTING and (used := _used(equation, found)):
+            source = found[used[0]]
+            found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
+    return found
+
+
+def _used(equation: Equation, sources: dict[Variable, _Source]) -> list[Variable]:
+    return [v for v in variables(equation.invars) if v in sources]
+
+
+def _lookups(
+    program: Equations,
+    equations: Sequence[Equation],
+    sources: dict[Variable, _Source],
+    path_of: dict[Variable, str],
+) -> list[_Lookup]:
+    """Return the equations that look up rows; raise a TypeError if a table is used otherwise.
+
+    Args:
+      program: the program.
+      equations: those of its equations that may use tables.
+      sources: the variables that are tables or casts of them.
+      path_of: the path of each table.
+    """
+    found = []
+    for equation in equations:
+        used = _used(equation, sources)
+        if used and not (used == equation.invars[:1] and _is_lookup(equation)):
+            raise _misuse(equation, path_of[sources[used[0]].table])
+        if used:
+            found.append(_Lookup(equation, sources[used[0]]))
+    for v in variables(program.outputs):
+        if v in sources:
+            raise _dense_use(path_of[sources[v].table], "it is returned")
+    return found
+
+
+def _is_lookup(equation: Equation) -> bool:
+    """Tell whether an equation reads whole rows of its first operand, one for each id."""
+    name, params = equation.primitive.name, equation.params
+    if name not in _LOOKUPS:
+        return False
+    shape = type_of(equation.invars[0]).shape
+    if name == "slice":
+        if set(params["strides"] or [1]) != {1}:
+            return False
+        pairs = zip(params["start_indices"], params["limit_indices"], strict=True)
+        return tuple(end - start for start, end in pairs) == (1, *shape[1:])
+    if tuple(params["slice_sizes"]) != (1, *shape[1:]):
+        return False
+    if name == "dynamic_slice":
+        return True
+    numbers = params["dimension_numbers"]
+    return 0 in numbers.start_index_map and not numbers.operand_batching_dims
+
+
+def _misuse(equation: Equation, path: str) -> TypeError:
+    """Return the error for an equation that uses a table in another way than to look rows up."""
+    name, where = equation.primitive.name, source_info_util.summarize(equation.source_info)
+    if not equation.params.keys().isdisjoint(_BODIES):
+        return TypeError(
+            f"table {path!r} is used inside the body of {name}, where lookups cannot be found "
+            f"({where}). Look the rows up before it, and pass them in"
+        )
+    if name in _PRODUCTS:
+        name += ": a matrix product, as of a tied or one-hot embedding, has a gradient in all rows"
+    elif name in _LOOKUPS:
+        name = f"{name} of other parts than whole rows, one for each integer id"
+    return _dense_use(path, f"{name}; {where}")
+
+
+def _dense_use(path: str, use: str) -> TypeError:
     return TypeError(
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
 
 
-def _make_refusal(operation: str) -> Callable[..., Any]:
-    def refuse(self: Table, *args: object) -> Any:
-        raise _dense_use_error(self.path, operation)
+def _with_lookups_before_checkpoints(
+    program: Equations, paths: Sequence[str | None], values: Sequence[Any]
+) -> Equations:
+    """Return a program whose checkpoints get rows, which are looked up before, and no table.
 
-    return refuse
-
-
-# Python looks up operators in the class, not by __getattr__.
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow")
-_OPERATORS = ("neg", "abs", "len", "iter", "bool", "contains", "float", "int")
-for _name in (*_BINARY, *_OPERATORS, "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Table, f"__{_name}__", _make_refusal(_name))
-for _name in _BINARY:
-    setattr(Table, f"__r{_name}__", _make_refusal(_name))
-
-
-class LossOfTables:
-    """A loss as a program that looks up rows of tables, and does nothing else with tables.
-
-    Args:
-      loss_fn: params -> loss, traced here with a `Table` for each table.
-      params: the parameters.
-      pattern: the pattern of the paths of tables.
-      owners: the workers that keep the rows, if params have shards of tables; None if these are
-        whole.
-
-    inputs: the variable of each array of params, in order.
-    tables: the path of each table, by its variable.
-    lookups: the equations that look up rows.
+    The arguments are those of `TracedLoss`.
     """
-
-    def __init__(
-        self,
-        loss_fn: Callable[[Params], Any],
-        params: Params,
-        pattern: Pattern,
-        owners: Devices | None,
-    ) -> None:
-        paths = patterns.match_names(pattern, params, "tables")
-
-        def wrap_table(place: tree.Place, x: Leaf) -> Leaf:
-            path = str(place)
-            if path not in paths:
-                return x
-            _check_table(path, x)
-            if owners is not None:
-                # In a shard, negative ids would count from its end.
-                x = jax.ShapeDtypeStruct((count_rows(owners, x), *x.shape[1:]), x.dtype)
-            return Table(x, path)
-
-        self._program = Equations(loss_fn, tree.map_named(wrap_table, params))
-        self._owners = owners
-        self.inputs = self._program.inputs
-        named = zip(self.inputs, tree.array_paths(params), strict=True)
-        self.tables = {v: path for v, path in named if path in paths}
-        self.lookups = _find_lookups(self._program, self.tables)
-
-    def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup, by the equations that these depend on.
-
-        Args:
-          known: the values of the inputs.
-        """
-        instead = {}
-        if self._owners is not None:
-            instead = {id(e): partial(_fetch_rows, e, self._owners) for e in self.lookups}
-        outputs = [e.outvars[0] for e in self.lookups]
-        found = self._program.run(self._program.find_equations(outputs), known, instead)
-        starts = read(found, [e.invars[1] for e in self.lookups])
-        return [x[..., 0] for x in starts], read(found, outputs)
-
-    def value(self, known: Environment, rows: list[jax.Array]) -> Any:
-        """Return the loss for the values of the inputs and the rows of each lookup."""
-        pairs = zip(self.lookups, rows, strict=True)
-        instead = {id(e): partial(_return_constant, x) for e, x in pairs}
-        values = self._program.run(self._program.equations, known, instead)
-        return self._program.structure.unflatten(read(values, self._program.outputs))
-
-    def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[Atom, Rows]:
-        """Return the gradient of each table, from the gradients of the rows of each lookup."""
-        found: dict[Atom, list[_Lookup]] = {v: [] for v in self.tables}
-        for lookup in zip(self.lookups, ids, row_grads, strict=True):
-            found[lookup[0].invars[0]].append(lookup)
-        return {v: _collect_rows(type_of(v), lookups) for v, lookups in found.items()}
+    tables = _tables(program, paths)
+    sources = _sources(program, tables)
+    instead = {}
+    for e in program.equations:
+        if e.primitive.name in CHECKPOINTS and (used := _used(e, sources)):
+            path_of = {v: tables[sources[v].table] for v in used}
+            inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
+            instead[id(e)] = partial(_run_checkpoint, e, inner)
+    return program.retrace(instead, values) if instead else program
 
 
-# The equation of a lookup, its ids, and the gradient of the rows that it returns.
-_Lookup = tuple[Equation, jax.Array, jax.Array]
+def _run_checkpoint(
+    equation: Equation, paths: Sequence[str | None], *operands: Value
+) -> list[Value]:
+    """Return the results of a checkpoint, with its lookups before it."""
+    jaxpr: Any = find_called_jaxpr(equation)
+    body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
+    inner = TracedLoss(body, paths, operands)
+    dense = [i for i, path in enumerate(paths) if path is None]
+
+    def rest(values: list[Value], rows: list[jax.Array]) -> Any:
+        inputs = list(operands)
+        for i, x in zip(dense, values, strict=True):
+            inputs[i] = x
+        return inner.value(inputs, rows)
+
+    options = {name: equation.params[name] for name in ("prevent_cse", "policy")}
+    _, rows = inner.look_up(operands)
+    run = jax.checkpoint(rest, **options)
+    return jax.tree.leaves(run([operands[i] for i in dense], rows))
 
 
-def _fetch_rows(
-    equation: Equation, owners: Devices, shard: jax.Array, starts: jax.Array
-) -> list[jax.Array]:
-    """Return the results of a lookup, fetched from the workers that keep the rows."""
-    ids, rows = starts[..., 0], shard.shape[1:]
-    count = count_rows(owners, shard)
-    # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
-    inside = jnp.clip(ids, 0, count - 1)
-    found = lookup_rows(owners, shard, inside.reshape(-1).astype(jnp.int32)).reshape(
-        *ids.shape, *rows
-    )
-    if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
-        fill = equation.params["fill_value"]
-        is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(rows))
-        found = jnp.where(is_inside, found, jnp.nan if fill is None else fill)
-    last = tuple(range(-len(rows), 0))
-    return [jnp.moveaxis(found, last, equation.params["dimension_numbers"].offset_dims)]
-
-
-def _return_constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
-    return [x]
-
-
-def _check_table(path: str, leaf: Leaf) -> None:
-    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
-        raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
-    if not leaf.ndim or not leaf.shape[0]:
-        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
-
-
-def _find_lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
-    """Return the equations that look up rows; raise a TypeError if a table is used otherwise.
-
-    Args:
-      program: the loss.
-      path_of: the path of each table, by its variable in the program.
-    """
-    found = []
-    for equation in program.equations:
-        used = [v for v in variables(equation.invars) if v in path_of]
-        if not used:
-            continue
-        if not _is_lookup(equation, path_of):
-            name, path = equation.primitive.name, path_of[used[0]]
-            if not equation.params.keys().isdisjoint(_BODIES):
-                raise TypeError(
-                    f"table {path!r} is used inside the body of {name}, where lookups cannot be "
-                    "found. Look the rows up before it, and pass them in"
-                )
-            raise _dense_use_error(path, name)
-        found.append(equation)
-    for v in variables(program.outputs):
-        if v in path_of:
-            raise _dense_use_error(path_of[v], "it is returned")
-    return found
-
-
-# The params of equations that run functions.
-_BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
-
-
-def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
-    """Tell whether an equation gathers whole rows of a table, by ids that are not a table."""
-    if equation.primitive.name != "gather" or equation.invars[1] in path_of:
-        return False
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    table: Any = equation.invars[0].aval
-    return (
-        tuple(numbers.collapsed_slice_dims) == (0,)
-        and tuple(numbers.start_index_map) == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(sizes[1:]) == table.shape[1:]
-    )
-
-
-def _collect_rows(table: Any, lookups: list[_Lookup]) -> Rows:
+def _rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
     """Return the gradient of a table.
 
     Args:
       table: the shape and dtype of the table.
-      lookups: the lookups of this table.
+      parts: the indices and the values of rows, of each lookup.
     """
     num_rows, row = table.shape[0], table.shape[1:]
     # If there is no lookup, return one row of padding.
-    indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
-    values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
-    for equation, ids, gradient in lookups:
-        last = range(-len(row), 0)
-        rows = jnp.moveaxis(gradient, equation.params["dimension_numbers"].offset_dims, tuple(last))
-        if equation.params["mode"] == GatherScatterMode.CLIP:
-            ids = jnp.clip(ids, 0, num_rows - 1)
-        ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
-        indices.append(ids.reshape(-1).astype(jnp.int32))
-        values.append(rows.reshape(-1, *row))
+    count = 0 if parts else 1
+    indices = [jnp.full(count, num_rows, jnp.int32), *(i for i, _ in parts)]
+    values = [jnp.zeros((count, *row), table.dtype), *(g for _, g in parts)]
     return Rows(jnp.concatenate(indices), jnp.concatenate(values), num_rows)

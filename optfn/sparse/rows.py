@@ -81,7 +81,8 @@ class Rows(LeafKind):
         return dataclasses.replace(self, view=shape)
 
     def check(self, subject: str) -> None:
-        """Raise an error that begins with `subject` unless indices and values are valid."""
+        """Raise an error that begins with `subject` unless indices are int32 (k,) and values (k,
+        …)."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{subject} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps "
@@ -95,11 +96,13 @@ class Rows(LeafKind):
             )
 
     def merge(self) -> "Rows":
-        """Return the same with each index once, in rising order, padded with zeros at the end."""
+        """Return the same array with each index once, in rising order;
+        freed places become padding of zeros."""
         return self if self.unique else _merge(self)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent."""
+        """Return the array that the rows represent:
+        zeros with the rows added, repeated ones summed."""
         return self.add_to(jnp.zeros(self.shape, self.dtype))
 
     def add_to(self, p: jax.Array) -> jax.Array:
@@ -124,7 +127,8 @@ class Rows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows, to each once, and to the same rows of the arrays."""
+        """Apply a rule to each distinct row and to the same rows of the arrays;
+        all other rows stay."""
         once = self.merge()
         rows = (take_rows(x, once) for x in (*accumulators, *params))
         result = rule(once.values, *rows, **scalars)
@@ -136,7 +140,8 @@ class Rows(LeafKind):
         )
 
     def sum_leading(self) -> "Rows":
-        """Return the sum over the leading axis of its arrays, which counts leaves."""
+        """Sum over the leading axis of indices and values,
+        which counts leaves: join all their rows."""
         return Rows(
             self.indices.reshape(-1),
             self.values.reshape(-1, *self.values.shape[2:]),
@@ -172,11 +177,13 @@ _ARRAYS, _STATIC = ("indices", "values"), ("num_rows", "unique", "parts", "view"
 
 
 def _flatten_with_keys(rows: Rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return indices and values with their keys, and the static fields."""
     children = tuple((jax.tree_util.GetAttrKey(k), getattr(rows, k)) for k in _ARRAYS)
     return children, tuple(getattr(rows, k) for k in _STATIC)
 
 
 def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
+    """Return Rows of static fields and children, without the checks of the constructor."""
     # The constructor checks for arrays, but JAX also unflattens with children of any type.
     rows = object.__new__(Rows)
     vars(rows).update(zip((*_ARRAYS, *_STATIC), (*children, *static), strict=True))
@@ -187,18 +194,23 @@ jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
 def _view_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x`, an array of shape `rows.shape`, in the shape (num_rows, …) of the indices."""
+    """Return `x`, of shape `rows.shape`, as (num_rows, …), the shape that indices count in."""
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
 def _merge(rows: Rows) -> Rows:
+    """Sort the indices, give each distinct one a place,
+    and add the values up there, in the order of the blocks."""
+    # 1. Negative indices count from the end, as in an array; indices out of range are padding.
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
+    # 2. Sorted, equal indices are neighbours: the first of them takes the next place.
     order = _find_order(indices, rows.num_rows)
     rising = indices[order]
     first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
+    # 3. Values go to the places in their old order, which is the same on all devices.
     # Padding goes to the end; its values are dropped.
     target = jnp.where(rising < rows.num_rows, place, rising.size)
     target = jnp.zeros_like(target).at[order].set(target)
@@ -212,7 +224,7 @@ def _merge(rows: Rows) -> Rows:
 
 
 def _find_order(indices: jax.Array, num_rows: int) -> jax.Array:
-    """Return the permutation that sorts `indices`, which are in [0, num_rows]."""
+    """Return the permutation that sorts `indices`, int32 in [0, num_rows]."""
     count = indices.size
     if (num_rows + 1) * count > 2**32:
         return jnp.argsort(indices)
@@ -222,7 +234,7 @@ def _find_order(indices: jax.Array, num_rows: int) -> jax.Array:
 
 
 def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Return x[rows.indices], with zeros for padding."""
+    """Return x[rows.indices], (k, …), with zeros for padding."""
     # A gather from an array without rows is an error, even if all indices are padding.
     if not rows.num_rows:
         return jnp.zeros(rows.values.shape, x.dtype)
@@ -230,12 +242,14 @@ def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def put_rows(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x` with x[rows.indices] = values; no index may be repeated, padding is ignored."""
+    """Return `x` with x[rows.indices] = values in its dtype;
+    padding is ignored, no index may be repeated."""
     result = _view_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
+    """Add rows to x, block by block; indices out of range are dropped."""
     # A block has no index twice, so the order of the blocks decides the order of each sum, on all
     # devices alike: they get the same bits.
     if rows.parts == 1:

@@ -1,8 +1,8 @@
 """Tables whose rows are dealt out to the devices in turn, but are read in natural order.
 
 With N devices, row r of a table is on device r mod N, as its row r // N. Ids are often numbered by
-frequency, and are then spread evenly. No PartitionSpec can express this, so the array of a
-`ShardedTable` has the rows of device 0 first, then those of device 1, and so on. The optimizer
+frequency, and this deals frequent ids out evenly. No PartitionSpec can express this, so the array
+of a `ShardedTable` has all rows of device 0, then all rows of device 1, and so on. The optimizer
 works on this array, and its state for the table has the same order. Outside of a training step,
 arrays have the natural order; `to_logical` and `to_physical` convert them.
 """
@@ -37,13 +37,12 @@ class ShardedTable:
     """A table whose rows are dealt out to the devices in turn; you read it in natural order.
 
     It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
-    `table[ids]` returns rows, and its attributes are those of the table, but for `sharding` and
-    `addressable_shards`, which are those of the stored rows. It is a pytree node with
-    one array, the stored rows, and does not change paths. The state of an optimizer has such a node
-    in the same place.
+    `table[ids]` returns rows, and it has the attributes of the table; only `sharding` and
+    `addressable_shards` describe the stored rows. It is a pytree node with one array, the stored
+    rows, and does not change paths. The state of an optimizer has such a node in the same place.
 
     Args:
-      stored: the rows, those of device 0 first; or an array of the optimizer's state for them.
+      stored: the rows, device by device; or an array of the optimizer's state for them.
       owners: the devices that keep the rows.
       num_rows: R, the number of rows of the table.
     """
@@ -64,7 +63,7 @@ class ShardedTable:
         return cls(children[0], *static)
 
     def of(self, stored: PyTree) -> "ShardedTable":
-        """Return a node of `stored`, whose rows are in the order of this table's."""
+        """Return a node of another array, `stored`, with this table's owners and order of rows."""
         return ShardedTable(stored, self.owners, self.num_rows)
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
@@ -81,6 +80,8 @@ class ShardedTable:
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
+                # As in an array: negative ids count from the end, ids out of range read the nearest
+                # row.
                 ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
                 rows: jax.Array = self.stored[find_places(self.owners, ids, self.num_rows)]
                 return rows
@@ -104,7 +105,8 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
-    """Return params in which tables are ShardedTables, instead of arrays in natural order.
+    """Wrap each table of params in a ShardedTable,
+    its rows dealt out to the owners; other leaves stay.
 
     Args:
       params: the params.
@@ -122,14 +124,14 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 
 def unwrap_tables(values: PyTree) -> PyTree:
-    """Return a tree with each ShardedTable replaced by its stored array."""
+    """Replace each ShardedTable of a tree by its stored array; other nodes stay."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
 
 
 def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
-    """Return a tree with ShardedTables like those of `like`: the inverse of `unwrap_tables`."""
+    """Put arrays back into ShardedTables where `like` has them: the inverse of `unwrap_tables`."""
     return jax.tree.map(
         lambda x, value: x.of(value) if is_sharded_table(x) else value,
         like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
@@ -137,7 +139,7 @@ def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
 
 
 def to_logical(values: PyTree) -> PyTree:
-    """Return a tree with each ShardedTable replaced by an array in natural order.
+    """Replace each ShardedTable by an array with its rows in order of their ids; other nodes stay.
 
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
@@ -151,9 +153,9 @@ def to_logical(values: PyTree) -> PyTree:
 
 
 def to_physical(like: PyTree, values: PyTree) -> PyTree:
-    """Return a tree in natural order as `like` stores it: the inverse of `to_logical`.
+    """Wrap arrays in logical order as `like` stores them: the inverse of `to_logical`.
 
-    ShardedTables in the tree are already in stored order, and stay as they are.
+    Arrays of `like` itself are already in stored order, and stay as they are.
     """
 
     def convert(node: PyTree, value: PyTree) -> PyTree:
@@ -181,7 +183,8 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
 
 
 def check_rows(state: PyTree) -> None:
-    """Raise a ValueError if an array that a state keeps for a sharded table is not one of rows."""
+    """Raise a ValueError if a sharded table's state has an array without an axis of rows;
+    scalars and per-worker ones pass."""
 
     def is_per_worker(x: object) -> bool:
         return isinstance(x, PerWorker)  # flat or of all workers
@@ -207,26 +210,30 @@ def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
 
 
 def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
-    """Return an array with its rows in stored order, or in natural order."""
+    """Return an array with its rows in the other order;
+    without rows, or on one device, as it is."""
     axis = _find_row_axis(x.shape, node.num_rows)
     if axis is None or node.owners.size == 1:
         return x
     names = _find_mesh_axes(x, axis)
+    # Devices can exchange their rows only where the owners' axes divide them, innermost.
     if names[-len(node.owners.axes) :] != node.owners.axes:
         return _permute_rows(node, x, axis, exchange is _to_logical_rows)
     return _exchange_rows(x, node.owners, names, axis, exchange)
 
 
 def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
-    """Return the mesh axes over which an axis of an array is divided, if that is known."""
+    """Return the mesh axes that divide an axis of an array;
+    none if its sharding is unknown, as of a traced one."""
     lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
-    return (
-        to_axes([*lies.spec, *[None] * x.ndim][axis]) if isinstance(lies, NamedSharding) else Axes()
-    )
+    if not isinstance(lies, NamedSharding):
+        return Axes()
+    entries = [*lies.spec, *[None] * x.ndim]  # a spec may be shorter than the shape
+    return to_axes(entries[axis])
 
 
 def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
-    """Return an array with its rows in another order, by a transposition of the whole array."""
+    """Reorder rows by a transposition of the whole array: to natural order, or to stored order."""
     count = node.owners.size
     per_device = node.num_rows // count
     rows = (count, per_device) if to_natural else (per_device, count)
@@ -238,12 +245,12 @@ def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> L
 def _exchange_rows(
     x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
-    """Return an array on the mesh with its rows in another order; no device ever has all of it.
+    """Reorder rows on the mesh: devices exchange rows, and none ever has all of them.
 
     Args:
       x: the array; its rows are divided over the axes `names`.
       owners: the devices that keep the rows.
-      names: the mesh axes, with those of `owners` last.
+      names: the mesh axes, the owners' axes last.
       axis: the axis of the rows.
       exchange: the function that each device runs.
     """
@@ -257,7 +264,8 @@ def _exchange_rows(
 
 
 def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
-    """Return the places of rows at this device: in its stored rows, and in its natural block.
+    """Return the places of rows at this device:
+    in its stored rows, and in its natural block; (N, ⌈count/N⌉) each.
 
     Row k of each has the places of the rows that device k has in the other order.
     """
@@ -282,12 +290,14 @@ def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
 def _pair_places(
     owners: Devices, owner: Any, device: Any, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the places of the rows that `owner` keeps and that the block of `device` contains.
+    """Return the places of the rows that `owner` keeps and `device`'s natural block contains;
+    `count` for none.
 
-    The first result has their places at the owner, the second their places in the block. `count`,
-    the number of rows of a device, stands for none.
+    The first result has their places at the owner, the second their places in the block. `count` is
+    the number of rows of a device.
     """
     start = device * count
+    # The first place at `owner` whose row lies in the block.
     place = (start - owner + owners.size - 1) // owners.size
     place = place + np.arange(-(-count // owners.size), dtype=np.int32)
     in_block = place * owners.size + owner - start
@@ -296,7 +306,7 @@ def _pair_places(
 
 
 def _all_to_all(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
-    """Exchange rows: send rows `sent[k]` to device k, and put those from it at `places[k]`."""
+    """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`; others are 0."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
     return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

@@ -1,7 +1,8 @@
 """Embedding tables whose rows are divided over N owners: owner k keeps rows k, k + N, k + 2·N, …
 
-A worker fetches the rows that its batch looks up from their owners, and sends them the gradients.
-Each worker sends an id once, however often its batch repeats it. Usually one round is enough, in
+The owners are the devices along the shard axes, and each is also one that looks rows up. A device
+fetches the rows that its batch looks up from their owners, and sends them the gradients. It sends
+an id once, however often its batch repeats it. Usually one round is enough, in
 which every owner gets as many ids as the fullest one needs; if that is unusually many, there are
 more rounds. There is nothing to tune, and no id is dropped.
 """
@@ -24,24 +25,26 @@ from optfn.sparse.rows import Rows
 
 
 def count_rows(owners: Devices, shard: Leaf) -> int:
-    """Return the number of rows of the table of which each owner keeps a shard like this."""
+    """Return the number of rows of a whole table, from the shard of one owner."""
     return int(owners.size * shard.shape[0])
 
 
 def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
-    """Return the places of rows of a table; padding, the id `num_rows`, stays as it is.
+    """Return the place of each row among all stored rows;
+    padding, the id `num_rows`, stays as it is.
 
-    The place of a row is its index in the array of all stored rows, with the rows of owner 0 first.
+    All stored rows are one array, with the rows of owner 0 first.
     """
     place = ids % owners.size * (num_rows // owners.size) + ids // owners.size
     return jnp.where(ids < num_rows, place, num_rows)
 
 
 def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-    """Run `fn` on each owner's shards of the arguments, and return whole arrays.
+    """Run `fn` on each owner's shards of the arguments,
+    and return whole arrays; scalars are the same on all.
 
-    Scalars are the same on all owners. Inside the `shard_map` of further axes `fn` must not close
-    over arrays, whose types name the axes bound outside.
+    Inside the `shard_map` of further axes `fn` must not close over arrays, whose types name the
+    axes bound outside.
     """
     over_owners = P(owners.axes)
 
@@ -52,7 +55,7 @@ def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **sc
 
 
 def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the rows of a table, fetched from their owners, inside `shard_map`.
+    """Return the rows of given ids, fetched from their owners in rounds, inside `shard_map`.
 
     Args:
       owners: the devices that keep the rows.
@@ -64,6 +67,7 @@ def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
     """
     total = count_rows(owners, shard)
     places = find_places(owners, ids, total)
+    # Each id is sent once, however often the batch repeats it.
     once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
     rounds = _Rounds.of(once, owners, shard.shape[0])
 
@@ -79,28 +83,35 @@ def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
-    """Return the mean gradient of the rows that this device keeps, inside `shard_map`.
+    """Send each row's gradient to its owner;
+    return the mean over devices of the rows that this one keeps.
+
+    It runs inside `shard_map`.
 
     Args:
       owners: the devices that keep the rows.
       grads: the rows of this device's gradient.
     """
     indices = find_places(owners, grads.indices, grads.num_rows)
+    # 1. Merge repeated rows.
     once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merge()
     per_owner = grads.num_rows // owners.size
     rounds = _Rounds.of(once.indices, owners, per_owner)
     width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
 
+    # 2. Send the ids, so that owners know which rows they get.
     def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
         ids = _all_to_all(owners, rounds.to_local_ids(rounds.find_positions(first, size)))
         return lax.dynamic_update_slice(arrived, ids, (0, first))
 
     arrived = rounds.run(send_ids, jnp.full((owners.size, width), per_owner, jnp.int32))
+    # 3. Give each distinct row a place.
     room = _count_room(width, owners.size, per_owner)
     indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
     # Drop padding.
     place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
 
+    # 4. Send the values, and add them up at their places.
     def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
         at = rounds.find_positions(first, size)
         values = once.values.at[at].get(mode="fill", fill_value=0)
@@ -109,11 +120,12 @@ def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
 
     zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
     sums = rounds.run(send_values, zeros)
+    # The mean over workers, as of a dense gradient.
     return OwnedRows(indices, sums / owners.size, grads.num_rows, owners, width)
 
 
 def _all_to_all(owners: Devices, x: jax.Array) -> jax.Array:
-    """Send row k of x to owner k, and return the rows received from each device."""
+    """Send row k of x to owner k, and return the rows received from each device, (N, …)."""
     received: jax.Array = lax.all_to_all(x, owners.axes, 0, 0)
     return received
 
@@ -137,17 +149,19 @@ class _Rounds(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, owners: Devices, per_owner: int) -> "_Rounds":
-        """Return the rounds for increasing ids."""
+        """Return the rounds for increasing ids, (n,); all workers must call it."""
         firsts = np.arange(owners.size + 1, dtype=np.int32) * np.int32(per_owner)
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
+        # The same on all workers: each round is a collective.
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
         return cls(ids, starts, ends, fullest, _choose_sizes(ids.size, owners.size), per_owner)
 
     def run(
         self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
-        """Return `x` after x = send(first, size, x) for each round.
+        """Apply x = send(first, size, x) once per round,
+        until the fullest owner has got all its ids.
 
         A round sends each owner its ids from number `first` on, at most `size` of them: the
         smallest of `sizes` that is enough for the fullest owner.
@@ -161,15 +175,20 @@ class _Rounds(NamedTuple):
             return first + limits[which], lax.switch(which, ways, first, x)
 
         start = jnp.zeros((), jnp.int32), x
+        # On most batches one iteration.
         return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
     def find_positions(self, first: jax.Array, size: int) -> jax.Array:
-        """Return for each owner the positions of its ids from `first` on; n for none."""
+        """Return the positions of each owner's ids from number `first` on, n where there is none.
+
+        The result is (N, size).
+        """
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:
-        """Return the ids at these positions, numbered as at the owner; `per_owner` for none."""
+        """Return the ids at these positions, numbered within their owner's rows;
+        `per_owner` for none."""
         padding = np.int32(self.per_owner * at.shape[0])
         ids = self.ids.at[at].get(mode="fill", fill_value=padding)
         first = np.arange(at.shape[0], dtype=np.int32)[:, None] * np.int32(self.per_owner)
@@ -177,7 +196,7 @@ class _Rounds(NamedTuple):
 
 
 def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible numbers of ids for an owner in a round: eighths of its capacity.
+    """Return the sizes that a round may have: eighths of the capacity, at least eight ids apart.
 
     If a batch repeats ids, fewer are sent than the capacity allows for. Each size is compiled by
     itself, which is worth it for eight ids or more.
@@ -210,7 +229,8 @@ def num_arrived(ids: int, workers: int, num_rows: int) -> int:
 
 
 def _count_room(width: int, workers: int, per_owner: int) -> int:
-    """Return room for `width` ids of each worker, or for all rows of an owner where they are less.
+    """Return room for `width` ids of each worker,
+    or for all rows of an owner where these are fewer.
 
     It is a multiple of `width`.
     """
@@ -218,10 +238,10 @@ def _count_room(width: int, workers: int, per_owner: int) -> int:
 
 
 def _count_capacity(ids: int, workers: int) -> int:
-    """Return how many ids an owner can get in a round.
+    """Return how many ids an owner can get in a round: four standard deviations above the mean.
 
-    It is four standard deviations above the mean. If ids are different and spread evenly, the
-    fullest owner hardly ever gets more, and one round is enough.
+    If ids are distinct and evenly distributed, the fullest owner hardly ever gets more, and one
+    round is enough.
     """
     mean = ids / workers
     return max(1, min(ids, 8 * int(np.ceil((mean + 4 * np.sqrt(mean)) / 8))))
@@ -272,7 +292,7 @@ class OwnedRows(LeafKind):
         return self
 
     def check(self, name: str) -> None:
-        """Raise unless the indices are integers."""
+        """Raise a TypeError unless the indices are int32."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{name} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps a "
@@ -281,7 +301,7 @@ class OwnedRows(LeafKind):
             )
 
     def merge(self) -> "OwnedRows":
-        """Return the same rows, since none is repeated."""
+        """Return these rows: none is repeated."""
         return self
 
     @property
@@ -302,7 +322,7 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, divided over the workers."""
+        """Return the array that the rows represent, zero elsewhere, divided over the workers."""
         whole: jax.Array = run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
@@ -322,7 +342,8 @@ class OwnedRows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows, on the workers that keep them."""
+        """Apply a rule to the rows on the workers that keep them;
+        return the update and the accumulators."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
         values, *new = run_on_owners(
             self.owners, run, self.indices, self.values, *accumulators, *params, **scalars
@@ -339,7 +360,8 @@ class OwnedRows(LeafKind):
         *arrays: jax.Array,
         **scalars: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Return the update of the rows of one worker, and its accumulators."""
+        """Apply a rule to one worker's rows, `at_a_time` of them at a time;
+        return the update and the accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
         chunk = self.at_a_time
         size = self.num_rows // self.owners.size
@@ -356,6 +378,7 @@ class OwnedRows(LeafKind):
             )
             return values, *(x.astype(old.dtype) for x, old in zip(new, accumulators, strict=True))
 
+        # Few rows arrive; padding is not computed.
         count = jnp.sum(indices < size, dtype=jnp.int32)
         updated: tuple[jax.Array, ...] = lax.fori_loop(
             0, -(-count // chunk), update, (values, *accumulators)

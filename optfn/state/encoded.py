@@ -45,21 +45,24 @@ class Encoded:
           codes: the codes of each array, (k, …).
           scales: the scales of each array, (k, …).
         """
+        # Decoded by the same program as in a step, so that no code changes if all workers agree.
         decoded = np.asarray(jax.vmap(self.decode)(jnp.asarray(codes), jnp.asarray(scales)))
         numbers = jnp.asarray(np.mean(decoded, axis=0, dtype=np.float64), jnp.float32)
         scale = jnp.asarray(np.mean(scales, axis=0, dtype=np.float64), scales.dtype)
         return np.asarray(self.encode_nearest(numbers, scale))
 
     def encode_nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
-        """Return the codes that are nearest to numbers."""
+        """Return the codes of numbers under a scale,
+        rounded to the nearest: the noise is half its range."""
         return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
 
 
+# By type, because a mapping from a file has names and no states.
 _fields: dict[type, tuple[Encoded, ...]] = {}
 
 
 def declare_encoded(*fields: Encoded) -> Callable[[T], T]:
-    """Decorate the type of a state with those of its fields that hold codes."""
+    """Declare which fields of a state hold codes; decorates the state's type."""
 
     def declare(kind: T) -> T:
         _fields[kind] = fields
@@ -80,7 +83,8 @@ class Codes(NamedTuple):
 
 
 def find_codes(names: Collection[str]) -> dict[str, Codes]:
-    """Return `Codes` for each name that is of an array of codes, if `names` has its scales too.
+    """Map the name of each array of codes to its `Codes`;
+    a name without its scales in `names` is left out.
 
     Args:
       names: the names of arrays in `state_dict`.
@@ -90,6 +94,7 @@ def find_codes(names: Collection[str]) -> dict[str, Codes]:
         word = state_word(kind)
         of_kind = [name for name in names if word in name]
         for field in fields:
+            # A second transform of the type has a number, as in scale_by_…_2/mu.
             pattern = re.compile(rf"((?:.*/)?{word}(?:_\d+)?/){field.codes}((?:/.*)?)")
             for match in filter(None, map(pattern.fullmatch, of_kind)):
                 scales = f"{match[1]}{field.scale}{match[2]}"

@@ -19,7 +19,7 @@ from optfn.state.encoded import Codes, find_codes
 from optfn.state.names import arrays_with_names, match_params, states_with_names
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, find_nodes
 
-Kept = Literal["replicated", "per_worker", "sliced", "count"]
+Kept = Literal["shared", "per_worker", "sliced", "count"]
 
 
 class Entry(NamedTuple):
@@ -27,10 +27,10 @@ class Entry(NamedTuple):
 
     name: its name in `state_dict`, "scale_by_adam/mu/layers/0/w".
     param: the path of its parameter, "layers/0/w"; None for counters and rates.
-    kept: "replicated", the same on all workers, though the devices of each may divide it;
-      "per_worker", in a `PerWorker`; "sliced", in a `Divided`, of which each worker keeps a slice;
-      or "count", the `num_workers` of a state with per-worker arrays.
-    axes: the mesh axes of the workers, where it is not replicated; none means all.
+    kept: "shared", the same on all workers, though the devices of each may divide it;
+      "per_worker", in a `PerWorker`; "sliced", in a `Divided`: each worker keeps a slice; or
+      "count", the `num_workers` of a state with per-worker arrays.
+    axes: the mesh axes of the workers, if it is not shared; without any, all worker axes.
     size: the length of the last axis without padding if it is sliced, else 0.
     codes: how to decode it, if it has codes instead of numbers.
     """
@@ -44,7 +44,8 @@ class Entry(NamedTuple):
 
 
 def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
-    """Return an entry for each array of a state, in the order of jax.tree.leaves.
+    """Return for each array of a state its name, parameter and how workers keep it,
+    in the order of jax.tree.leaves.
 
     Args:
       state: the state of an optimizer, however wrapped, of arrays or their shapes.
@@ -53,12 +54,11 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
     named = list(arrays_with_names(state))
     codes = find_codes([name for name, _ in named])
     owners = match_params(named, params)
-    return [
-        Entry(name, param, *placement, codes.get(name))
-        for (name, _), param, placement in zip(
-            named, owners, _iterate_placements(state), strict=True
-        )
-    ]
+    placements = _iterate_placements(state)
+    entries = []
+    for (name, _), param, placement in zip(named, owners, placements, strict=True):
+        entries.append(Entry(name, param, *placement, codes.get(name)))
+    return entries
 
 
 def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tuple[Entry, Any]]:
@@ -69,13 +69,15 @@ def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tup
 def map_entries(
     fn: Callable[[Entry, Any], Any], state: OptState, params: Iterable[str] = ()
 ) -> PyTree:
-    """Map fn(entry, array) over the arrays of a state; see `inventory`."""
+    """Map fn(entry, array) over the arrays of a state,
+    and return a tree like it; see `inventory`."""
     mapped = [fn(entry, x) for entry, x in arrays_with_entries(state, params)]
     return jax.tree.unflatten(jax.tree.structure(state), mapped)
 
 
 def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
-    """Yield the `kept`, `axes` and `size` of each array of a state."""
+    """Yield (kept, axes, size) of each array of a state;
+    an array in no declared node is shared."""
     for node in jax.tree.leaves(state, is_leaf=_is_declared):
         if isinstance(node, PerWorker):
             for _ in jax.tree.leaves(node):
@@ -92,32 +94,35 @@ def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
                 else:
                     yield from _iterate_placements(child)
         else:
-            yield "replicated", Axes(), 0
+            yield "shared", Axes(), 0
 
 
 def _is_declared(x: object) -> bool:
+    """Tell whether a node says itself how workers keep its arrays."""
     return isinstance(x, PerWorker | Divided) or _has_worker_count(x)
 
 
 def _has_worker_count(x: object) -> TypeGuard[Any]:
-    """Tell whether `x` is a state with an int32 field `num_workers` and per-worker arrays."""
+    """Tell whether `x` has an int32 field `num_workers` beside per-worker arrays or an exchange."""
     if "num_workers" not in getattr(x, "_fields", ()):
         return False
     counts = jax.tree.leaves(x.num_workers)  # type: ignore[attr-defined]
     is_int32 = [is_array(count) and count.dtype == jnp.int32 for count in counts]
+    # A field `num_workers` beside neither counts something else, as in the local state of sgd.
     return is_int32 == [True] and bool(find_nodes(PerWorker, x) or find_nodes(Exchanged, x))
 
 
 def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, str]:
-    """Map the path of each leaf whose rule needs whole matrices to the word of the rule for it.
+    """Map the path of each leaf whose rule needs whole matrices to the rule's word;
+    other leaves are not in it.
 
     Args:
       state: the state of an optimizer, however wrapped.
       params: the paths of the parameters.
     """
-    return {
-        entry.param: traits_of(part).whole_matrices
-        for _, part in states_with_names(lambda x: bool(traits_of(x).whole_matrices), state)
-        for entry in inventory(part, params)
-        if entry.param is not None
-    }
+    words = {}
+    for _, part in states_with_names(lambda x: bool(traits_of(x).whole_matrices), state):
+        for entry in inventory(part, params):
+            if entry.param is not None:
+                words[entry.param] = traits_of(part).whole_matrices
+    return words

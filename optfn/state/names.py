@@ -13,30 +13,36 @@ from optfn.core.types import OptState, PyTree
 
 
 def is_state(x: object) -> bool:
-    """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
+    """Tell whether `x` is the state of a transform, or a TrainState: a NamedTuple named …State.
+
+    The name of its type is a word in the names of checkpoints (`state_word`): don't rename a type.
+    """
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
 def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iterator[str | None]:
-    """Yield the path of its parameter for each (name, array) of a state; None for counters, rates.
+    """Yield for each (name, array) the longest of `paths` that its name ends with;
+    None for counters and rates.
 
-    It is the longest of `paths` that the name ends with, before any numbers, which count the arrays
-    of a list for each parameter. If the only parameter has no path, all arrays that are not scalars
-    belong to it.
+    Numbers at the end of a name are ignored if need be: they count the arrays of a list for each
+    parameter. If the only parameter has no path, all arrays that are not scalars belong to it.
     """
+    # Of "w" and "layers/w" the longer path owns "…/layers/w".
     longest_first = sorted(paths, key=len, reverse=True)
+
+    def find_param(name: str, leaf: Any) -> str | None:
+        for end in _strip_numbers(name):
+            for path in longest_first:
+                if end.endswith(f"/{path}") or (path == "" and leaf.shape):
+                    return path
+        return None
+
     for name, leaf in named:
-        ends = (
-            path
-            for end in _strip_numbers(name)
-            for path in longest_first
-            if end.endswith(f"/{path}") or (path == "" and leaf.shape)
-        )
-        yield next(ends, None)
+        yield find_param(name, leaf)
 
 
 def _strip_numbers(name: str) -> Iterator[str]:
-    """Yield a name, and the name without each number that it ends with."""
+    """Yield a name, then the name without the last of the numbers that it ends with, and so on."""
     yield name
     before, _, last = name.rpartition("/")
     if last.isdigit():
@@ -44,7 +50,7 @@ def _strip_numbers(name: str) -> Iterator[str]:
 
 
 def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
-    """Yield the nodes of a state that are chosen, each before those inside of it."""
+    """Yield the chosen nodes of a state, each before the chosen nodes inside of it."""
     for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
         if chosen(node):
             yield node
@@ -52,20 +58,22 @@ def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any
 
 
 def get_children(node: object) -> list[Any]:
-    """Return the children of a node."""
+    """Return the direct children of a node; of a leaf the leaf itself."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
 def find_main_state(state: OptState) -> OptState:
-    """Return the state that accessors read if no path is given.
+    """Return the main field of the outermost node whose type declares one;
+    `state` itself if none does.
 
-    It is the main field of a node whose type declares one, or `state` itself if there is none.
+    Accessors read this state if no path is given.
     """
     found = next(iterate_nodes(lambda x: traits_of(x).labels not in ("", "*"), state), None)
     return state if found is None else found._asdict()[traits_of(found).labels]
 
 
 def _has_states(x: object) -> bool:
+    """Tell whether `x` is a state of a transform, or a collection with one in it."""
     if is_state(x):
         return True
     if isinstance(x, dict):
@@ -74,10 +82,11 @@ def _has_states(x: object) -> bool:
 
 
 def _fields_are_labels(node: PyTree) -> bool:
-    """Tell whether the states in a NamedTuple are told apart by the names of its fields.
+    """Tell whether a NamedTuple's fields tell its states apart:
+    it has several, and is of neither optfn nor optax.
 
-    Those of a type that is none of a library's wrappers: a state around one other state adds no
-    word, nor do the states of optfn and optax, whose names must not depend on how they are wrapped.
+    A state around one other state adds no word. Names of the states of optfn and optax must not
+    depend on how they are wrapped.
     """
     if not hasattr(node, "_fields") or package(type(node).__module__) in ("optfn", "optax"):
         return False
@@ -85,7 +94,8 @@ def _fields_are_labels(node: PyTree) -> bool:
 
 
 def state_word(state_type: type) -> str:
-    """Return "scale_by_adam" for ScaleByAdamState and its subclasses."""
+    """Return the word of a state's type in names:
+    "scale_by_adam" for ScaleByAdamState and subclasses."""
     kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
     name = kind.__name__.removesuffix("State")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -112,22 +122,25 @@ def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
 
 
 def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield (name, state) for each chosen state of a transform, but not for those inside of it.
+    """Yield (name, state) for each chosen state; states inside a chosen one are left out.
 
-    The names are the beginnings of the names of `arrays_with_names`.
+    A name is what the names of the state's arrays begin with in `arrays_with_names`.
     """
     return _walk(state, chosen)
 
 
 def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the chosen states with their names; the arrays of the state if `chosen` is None."""
+    """Yield the chosen states with their names, or every array with its name if `chosen` is
+    None."""
     seen: dict[str, int] = {}
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
+            # A state: its type gives the word of the name, and its fields the next.
             name, words = prefix, traits_of(node).words
             if not words:
                 name = join(labels, state_word(type(node)))
+                # The second of a type in a chain has a number.
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
             if chosen is not None and chosen(node):
@@ -145,6 +158,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
+            # A chain, list or dict of states: its positions add no word, its keys are labels.
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
                 label = key_name(key) if isinstance(node, dict) else ""
@@ -159,7 +173,8 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
 
 def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
-    """Map the path within a field to the name, for the field and each array in it.
+    """Map the path within a field to the name, for all names in the field;
+    other names are left out.
 
     All names are in the field "".
     """
@@ -168,7 +183,8 @@ def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
 
 
 def make_report_test(state: OptState) -> Callable[[str], bool]:
-    """Return a function that tells whether a name is of a field that only reports on a run.
+    """Return the test whether a name is of a field that only reports,
+    also of a transform that `state` lacks.
 
     Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
     that `state` does not have, such as a clip of the run that was saved.
@@ -176,12 +192,11 @@ def make_report_test(state: OptState) -> Callable[[str], bool]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    known = [
-        re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?")
-        for kind, reports in reporting_types()
-        for field, report in reports.items()
-        if report is None or not report.is_needed
-    ]
+    known = []
+    for kind, reports in reporting_types():
+        for field, report in reports.items():
+            if report is None or not report.is_needed:
+                known.append(re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?"))
     present = {state_word(type(x)) for x in iterate_nodes(is_state, state)}
 
     def is_report(name: str) -> bool:

@@ -40,7 +40,7 @@ class Padded(NamedTuple):
 
 
 def wrap_padded(x: Leaf, axis: int, size: int) -> Padded:
-    """Return an array with zeros at the end of an axis, which then has this size, as a Padded."""
+    """Pad an axis with zeros to a size, as a Padded that knows its length without them."""
     return set_static(Padded(pad(x, axis, size)), axis=axis, length=int(x.shape[axis]))
 
 
@@ -50,18 +50,19 @@ def is_padded(x: object) -> TypeGuard[Padded]:
 
 
 def pad(x: Leaf, axis: int, size: int) -> Leaf:
-    """Return an array with zeros at the end of an axis, which then has this size."""
+    """Pad an axis with zeros to a size; NumPy arrays stay on the host."""
     widths = [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)]
     return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
 
 def pad_like(node: Padded, x: Leaf) -> Padded:
-    """Return an array with the padding of another."""
+    """Pad an array as another Padded is, along the same axis to the same size."""
     return node._replace(array=pad(x, node.axis, node.array.shape[node.axis]))
 
 
 def unwrap_padded(node: Padded) -> Leaf:
-    """Return an array without its padding."""
+    """Cut the padding off an array; on a mesh the result is divided along another axis if one fits,
+    else whole."""
     x, axis, size = node.array, node.axis, node.length
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(size),)]
@@ -73,6 +74,7 @@ def unwrap_padded(node: Padded) -> Leaf:
     count = math.prod(lies.mesh.shape[name] for name in names)
     fitting = [d for d, n in enumerate(x.shape) if d != axis and n % count == 0]
     spec = P(*[None] * fitting[0], names) if fitting and names else P()
+    # jitted, so that devices cut and send their shards, and none holds the whole array.
     cutting = jax.jit(
         lambda x: lax.slice_in_dim(x, 0, size, axis=axis),
         out_shardings=NamedSharding(lies.mesh, spec),

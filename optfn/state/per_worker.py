@@ -5,8 +5,8 @@ yet averaged. Its state declares both, and all code around it (placement, checkp
 guards, accumulation, the training step) asks the state:
 
 * Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
-  state has an int32 field `num_workers`. `per_worker(value, axis_name)` also says along which axes.
-* Which arrays are shared by all workers, each of which keeps a slice? They are in a `Divided`.
+  state has an int32 field `num_workers`. `mark_per_worker(value, axis_name)` also says their axes.
+* Which arrays do all workers share, a slice on each? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
   (`optfn.parallel.traffic`). Over the other axes of the workers, the training step averages the
@@ -26,7 +26,7 @@ array that has one number for the whole buffer, as codes need their scale, the s
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
         published: Divided          # flat arrays (n,) in init; 1/N on each worker of a mesh
-        exchanged: Exchanged        # exchanged(params, axis_name) in init
+        exchanged: Exchanged        # mark_exchanged(params, axis_name) in init
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class PerWorker(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes along which workers differ in it; none means all axes of the workers."""
+        """The mesh axes that tell its workers apart; none means all worker axes."""
         return get_static(self, "axes", Axes())
 
     def __getitem__(self, key: Any) -> Any:
@@ -67,14 +67,15 @@ class PerWorker(NamedTuple):
 
 
 def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
-    """Return a tree of arrays as a `PerWorker`, along these axes of a mesh."""
+    """Mark a tree of arrays as per-worker along these axes;
+    along all worker axes if there are none."""
     names = to_axes(axis_name)
     return set_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """Arrays of a state that all workers share, and of which each keeps a slice.
+    """Arrays of a state that all workers share; each keeps a slice.
 
     `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
@@ -100,7 +101,8 @@ class Divided(NamedTuple):
 
 
 def mark_divided(value: PyTree, names: Axes) -> Divided:
-    """Return whole flat arrays as a `Divided` over the axes of the workers."""
+    """Mark whole flat arrays, (n,), as shared by workers along these axes that keep a slice
+    each."""
     sizes = tuple(x.size for x in jax.tree.leaves(value))
     return set_static(Divided(value), axes=names, sizes=sizes)
 
@@ -121,7 +123,7 @@ class Exchanged(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes over which the transform exchanges or averages."""
+        """The mesh axes that the transform exchanges or averages over."""
         return get_static(self, "axes", Axes())
 
     @property
@@ -131,33 +133,35 @@ class Exchanged(NamedTuple):
 
 
 def mark_exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
-    """Return the mark for all leaves of `params` that are not masked."""
+    """Mark all leaves of `params` that are not masked as exchanged over these axes,
+    with a record of the bytes."""
     leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
     return set_static(Exchanged(leaves), axes=to_axes(axis_name), traffic=traffic)
 
 
 def _is_instance_of(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
+    """Return a function that tells whether a node is of a type."""
     return lambda x: isinstance(x, kind)
 
 
 def find_nodes(kind: type, state: OptState) -> list[Any]:
-    """Return the nodes of a type in a state."""
+    """Return the nodes of a type in a state, the outermost ones."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is_instance_of(kind)) if isinstance(x, kind)]
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Map a function over the `Divided` nodes of a state; all else stays as it is."""
+    """Map a function over the `Divided` nodes of a state; all other nodes stay."""
     is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
 
 def has_exchange(state: OptState) -> bool:
-    """Tell whether a transform in the state exchanges gradients."""
+    """Tell whether a transform in the state exchanges gradients itself."""
     return bool(find_nodes(Exchanged, state))
 
 
 def join_exchange_axes(state: OptState) -> Axes:
-    """Return the mesh axes over which transforms in a state exchange gradients."""
+    """Return the mesh axes of all exchanges in a state, joined; () if no transform exchanges."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
@@ -167,7 +171,8 @@ def has_per_worker_state(state: OptState) -> bool:
 
 
 def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
-    """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
+    """Return for each leaf of `params` the mesh axes of its exchange;
+    () for a leaf that no transform exchanges.
 
     Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
     are identified by their names, because a wrapper may mask some of them.
@@ -201,10 +206,11 @@ _KNOWN_WRAPPERS = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
+    """Raise a ValueError if a wrapper that does not declare `passes_own_gradients` encloses an
+    exchange.
 
-    Correct wrappers declare `passes_own_gradients`. A wrapper without it may read or keep the
-    gradients of one worker, so that workers would diverge.
+    Such a wrapper may read or keep the gradients of one worker, so that workers would diverge.
+    Chains and known wrappers of optax pass.
     """
     if not has_exchange(state) or isinstance(state, Exchanged):
         return
@@ -231,8 +237,9 @@ def _check_before(who: str, chain: OptState) -> None:
     Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
     for i, link in enumerate(chain):
-        marks = [node for later in chain[i + 1 :] for node in find_nodes(Exchanged, later)]
-        covered = {name for mark in marks for name in _find_exchanged(mark)}
+        covered: set[str] = set()
+        for mark in find_nodes(Exchanged, chain[i + 1 :]):
+            covered |= _find_exchanged(mark)
         ends = tuple(name and f"/{name}" for name in covered)
         paths = [] if has_exchange(link) else _find_floating(link)
         kept = [path for path in paths if f"/{path}".endswith(ends)]
@@ -245,18 +252,20 @@ def _check_before(who: str, chain: OptState) -> None:
 
 
 def _find_exchanged(mark: Exchanged) -> set[str]:
-    """Return the names of the leaves that a transform exchanges."""
+    """Return the names of the leaves that a mark covers, of those in packed buffers too."""
     is_mark = _is_instance_of(ExchangedLeaf)
     marks = jax.tree.map(is_mark, mark.leaves, is_leaf=is_mark)
     return {name for name, x in contents.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
 def _find_floating(state: OptState) -> list[str]:
-    """Return the names of the floating-point arrays in a state that are not scalars."""
+    """Return the names of floating-point arrays that are neither scalars nor per-worker or
+    divided."""
     is_laid_out = _is_instance_of((PerWorker, Divided))
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
+    # Scalars are steps and rates, which do not come from gradients.
     return [name for name, x in contents.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
 
@@ -284,14 +293,18 @@ def may_give_rows(state: OptState) -> bool:
 
 
 def _is_chain(state: OptState) -> bool:
+    """Tell whether a state is a plain tuple, as a chain's."""
     return type(state) is tuple
 
 
 def _has_rows_trait(state: OptState) -> bool:
+    """Tell whether a state's type declares that its updates may be Rows."""
     return isinstance(state, tuple) and traits_of(state).passes_rows
 
 
 def _passes_rows(state: OptState) -> bool:
+    """Tell whether updates that are Rows pass through a state's transform:
+    all its links, or what it wraps."""
     if _is_chain(state):
         return all(map(_passes_rows, state))
     return _has_rows_trait(state) and _passes_rows(state._asdict().get("inner_state", ()))

@@ -2,7 +2,7 @@
 
 The state says which of its arrays are per-worker (`per_worker.PerWorker`), however the transform is
 wrapped. On a mesh, a per-worker array has the shape (N·n, …) and is sharded along its first axis,
-so that each worker sees the (n, …) of `tx.init`. An array of which each worker keeps a slice
+so that each worker sees the (n, …) of `tx.init`. An array that workers keep in slices
 (`per_worker.Divided`) is sharded too. Shared arrays are replicated.
 """
 
@@ -34,7 +34,8 @@ PER_WORKER_KEY = "per_worker"
 
 
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
-    """Return the PartitionSpec of each array of a state; see `state_specs`."""
+    """Return the PartitionSpec of each array of a state:
+    over the workers' axes if per-worker or sliced, else P()."""
     check_wrappers("the optimizer", opt_state)
     return map_entries(functools.partial(spec_over_workers, axis_name), opt_state)
 
@@ -77,7 +78,8 @@ def state_specs(
 def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Return `init` with its result widened from one worker to all workers of a mesh.
+    """Widen `init` from one worker to a mesh:
+    per-worker arrays repeat, sliced ones are padded, counts are set.
 
     Args:
       init: returns the state of one worker.
@@ -86,7 +88,8 @@ def widen_init(
     """
 
     def widen(entry: Entry, x: Leaf) -> Leaf:
-        if entry.kept == "replicated":
+        """Return an array of one worker's state as all workers keep it; a replicated one stays."""
+        if entry.kept == "shared":
             return x
         count = count_devices(mesh, entry.axes or axis_name)
         if entry.kept == "per_worker":
@@ -104,7 +107,7 @@ def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     Args:
       x: an array, on the host or traced.
       size: the number of its entries that are not padding.
-      count: the number of workers, each of which keeps a slice.
+      count: the number of workers that keep a slice.
     """
     numpy = np if isinstance(x, np.ndarray) else jnp
     missing = -size % count
@@ -127,7 +130,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
     Args:
       opt_state: a state in the layout of `init_state`, or a tree that contains one; or a mapping
-        from `state_dict`, which may be that of a TrainState.
+        from `state_dict`, also of a TrainState.
       num_workers: the new number of workers, ≥ 1.
 
     Returns:
@@ -148,6 +151,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Rescale the per-worker arrays and counts of a mapping;
+    all other entries stay. None listed raises."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
@@ -155,6 +160,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     entries = [Entry(name, None, "per_worker", codes=codes.get(name)) for name in names]
     entries += [Entry(name, None, "count") for name in find_count_names(mapping, names)]
     saved = [np.asarray(mapping[entry.name]) for entry in entries]
+    # `state_dict` gives bfloat16 as its bits.
     arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
     rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
     changed = zip(entries, saved, rescaled, strict=True)
@@ -162,9 +168,9 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
-    """Return the array of each (entry, array) on the host, as `count` workers keep it.
+    """Return each array on the host, as `count` workers keep it; a replicated array stays as it is.
 
-    See `rescale_residuals`. Replicated arrays stay as they are.
+    See `rescale_residuals`.
     """
     # From N to M workers:
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
@@ -172,11 +178,12 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
+    # Codes need their scales, which are an entry of their own.
     by_name = {entry.name: x for entry, x in pairs}
     old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
     def rescale(entry: Entry, x: Leaf) -> Any:
-        if entry.kept == "replicated":
+        if entry.kept == "shared":
             return _to_host(x)
         if entry.kept == "sliced":
             return pad_to_multiple(np.asarray(x), entry.size, count)
@@ -192,7 +199,8 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
 
 
 def _to_host(x: object) -> object:
-    """Return an array that this process can read on the host, a key on its first device."""
+    """Return an array on the host, a typed key on its first device;
+    one that this process cannot read as it is."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
     if is_key(x):
@@ -201,7 +209,7 @@ def _to_host(x: object) -> object:
 
 
 def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
-    """Return the `num_workers` keys that belong to these per-worker arrays.
+    """Return the keys `num_workers` that stand beside per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
@@ -214,7 +222,8 @@ def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[st
 
 
 def count_workers(opt_state: OptState) -> int:
-    """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
+    """Return the number of workers that a state counts;
+    0 if it counts none, is traced, or counts differ."""
     if not has_per_worker_state(opt_state):  # the names of a large state take time
         return 0
     counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
@@ -226,7 +235,7 @@ def count_workers(opt_state: OptState) -> int:
 
 
 def _common_count(counts: list[Leaf]) -> int:
-    """Return the number of workers, on which all counts must agree."""
+    """Return the one number that all counts have; raise if they differ or there are none."""
     numbers = set(map(int, counts))
     if len(numbers) != 1:
         found = f"different ones: {sorted(numbers)}" if numbers else "none (no field num_workers)"
@@ -237,7 +246,8 @@ def _common_count(counts: list[Leaf]) -> int:
 
 
 def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
-    """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
+    """Split an array of all workers, (count·n, …), into (count, n, …), on the host;
+    raise if count does not divide it."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
         raise ValueError(
@@ -248,7 +258,8 @@ def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
 
 
 def _average_workers(by_worker: np.ndarray) -> np.ndarray:
-    """Return the mean over the workers of (workers, n, …); worker 0's array if it has integers."""
+    """Average (workers, n, …) over the workers, in float64;
+    take worker 0's array if it has integers."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
     wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64
@@ -256,5 +267,5 @@ def _average_workers(by_worker: np.ndarray) -> np.ndarray:
 
 
 def _repeat(x: np.ndarray, count: int) -> np.ndarray:
-    """Return the array of one worker for each of `count` workers: (count·n, …)."""
+    """Repeat one worker's array, (n, …), for `count` workers, (count·n, …)."""
     return np.asarray(np.tile(x, (count, *[1] * (x.ndim - 1))))

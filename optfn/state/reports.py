@@ -24,22 +24,28 @@ from optfn.state.names import iterate_nodes as iterate_nodes
 
 
 def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics that a state reports, by name."""
+    """Return the metrics that a state reports by name;
+    several of one name are reduced as declared, or left out."""
     found: dict[tuple[str, str], list[jax.Array]] = {}
     for node in iterate_nodes(lambda x: traits_of(x).reports, opt_state):
         for field, report in traits_of(node).reports.items():
             if report is not None:
                 for path, x in leaves_with_paths(getattr(node, field)):
                     found.setdefault((join(report.metric, path), report.several), []).append(x)
-    return {
-        name: values[0] if len(values) == 1 else getattr(jnp, way)(jnp.stack(values))
-        for (name, way), values in found.items()
-        if way or len(values) == 1
-    }
+    reports = {}
+    for (name, way), values in found.items():
+        if len(values) == 1:
+            reports[name] = values[0]
+        elif way:
+            reports[name] = getattr(jnp, way)(jnp.stack(values))
+    return reports
 
 
 def reduce_over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
-    """Return the reported metrics of a round from those of its steps, (steps,) on each worker."""
+    """Reduce the metrics of a round's steps, (steps,), to one number each, over workers too.
+
+    A metric whose report does not say how (`rounds`) is left out.
+    """
     reduced = {}
     for name, x in metrics.items():
         if (report := _find_report(name)) and (way := report.rounds):
@@ -63,13 +69,13 @@ class Flag(NamedTuple):
 
 
 def get_flags(opt_state: OptState) -> list[Flag]:
-    """Return the fields of a state that end a run once they are not 0."""
+    """Return the fields that end a run once they are not 0, with their values."""
     leaves, structure = jax.tree.flatten(opt_state)
     return [flag._replace(value=leaves[flag.value]) for flag in _find_flags(structure)]
 
 
 def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
-    """Return a state whose flags that end a run are those of the metrics."""
+    """Set the flags of a state that end a run from the metrics of a step."""
     leaves, structure = jax.tree.flatten(opt_state)
     for flag in _find_flags(structure):
         leaves[flag.value] = metrics[flag.metric]
@@ -78,25 +84,28 @@ def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState
 
 @functools.cache
 def _find_flags(structure: PyTreeDef) -> list[Flag]:
-    """Return the flags of a state, each with its position among the leaves as its value."""
+    """Return the flags of a structure, with leaf positions as values."""
+    # Positions instead of arrays: the cache must not keep a state alive.
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [
-        Flag(i, report.metric, functools.partial(report.error, node), report.is_lasting)
-        for node in iterate_nodes(lambda x: traits_of(x).reports, numbered)
-        for field, report in traits_of(node).reports.items()
-        if report is not None and report.error
-        for i in jax.tree.leaves(getattr(node, field))
-    ]
+    flags = []
+    for node in iterate_nodes(lambda x: traits_of(x).reports, numbered):
+        for field, report in traits_of(node).reports.items():
+            if report is not None and report.error:
+                # `node` has positions for arrays; an error may read its paths only.
+                error = functools.partial(report.error, node)
+                for i in jax.tree.leaves(getattr(node, field)):
+                    flags.append(Flag(i, report.metric, error, report.is_lasting))
+    return flags
 
 
 def is_curve(name: str) -> bool:
-    """Tell whether a metric is a reported number, and no flag: the history has it."""
+    """Tell whether a metric is a reported number and no flag; the history keeps it."""
     report = _find_report(name)
     return report is not None and report.several != "any" and report.error is None
 
 
 def _find_report(name: str) -> Report | None:
-    """Return the report of a metric, by the first word of its name."""
+    """Return the report whose metric is the first word of a name; None if no type declares it."""
     for _, reports in reporting_types():
         for report in reports.values():
             if report is not None and report.metric == name.partition("/")[0]:

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def set_static(node: N, **values: Hashable) -> N:
-    """Return a NamedTuple as one of the subtype of its type that has these values."""
+    """Return a NamedTuple as the subtype of its type that has these static values."""
     made: N = _make_node(type(node), tuple(values.items()), tuple(node))
     return made
 
 
 def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
-    """Return a static value of a node, of the type of the default."""
+    """Return a static value of a node; the default if its type has none of this name."""
     found: T = dict(getattr(node, "static_values", ())).get(name, default)
     return found
 
@@ -28,9 +28,11 @@ def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
 def _make_node(
     kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]
 ) -> Any:
+    """Return a node of the subtype with these values; at module level, where pickle finds it."""
     return _subtype(kind, values)(*fields)
 
 
+# Kept, because equal values must give the same type: JAX compares the types of nodes.
 @functools.cache
 def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
     """Return the subtype of a NamedTuple with these static values."""

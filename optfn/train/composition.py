@@ -14,6 +14,7 @@ from optfn import core
 from optfn.collectives.axes import Axes
 from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import hide_explicit_axes
+from optfn.compilers.options import drop_unknown_options
 from optfn.core.types import Batch, LossFn
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
@@ -67,15 +68,16 @@ def compose_step(
     averaged = workers if local is None else Axes()
 
     # From the innermost function to the outermost one, with the arrays that each takes:
-    # 1. The objective takes params and the batch of one worker. If devices divide the params, each
-    #    has its shards in it, gathers them for the loss, and computes on a slice of the batch; loss
-    #    and gradients are means over these devices, and gradients lie as the layout says.
+    # 1. The objective takes params and the batch of one worker. With shard axes, each device
+    #    along them has its shards in it (or whole params), gathers them for the loss, and computes
+    #    on its examples; loss and gradients are means over these devices, and gradients lie as the
+    #    layout says.
     objective = make_objective(loss_fn, options, layout)
     if options.has_aux and (layout is not None or options.microbatches > 1):
         objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
-    step = make_worker_step(objective, tx, key_of, averaged, layout)
+    step = make_worker_step(objective, tx, key_of, averaged, layout, options.reduce_dtype)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -103,16 +105,20 @@ def compile_step(
     """
     compose = functools.partial(compose_step, loss_fn, tx, options)
     step = compose(layout, local)
-    donated = (0,) if options.donate else ()
+    device = None if layout is None else layout.mesh.devices.flat[0]
+    jit_options: dict[str, Any] = {
+        "donate_argnums": (0,) if options.donate else (),
+        "compiler_options": drop_unknown_options(options.compiler_options, device),
+    }
     if not isinstance(layout, AsPlaced):
-        return jax.jit(step, donate_argnums=donated)
+        return jax.jit(step, **jit_options)
 
     def run(
         state: TrainState, batch: Batch, layout: Layout = layout
     ) -> tuple[TrainState, dict[str, Any]]:
         return compose(layout, local)(state, batch)
 
-    return jax.jit(run, static_argnums=2, donate_argnums=donated)
+    return jax.jit(run, static_argnums=2, **jit_options)
 
 
 def _compose_for_compiler(
@@ -160,8 +166,10 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.unpad_state(state.opt_state))
         new, metrics = step(old, batch)
-        new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
-        return lax.with_sharding_constraint(new, layout.place(specs_of_state(new, layout))), metrics
+        new = new._replace(opt_state=layout.pad_state(new.opt_state, state.params))
+        return lax.with_sharding_constraint(
+            new, layout.make_shardings(specs_of_state(new, layout))
+        ), metrics
 
     return run
 
@@ -180,9 +188,9 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
 def make_objective(
     loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
 ) -> Objective:
-    """Return the objective of one device; or of all devices that divide params, if some do."""
+    """Return the objective of one device; or of all devices along shard axes, if there are any."""
     form = LossForm(options.model_state, options.has_aux)
-    gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
+    is_gathered_once = isinstance(options.shard, Sharded) and options.shard.is_gathered_once
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Devices(layout.mesh, layout.shard_axes)
@@ -201,7 +209,7 @@ def make_objective(
     def on_device(gather: Gather | None) -> Objective:
         if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it
             return gather_once(pack_objective(in_microbatches(None)), gather)
-        if gathers_once:
+        if is_gathered_once:
             return gather_once(in_microbatches(None), gather)
         return in_microbatches(gather)
 

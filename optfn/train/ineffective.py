@@ -27,7 +27,8 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 
 
 def _find_frozen(tx: object, params: Params) -> set[str]:
-    """Return the paths of leaves that attributes freeze: trainable=False, or a rate factor of 0."""
+    """Return the paths of leaves that attributes freeze,
+    by trainable=False or a rate factor of 0; none of foreign ones."""
     if not isinstance(tx, core.Transform):
         return set()
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
@@ -106,7 +107,7 @@ def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
 
 
 def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
-    """Yield the name and the `lazy` of each optimizer in `tx` whose call turns it on."""
+    """Yield (name, lazy) of each optimizer in `tx` whose call turns `lazy` on."""
     if not isinstance(tx, core.Transform):
         return
     name, _, arguments = tx.call

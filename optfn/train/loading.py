@@ -24,7 +24,7 @@ from optfn.state.names import (
     make_report_test,
     states_with_names,
 )
-from optfn.state.placement import PER_WORKER_KEY, pad_to_multiple
+from optfn.state.placement import pad_to_multiple
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import convert_masters
 from optfn.train.packed_state import (
@@ -33,12 +33,9 @@ from optfn.train.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.train.state_dict import VERSION, bits_dtype, is_foreign
+from optfn.train.state_dict import ABOUT, VERSION, bits_dtype, is_foreign
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
-
-# Keys of a mapping that do not name arrays of the state.
-ABOUT = ("version", PER_WORKER_KEY)
 
 
 def load_state_dict(
@@ -50,7 +47,7 @@ def load_state_dict(
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
         structure, wrappers, dtypes and shardings.
       mapping: arrays by name: a dict, or the result of `numpy.load`.
-      strict: whether the names in `mapping` must be exactly those of the template. If False,
+      strict: whether `mapping` must have exactly the names of the template. If False,
         missing arrays are taken from the template and superfluous ones are dropped, and one
         warning lists the names that were carried over, are new, or were dropped.
 
@@ -58,12 +55,12 @@ def load_state_dict(
     factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
     Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
-    from remainders, the mapping must have the parameters too, as that of a TrainState does. A copy
-    that lies halfway between two parameters becomes smaller by up to 2⁻²³ of its value.
+    from remainders, the mapping must have the parameters too, as a TrainState's does. A copy that
+    lies halfway between two parameters becomes smaller by up to 2⁻²³ of its value.
 
     You can save a state with a number as learning rate and load it with a schedule, or vice versa;
     the step count continues. If moments are new in a state that has already made steps, such as
-    those of a parameter that was frozen, their bias correction counts from this step on
+    moments of a parameter that was frozen, their bias correction counts from this step on
     (`begun/<path>`, 4 bytes each). If the state is a TrainState, the average of a new parameter
     begins at that parameter.
 
@@ -103,7 +100,7 @@ def load_named(
         plain = _unpack_for(mapping, plain)
     named = list(arrays_with_names(plain))
     template_names = [name for name, _ in named]
-    # 2. The masters in `mapping` have the form of those in `plain`.
+    # 2. The masters in `mapping` have the form of the masters in `plain`.
     mapping = convert_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
     late = _find_late_leaves(plain, template_names, mapping)
@@ -112,7 +109,7 @@ def load_named(
         named = list(arrays_with_names(plain))
     changes = _compare_names(template_names, [name for name, _ in named], mapping)
     refused, wrong = _list_errors(plain, changes, shown) if strict else [], []
-    # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
+    # 4. The arrays of `mapping`, and arrays made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
     leaves = []
@@ -134,7 +131,8 @@ def load_named(
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
-    """Raise an error unless `mapping` is one, of a version that this one reads."""
+    """Raise unless it is a Mapping and its format is not newer than VERSION;
+    without a version it passes."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -149,7 +147,8 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
 
 
 def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
-    """Return a saved array in the shape that the template has for its number of workers.
+    """Return a saved array in the template's shape: reshape a per-worker one, replace a sliced
+    one's padding, keep any other.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
     is padded for the number of workers. All other arrays, and what does not fit, stay as they are.
@@ -166,7 +165,8 @@ def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
 def _compare_names(
     template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]
 ) -> Changes:
-    """Return how the names of a mapping differ from those of a template and of the loaded state."""
+    """Compare names: carried ones are in mapping and state, new ones only in the template,
+    dropped ones only in the mapping."""
     known = {*state, *ABOUT}
     return Changes(
         [name for name in state if name in mapping],
@@ -178,7 +178,8 @@ def _compare_names(
 def _find_late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return which leaves begin late, and when, in the states that count steps.
+    """Find the leaves whose moments the mapping lacks,
+    in states whose step it has: these moments begin late.
 
     If the mapping has the step count of a state but not the moments of a leaf, these moments are
     the template's, and have seen as many steps as the template, which may be none.
@@ -189,7 +190,7 @@ def _find_late_leaves(
       mapping: arrays by name.
 
     Returns:
-      For the name of each such state, a dict from the path of a leaf to the step count at which its
+      For the name of each such state, a dict from the path of a leaf to the step count when its
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
@@ -198,6 +199,7 @@ def _find_late_leaves(
             continue
         field = tree.join(name, traits_of(node).counted)
         paths = find_names_in_field(names, field)
+        # Leaves that began late in the saved run, and leaves whose moments begin now.
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values
@@ -208,7 +210,8 @@ def _find_late_leaves(
 
 
 def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the step counts at which the moments of leaves began, without those that are 0.
+    """Return the step count when each leaf began, without leaves that began at 0;
+    {} with a warning if unreadable here.
 
     Args:
       step: the count of the template.
@@ -233,17 +236,18 @@ def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[
 
 
 def _is_on_host(x: Leaf) -> bool:
+    """Tell whether this process can read an array's value."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
 def to_host(x: Leaf) -> np.ndarray:
-    """Return an array on the host; this process must hold all of it, on one device or on each."""
+    """Return an array on the host, one of its replicas if several processes hold it."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state with step counts for the leaves of `_find_late_leaves`, where it has them."""
+    """Give states their step counts by leaf; a state without late leaves gets a plain count."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
@@ -259,26 +263,26 @@ def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarra
 
 
 def _fill(count: np.ndarray, like: Leaf) -> Leaf:
+    """Return a count in the shape, dtype and sharding of a leaf."""
     return _fit(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
 
 
 def _begin_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Start the copies and averages of new parameters at the parameter.
+    """Return by name the copies and averages of new parameters, begun at the parameter.
 
     A copy, such as a new master, is the param of the mapping. A sum whose weight the mapping has is
     weight·param, so that the average of a new leaf is its param. If the state has no params, the
     average begins at zero, and a warning says so.
     """
     # Two walks, since an average may be inside of the state with the masters that it averages.
-    fields = [
-        (tree.join(name, field), weight and tree.join(name, weight))
-        for has_weights in (False, True)
-        for name, part in states_with_names(partial(_has_params, has_weights), state)
-        for field, weight in traits_of(part).made_of_params.items()
-        if weight is not None
-    ]
+    fields: list[tuple[str, str]] = []
+    for has_weights in (False, True):
+        for name, part in states_with_names(partial(_has_params, has_weights), state):
+            for field, weight in traits_of(part).made_of_params.items():
+                if weight is not None:
+                    fields.append((tree.join(name, field), weight and tree.join(name, weight)))
     by_name, begun, at_zero = dict(named), {}, []
     for field, weight in fields:
         for path, name in find_names_in_field(by_name, field).items():
@@ -302,13 +306,14 @@ def _begin_at_params(
 
 
 def _has_params(has_weights: bool, x: object) -> bool:
-    """Tell whether `x` is a state with copies of params, or with weighted sums of them."""
+    """Tell whether `x` declares copies of params, or with `has_weights` weighted sums of them."""
     weights = traits_of(x).made_of_params.values()
     return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
 def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
-    """Return the differences that are errors in strict loading, in words."""
+    """Return in words the names that are missing or not expected;
+    names that only report are allowed."""
     is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
@@ -316,7 +321,7 @@ def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str])
 
 
 def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return a state without buffers and padding, as the template for a mapping.
+    """Return `opt_state` with an unpadded array for each leaf, as the template for a mapping.
 
     Arrays that the mapping replaces are placeholders. If it lacks any, all arrays are the state's.
     """
@@ -331,7 +336,8 @@ def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _place_like(like: OptState, state: OptState) -> OptState:
-    """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
+    """Give packed buffers and padded arrays the shardings that they have in `like`;
+    all other nodes stay."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_packed_or_padded(like):
@@ -342,7 +348,9 @@ def _place_like(like: OptState, state: OptState) -> OptState:
 
 
 def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
+    """Return a value with the dtype and sharding of a leaf, and ""; if it does not fit, the leaf
+    and the reason.
+    """
     if tree.is_key(leaf):
         data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
@@ -350,6 +358,7 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     if isinstance(value, jax.Array):
         is_placed = getattr(value, "committed", True) == getattr(leaf, "committed", True)
         lies_there = is_placed and value.sharding == sharding and value.dtype == dtype
+        # An array of several processes cannot be moved from here: it fits as it is, or not.
         if lies_there or not value.is_fully_addressable:
             fits = value.shape == leaf.shape and value.dtype == dtype
             got = f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
@@ -357,8 +366,10 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     array = np.asarray(value)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
+    # state_dict gives bfloat16 as unsigned integers, np.load as raw bytes.
     if is_foreign(dtype) and array.dtype in (bits_dtype(dtype), np.dtype(f"V{dtype.itemsize}")):
         array = array.view(dtype)
+    # A float would be cut to an integer without a word.
     if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
         return leaf, f"has dtype {array.dtype}, but the template has {dtype}"
     array = array.astype(dtype)

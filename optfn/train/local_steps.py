@@ -84,7 +84,9 @@ class LocalSteps(NamedTuple):
         return InnerAndOuter(inner, self.outer.init(params))
 
     def round(self, local_step: StepFn) -> StepFn:
-        """Make a round of a local step: (state, a worker's part of the batch) -> (state, metrics).
+        """Make a round: `steps` local steps on each worker, then an outer step on all.
+
+        The round is a function (state, a worker's share of the batch) -> (state, metrics).
 
         Args:
           local_step: a step on the state and the batch of one worker.
@@ -136,7 +138,8 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Return params, outer state and model state after an outer step, and the bytes sent.
+        """Return params, outer state and model state after an outer step,
+        and the bytes sent, as metrics.
 
         If the pseudo-gradient of any worker is not finite, all three stay as they are in `state`.
         """
@@ -151,7 +154,8 @@ class LocalSteps(NamedTuple):
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise unless a state fits the local steps of a step, None if it has none, and its workers.
+    """Raise unless a state was made for these local steps (None if there are none) and for as many
+    workers.
 
     We compare the number of workers only if its value is ready, so that no call waits for a step
     that is still running: the state that such a step returns has the right number anyway.
@@ -182,20 +186,21 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 
 def _is_readable(x: jax.Array) -> bool:
-    """Tell whether the value of an array can be read without waiting."""
+    """Tell whether an array's value can be read without waiting: it is ready and not traced."""
     if not isinstance(x, jax.Array):
         return True
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
-    """Tell for each leaf of the state of `tx` whether it may vary between workers in a round.
+    """Tell for each leaf of `tx`'s state whether it may vary between workers in a round.
 
     A leaf may vary if the update computes it from gradients, params, or a leaf that may vary.
     """
 
     def update(params: Params, state: OptState) -> OptState:
         grads = jax.tree.map(_make_gradient, params)
+        # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}
@@ -220,7 +225,8 @@ def _make_gradient(p: Leaf) -> Leaf:
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError if `tx` exchanges gradients, or if its state is made of params."""
+    """Raise a ValueError if `tx` exchanges gradients,
+    or if its state has copies or averages of params."""
     if has_exchange(state):
         raise ValueError(
             "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
@@ -243,7 +249,7 @@ def _is_made_of_params(x: object) -> bool:
 
 
 def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
-    """Wrap each leaf that varies in a PerWorker; all others stay as they are.
+    """Wrap each leaf that varies in a PerWorker; all other leaves stay as they are.
 
     A scalar becomes an array of shape (1,), because a PerWorker is divided along its first axis.
     """
@@ -255,12 +261,12 @@ def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
 
 
 def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
-    """Undo `_wrap_varying`; `like` has the shapes that `tx` takes."""
+    """Undo `_wrap_varying`: return arrays with the shapes of `like`, which `tx` takes."""
     return jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, wrapped)
 
 
 def _subtract(start: Leaf, end: Leaf) -> Leaf:
-    """Return start − end in float32 or wider; for an integer leaf, that there is no gradient."""
+    """Return start − end in float32 or wider; float0 for an integer leaf."""
     if not tree.is_inexact(start):
         return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
@@ -268,7 +274,7 @@ def _subtract(start: Leaf, end: Leaf) -> Leaf:
 
 
 def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
-    """Combine the metrics of the steps of a round.
+    """Reduce the metrics of a round's steps to one number each, over steps and workers.
 
     Loss and aux are means over steps and workers; the rate is the last step's. Numbers that
     wrappers report combine as each of them says (`Report.rounds`).

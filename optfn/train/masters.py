@@ -32,18 +32,18 @@ class _SavedForm(NamedTuple):
     bits: int | None
 
 
-_FORMS = {
-    kind: _SavedForm(state_names.state_word(kind), kind._fields[0], bits)
-    for kind, bits in (
-        (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
-    )
-}  # fmt: skip
+_FORMS: dict[type, _SavedForm] = {}
+for _kind, _bits in (
+    (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
+):  # fmt: skip
+    _FORMS[_kind] = _SavedForm(state_names.state_word(_kind), _kind._fields[0], _bits)
 
 
 def convert_masters(
     state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a mapping whose masters have the form of those in a state.
+    """Convert the masters of a mapping to a state's form;
+    return the mapping itself if they have it.
 
     Args:
       state: the template.
@@ -65,6 +65,7 @@ def convert_masters(
                 continue
             masters = _convert_each(saved, old, form, by_name, mapping)
             new |= {tree.join(name, form.field, path): x for path, x in masters.items()}
+            # Only remainders of 24 bits have a step; it is the seed of their rounding.
             used |= {f"{old_name}/step", *saved.values()}
             if form.bits == 24:
                 new[f"{name}/step"] = np.zeros((), np.int32)  # the seed of the rounding
@@ -78,11 +79,11 @@ def _convert_each(
     by_name: Mapping[str, Leaf],
     mapping: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Return the masters of one form in another, by the path of their parameter.
+    """Convert the saved masters of one form to another; return them by the path of their parameter.
 
     Args:
       saved: the names of the saved masters in the mapping, by path.
-      before: the form in which they are saved.
+      before: their saved form.
       after: the form of the result.
       by_name: the arrays of the template, by name.
       mapping: the saved arrays, by name.
@@ -106,7 +107,8 @@ def _convert_each(
 def _find_saved_param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return the bfloat16 parameter at a path in a mapping; None if it has none of this shape."""
+    """Return the saved parameter, its bits read as bfloat16;
+    None if template or mapping lacks it or the shape differs."""
     name = tree.join("train/params", path)
     if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
         return None
@@ -117,11 +119,12 @@ def _find_saved_param(
 def _convert_master(
     kept: Leaf, p: jax.Array | None, before: int | None, after: int | None
 ) -> jax.Array:
-    """Return a master or a remainder in another form.
+    """Convert between a master and its remainder beside bfloat16 `p`,
+    or between widths of remainders.
 
     Args:
       kept: the array in the old form.
-      p: the parameter.
+      p: the parameter; copies need it. Without it, the parameter of a copy is the copy rounded.
       before: the bits of the old form if it is a remainder; None for a copy.
       after: the bits of the new form if it is a remainder; None for a copy.
     """
@@ -129,6 +132,7 @@ def _convert_master(
     if before is not None and after is not None:
         dtype = codes.REMAINDERS[after]
         wide = kept.astype(jnp.int32)
+        # Rounded to the nearest; from 127.5 on that would leave int8.
         wide = wide << 8 if after > before else (wide + 128) >> 8
         return jnp.minimum(wide, jnp.iinfo(dtype).max).astype(dtype)
     if after is None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_a
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
-from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.jaxprs.equations import Equations
 from optfn.leaves import contents, patterns
@@ -24,11 +25,12 @@ from optfn.leaves.packed import pack
 from optfn.leaves.patterns import Pattern
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.sharding import Kind, Sharded, layout_of
+from optfn.parallel.sharding import Kind, Sharded, check_reduce_dtype, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import find_whole_matrices
 from optfn.state.per_worker import Exchanged, find_exchange_axes
+from optfn.train.gathers import LeafGathers, find_gathers
 from optfn.train.local_steps import LocalSteps
 
 
@@ -47,6 +49,8 @@ class MemoryPlan(NamedTuple):
     gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
       does. The update sends several times the bytes of each such leaf, and nothing if
       `sharded(..., whole=)` names it.
+    gathered_whole: with "params" and `loss_fn`, the line of the loss that needs a divided leaf as
+      a whole, by the path of the leaf. A leaf that only scans take has none.
     """
 
     params: int
@@ -54,6 +58,7 @@ class MemoryPlan(NamedTuple):
     gradients: int
     sent: int
     gathered_in_update: tuple[str, ...] = ()
+    gathered_whole: Mapping[str, str] = MappingProxyType({})
 
 
 def plan_memory(
@@ -71,6 +76,9 @@ def plan_memory(
     value_and_grad: bool = False,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
+    reduce_dtype: DType | None = None,
+    loss_fn: Callable[[Params, Batch], Any] | None = None,
+    batch: Batch = None,
 ) -> MemoryPlan:
     """Return the bytes that a way of sharding a model takes, without allocating anything.
 
@@ -83,9 +91,9 @@ def plan_memory(
 
     Exceptions to this table:
 
-    * With "params" a `Stacked` is sent P once more, because `scan_layers` gathers its layers again
-      in the backward pass; and with `sharded(..., whole=)` 2P/N more, because each layer is divided
-      first.
+    * With "params" a `Stacked`, or with `loss_fn` each leaf that a scan takes, is sent P once more,
+      because the backward pass gathers layers again. With `sharded(..., whole=)`, or if devices
+      divide the layers, each layer is divided first, which takes 2P/N more.
     * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the remaining
       axes of `data_axis` have W workers, each device also sends 2(W − 1)/W of its shard of G.
     * A leaf that N does not divide, or that is too small to divide (see `sharded`), counts whole,
@@ -116,6 +124,12 @@ def plan_memory(
       local_steps: as for `make_train_step`; `sent` then counts a round. With "state" params are
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
+      reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
+
+      loss_fn: (params, batch) -> loss, or (loss, aux). It is traced, to find which leaves a scan
+        gathers layer by layer, and which lines gather a leaf whole. None: each `Stacked` counts as
+        scanned once, and each other leaf as gathered whole.
+      batch: the batch for `loss_fn`, arrays or their shapes; each device has as many examples.
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.
@@ -126,22 +140,22 @@ def plan_memory(
     count_devices(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divided_tables = tables if shard is not None or shard_tables else None
-    layout = layout_of(shard, mesh, data_axis, divided_tables)
+    dtype = check_reduce_dtype("plan_memory: reduce_dtype", reduce_dtype)
+    layout = layout_of(shard, mesh, data_axis, divided_tables, tx, dtype)
     init = _choose_init(tx, local_steps, outer or sgd(1.0), layout)
-    read, state = (
-        _find_read_gradients(tx, params),
-        jax.eval_shape(layout.make_padded_init(init), params),
-    )
+    read = _find_read_gradients(tx, params)
+    state = jax.eval_shape(layout.make_padded_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
-    stacked, rows = (
-        contents.count_stacked_axes(params),
-        patterns.match_names(tables, params, "tables"),
-    )
+    stacked = contents.count_stacked_axes(layout.mark_stacked(params))
+    rows = patterns.match_names(tables, params, "tables")
     exchanged = find_exchange_axes(_drop_unknown(state), params)
-    once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
+    once = packed or (isinstance(shard, Sharded) and shard.is_gathered_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = exchange_bytes(_shard_state(init, params, layout, as_rows), mesh), 0
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
+    gathers: dict[str, LeafGathers] = {}
+    if loss_fn is not None and not (once or value_and_grad):
+        gathers = find_gathers(loss_fn, params, batch, layout)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
@@ -154,7 +168,13 @@ def plan_memory(
             sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
-        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps, str(place) in read)
+        leaf_gathers = gathers.get(str(place), _SCANNED if num_stacked else _WHOLE)
+        num_stacked = max(num_stacked, 1) if leaf_gathers.scans else 0
+        widths = tuple(_widen(p.dtype, x) for x in (layout.reduce_dtype, dtype))
+        leaf = _Leaf(
+            layout, spec, grad_spec, p.shape, num_stacked, leaf_gathers, local_steps,
+            str(place) in read, *widths,
+        )  # fmt: skip
         sent += leaf.count_sent(whole, 1 if once else microbatches, workers)
         gradients += whole if leaf.is_read else 0
     return MemoryPlan(
@@ -162,7 +182,8 @@ def plan_memory(
         _count_bytes(state, layout.state_specs(state, params), mesh),
         gradients,
         round(sent),
-        _find_gathered(state, params, grad_specs),
+        _find_gathered(state, layout.mark_stacked(params), grad_specs),
+        {path: x.whole for path, x in gathers.items() if x.whole is not None},
     )
 
 
@@ -172,7 +193,7 @@ def _choose_init(
     outer: optax.GradientTransformation,
     layout: Layout,
 ) -> Callable[[Params], OptState]:
-    """Return the `init` of the optimizer; with several local steps, the `init` of a round."""
+    """Return the optimizer's `init`; with several local steps, the `init` of a round."""
     if local_steps == 1:
         return tx.init
     inner, outer = map(optax.with_extra_args_support, (tx, outer))
@@ -180,9 +201,10 @@ def _choose_init(
 
 
 def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Find the leaves whose gradients the update reads, by tracing it; return their paths.
+    """Return the paths of leaves whose gradients the update reads, by tracing it;
+    of all leaves if it cannot be traced.
 
-    An exchange cannot be traced outside of a mesh: then we count the gradients of all leaves.
+    An exchange cannot be traced outside of a mesh.
     """
     named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
     extended = optax.with_extra_args_support(tx)
@@ -198,6 +220,7 @@ def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Co
         return extended.update(grads, state, params, **extra)
 
     arrays = [p for _, p in named]
+    # A transform of another library may fail in any way here; its gradients then all count.
     with contextlib.suppress(Exception):
         program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
         needed = program.find_dependencies(program.outputs)
@@ -218,6 +241,10 @@ def _drop_unknown(state: OptState) -> OptState:
     return jax.tree.map(drop, state, is_leaf=lambda x: isinstance(x, Exchanged))
 
 
+# What counts for a `Stacked`, and for another leaf, if the loss is not given.
+_SCANNED, _WHOLE = LeafGathers(1, None), LeafGathers(0, "")
+
+
 class _Rows(NamedTuple):
     """The rows of tables that a device looks up in a call.
 
@@ -233,7 +260,7 @@ class _Rows(NamedTuple):
     local_steps: int
 
     def count_sent(self, whole: int, num_rows: int, workers: int) -> float:
-        """Return the bytes that a device sends for a table in a call.
+        """Return the bytes that a device sends in a call for the rows of a table, or for its mean.
 
         A divided table sends ids and rows to their owners and back; of a whole one, workers gather
         the rows of all gradients. A round of local steps averages the table as a dense array.
@@ -261,7 +288,8 @@ def _shard_state(
     layout: Layout,
     as_rows: Collection[str],
 ) -> OptState:
-    """Return the shapes of the optimizer state for one device's shards of gradients.
+    """Return the shapes of the optimizer's state if params had the shapes of one device's gradient
+    shards.
 
     An exchange of shards declares its packets in this state. Leaves in `as_rows` are masked.
 
@@ -285,16 +313,15 @@ def _shard_state(
 
 
 def _find_gathered(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
-    """Return the paths of matrices that devices divide, but the rule of the optimizer needs whole.
+    """Return the paths of matrices that devices divide, but whose rule needs them whole.
 
     A leaf that is divided only along its axes of stacked layers has whole matrices.
     """
     stacked = contents.count_stacked_axes(params)
-    divided = {
-        str(place)
-        for place, _, spec in tree.items(params, grad_specs)
-        if is_spec(spec) and any(spec[stacked[place.number] :])
-    }
+    divided = set()
+    for place, _, spec in tree.items(params, grad_specs):
+        if is_spec(spec) and any(spec[stacked[place.number] :]):
+            divided.add(str(place))
     whole = find_whole_matrices(state, tree.paths(params))
     return tuple(path for path in whole if path in divided)
 
@@ -307,8 +334,11 @@ class _Leaf(NamedTuple):
     grad_spec: the PartitionSpec of its gradient.
     shape: its shape.
     stacked: how many of its axes count layers, which are gathered one at a time.
+    gathers: what the loss gathers of it.
     steps: the number of steps in a call.
     is_read: whether the update reads the gradient. If not, XLA removes it with its reduction.
+    over_shards: the bytes of the gradient where shards are reduced, for a byte of the leaf.
+    over_workers: likewise where the gradient is averaged over the workers.
     """
 
     layout: Layout
@@ -316,11 +346,15 @@ class _Leaf(NamedTuple):
     grad_spec: P
     shape: tuple[int, ...]
     stacked: int
+    gathers: LeafGathers
     steps: int
     is_read: bool
+    over_shards: float
+    over_workers: float
 
     def count_sent(self, whole: float, passes: int, workers: int) -> float:
-        """Return the bytes that a device sends in a call, for params and gradient of the leaf.
+        """Return the bytes that a device sends in a call to gather a leaf and to reduce its
+        gradient.
 
         Args:
           whole: the bytes of the leaf, before it is divided over the data axes.
@@ -328,19 +362,25 @@ class _Leaf(NamedTuple):
           workers: over how many workers the gradient is averaged, once in a call.
         """
         n, steps, size = self.layout.num_shards, self.steps, math.prod(self.shape)
+        averaged = whole * (self.over_workers if steps == 1 else 1)
         if not self.is_read and steps == 1:
             workers = 1  # nothing is averaged; a round averages the pseudo-gradient in any case
         if not self.layout.divisions(self.grad_spec):
-            reduced = steps * all_reduce_bytes(whole, n) if self.is_read else 0.0
-            return float(reduced + all_reduce_bytes(whole, workers))
+            each = all_reduce_bytes(whole * self.over_shards, n)
+            reduced = steps * each if self.is_read else 0.0
+            return float(reduced + all_reduce_bytes(averaged, workers))
         once = (n - 1) / n * whole
         padded_shape = self.layout.pad_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, size)
         is_divided = bool(self.layout.divisions(self.spec))
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
+        exact = once if is_divided else padded
         gather, reduce = (
-            packet_bytes(codec, size, n, once if is_divided else padded, layers)
-            for codec in (self.layout.gather, self.layout.reduce)
+            packet_bytes(codec, size, n, width * exact, layers)
+            for codec, width in (
+                (self.layout.gather_compressor, 1),
+                (self.layout.reduce_compressor, self.over_shards),
+            )
         )
         reduce = reduce if self.is_read else 0.0
         if not is_divided:
@@ -353,27 +393,35 @@ class _Leaf(NamedTuple):
             if self.spec != self.grad_spec and self.is_read:
                 sent += 3 * padded / n
             sent *= steps
-        return float(sent + all_reduce_bytes(whole / n, workers))
+        return float(sent + all_reduce_bytes(averaged / n, workers))
 
     def _count_gathers(self, passes: int) -> float:
-        """Return how often a divided leaf is gathered in a step.
+        """Return how often a divided leaf is gathered in a step:
+        once per pass, or layer by layer twice per pass.
 
-        A stacked leaf is gathered layer by layer, and again in the backward pass. If it is divided
-        by layers, an all-to-all, 1/N of a gather, divides each layer first.
+        A scan gathers it layer by layer, and again in the backward pass. If it is divided by
+        layers, an all-to-all, 1/N of a gather, divides each layer first.
         """
         n = self.layout.num_shards
-        if not self.stacked:
-            return passes
+        whole = passes if self.gathers.whole is not None else 0
+        scans = self.gathers.scans
         if all(dimension for dimension, _ in self.layout.divisions(self.spec)):
-            return 2 * passes  # forwards and backwards
+            return whole + scans * 2 * passes  # forwards and backwards
         if not any(size % n == 0 for size in self.shape[1:]):
-            return passes  # all layers at once
+            return whole + scans * passes  # all layers at once
         # Params are sent as shards of each layer once for all passes, gradients back in each.
-        return 2 * passes + (1 + passes) / n
+        return whole + scans * (2 * passes + (1 + passes) / n)
+
+
+def _widen(given: DType, reduced: DType | None) -> float:
+    """Return the bytes of a dtype that gradients are reduced in, for a byte of their own dtype."""
+    if reduced is None or not jnp.issubdtype(given, jnp.floating):
+        return 1.0
+    return jnp.dtype(reduced).itemsize / jnp.dtype(given).itemsize
 
 
 def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
-    """Return the bytes of arrays that lie on each device, divided as PartitionSpecs say."""
+    """Return the bytes of arrays on each device, divided by the axes of their PartitionSpecs."""
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize

@@ -5,13 +5,15 @@ Only the activations of one microbatch are kept at a time, which saves memory.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn.collectives.means import sum_dtype
+from optfn.collectives.mesh import count_devices, explicit_sharding, make_zeros
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
 from optfn.train.loss_form import Inputs, Values
@@ -23,8 +25,16 @@ SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 def split_in_order(x: jax.Array, count: int) -> jax.Array:
-    """Return `count` equal slices of an array along its leading axis, one after another."""
-    return jnp.reshape(x, (count, -1, *jnp.shape(x)[1:]))
+    """Return `count` equal slices of an array along its leading axis, one after another.
+
+    Explicit axes then divide each slice; without them the compiler chooses.
+    """
+    shape = (count, jnp.shape(x)[0] // count, *jnp.shape(x)[1:])
+    placement = explicit_sharding(x)
+    if placement is None:
+        return jnp.reshape(x, shape)
+    spec = PartitionSpec(None, *placement.spec)
+    return lax.reshape(x, shape, out_sharding=NamedSharding(placement.mesh, spec))
 
 
 def scan_batch(
@@ -54,13 +64,7 @@ def scan_batch(
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
     """
-    for path, x in tree.arrays_with_paths(batch):
-        if jnp.ndim(x) and jnp.shape(x)[0] % count:
-            leaf = f"leaf {path!r}" if path else "it"
-            raise ValueError(
-                f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
-                f"{leaf} has length {jnp.shape(x)[0]}"
-            )
+    check_slices(batch, count, argument)
     slices = jax.tree.map(lambda x: split(x, count) if jnp.ndim(x) else None, batch)
 
     def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
@@ -70,6 +74,32 @@ def scan_batch(
 
     result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
     return result
+
+
+def check_slices(batch: Batch, count: int, argument: str) -> None:
+    """Raise a ValueError unless each leading axis splits into `count` slices of equal size.
+
+    If explicit axes divide it, they must divide each slice too.
+    """
+    for path, x in tree.arrays_with_paths(batch):
+        if not jnp.ndim(x):
+            continue
+        leaf, size = f"leaf {path!r}" if path else "it", jnp.shape(x)[0]
+        if size % count:
+            raise ValueError(
+                f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
+                f"{leaf} has length {size}"
+            )
+        placement = explicit_sharding(x)
+        if placement is None:
+            continue
+        along = placement.spec[0]
+        devices = count_devices(cast("Mesh", placement.mesh), along)  # only its sizes are read
+        if size // count % devices:
+            raise ValueError(
+                f"{argument}={count}: the {devices} devices along {along!r} must divide each of "
+                f"the {count} slices of the batch; {leaf} has length {size}"
+            )
 
 
 def average_microbatches(
@@ -105,10 +135,14 @@ def average_microbatches(
             totals = tree.map(_add_gradient, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
+        def run_first(inputs: Inputs) -> tuple[Values, Updates]:
+            first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, inputs.batch)
+            return objective.value_and_grad(inputs._replace(batch=first))
+
         batch = inputs.batch
-        first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
+        check_slices(batch, count, "microbatches")
         # The structure and dtypes of the sums are known only from the gradients of a microbatch.
-        _, like = jax.eval_shape(objective.value_and_grad, inputs._replace(batch=first))
+        _, like = jax.eval_shape(run_first, inputs)
         start = inputs.model_state, tree.map(_make_total, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches", split)
         state, totals = carry
@@ -134,7 +168,7 @@ def _make_total(g: Leaf) -> Leaf:
     """Return zeros in float32 or wider, like g; None if g has rows, or is an integer's gradient."""
     if isinstance(g, LeafKind) or not tree.is_inexact(g):
         return None
-    return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))
+    return make_zeros(g.shape, numerics.accumulator_dtype(g.dtype), g)
 
 
 def _add_gradient(total: Leaf, g: Leaf) -> Leaf:

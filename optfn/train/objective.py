@@ -2,11 +2,15 @@
 
 `composition.make_objective` builds an objective from the inside to the outside:
 
-    loss_fn          takes whole params and a batch
-    Gather.call      takes a device's shards of params, and gathers the params that the loss sees
-    differentiate    adds the gradients with respect to these shards
-    split_objective  takes the batch of a device, and splits it into microbatches (microbatches.py)
-    shard_objective  takes whole arrays, and gives each device its shards and its examples
+    loss_fn               takes whole params and a batch
+    differentiate         takes a device's shards of params (`Gather.wrap`), which are gathered
+                          where the loss reads them (sparse/loss_program.py), and adds the
+                          gradients with respect to these shards
+    average_microbatches  takes the batch of a device, and splits it (microbatches.py)
+    shard_objective       takes whole arrays, and gives each device its shards and its examples
+
+Where the loss cannot gather by itself (packed params, a user's value_and_grad, `gather_once`),
+`differentiate` takes whole params, and `gather_once` gathers all of them around the microbatches.
 """
 
 import contextlib
@@ -19,20 +23,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
-from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.jaxprs.constraints import drop_manual_constraints
+from optfn.jaxprs.sharded import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.scans import gather_params
+from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
+from optfn.sparse.loss_program import LossProgram
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
+from optfn.train.keys import fold_device, restore_unchanged_keys
 from optfn.train.loss_form import Inputs, LossForm, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
@@ -62,16 +69,19 @@ class Gather(NamedTuple):
     tables: PyTree
     layout: Layout
 
+    def wrap(self, inputs: Inputs) -> Params:
+        """Return params with a ShardedParam in place of each leaf that the devices divide."""
+        return wrap_shards(inputs.params, self.specs, self.tables, self.layout, inputs.step)
+
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
 
-        A gradient with respect to a shard is this device's shard of the mean gradient. Tables stay
-        divided. `scan_layers` inside `fn` gathers its params layer by layer instead.
+        Tables stay divided. A gradient that `fn` computes is with respect to whole params, and this
+        device's own: `scatter_gradients` reduces it later.
         """
-        with gather_params(
-            inputs.params, self.specs, self.tables, self.layout, inputs.step
-        ) as params:
-            return fn(inputs._replace(params=params))
+        leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded_param)
+        params = jax.tree.unflatten(structure, gather_params(leaves))
+        return fn(inputs._replace(params=params))
 
 
 def differentiate(
@@ -96,38 +106,32 @@ def differentiate(
       owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
+    loss_fn = drop_manual_constraints(loss_fn)
 
-    def value_at_whole_params(inputs: Inputs) -> Values:
-        returned = loss_fn(inputs.params, *form.list_arguments(inputs))
+    def values_at(params: Params, inputs: Inputs) -> Values:
+        returned = loss_fn(params, *form.list_arguments(inputs))
         return form.check_result("loss_fn", returned, inputs.model_state)
 
-    def value(inputs: Inputs) -> Values:
-        if gather is None:
-            return value_at_whole_params(inputs)
-        return gather.call(value_at_whole_params, inputs)
-
     def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(inputs._replace(params=params))
+        loss, *rest = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
+
+    def make_program(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
+        params = inputs.params if gather is None else gather.wrap(inputs)
+        return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
-    if tables is not None:
-        differentiated = sparse.value_and_grad(
-            scale_loss, tables, has_aux=True, transform=transform, owners=owners
-        )
-    else:
-        function = scale_loss if transform is None else transform(scale_loss)
-        differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
+
+    def value(inputs: Inputs) -> Values:
+        values: Values = make_program(values_at, inputs).value()
+        return values
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(inputs.params, inputs)
+        (loss, rest), grads = make_program(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    # loss_fn alone would look up ids in a worker's rows as if they were the whole table.
-    if owners is not None:
-        return Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
 
@@ -252,7 +256,9 @@ def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
 
 
 def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
-    """Make the objective of all devices that divide params from the objective of one device.
+    """Make the objective of all devices along the shard axes from the objective of one device.
+
+    It serves every way of sharding. Where params are whole, as with "state", nothing is gathered.
 
     It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
     params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
@@ -267,7 +273,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         gather = _gather_of(inputs.params, layout)
 
         def run(inputs: Inputs) -> Values:
-            return _mean_values(on_device(gather).value(_fold_device(inputs, layout)), layout)
+            own = fold_device(inputs, layout.shard_axes)
+            return _mean_values(on_device(gather).value(own), own, inputs, layout)
 
         return _run_on_devices(run, inputs, gather, P())
 
@@ -277,14 +284,15 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         arriving = _specs_of_arriving(inputs.params, gather, specs)
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:
-            values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
+            own = fold_device(inputs, layout.shard_axes)
+            values, grads = on_device(gather).value_and_grad(own)
             params, step = inputs.params, inputs.step
             grads = scatter_gradients(grads, params, gather.specs, arriving, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
-            return _mean_values(values, layout), grads
+            return _mean_values(values, own, inputs, layout), grads
 
-        out_specs = P(), layout.restrict_specs(arriving)
+        out_specs = P(), layout.keep_shard_axes(arriving)
         values, grads = _run_on_devices(run, inputs, gather, out_specs)
 
         # Gradients leave the devices padded, and divided like the params; the update takes them
@@ -322,19 +330,15 @@ def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -
     return jax.tree.map(spec_of, params, gather.specs, gradient_specs)
 
 
-def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
-    """Fold the number of the device into the key, so that keys differ; a key of None stays None."""
-    if inputs.key is None:
-        return inputs
-    device = lax.axis_index(layout.shard_axes)
-    return inputs._replace(key=jax.random.fold_in(inputs.key, device))
+def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
+    """Return means over the devices; keys and integers of the model state are the first device's.
 
-
-def _mean_values(values: Values, layout: Layout) -> Values:
-    """Return means over the devices; integers of the model state are the first device's."""
+    A key that the loss has not changed is the key of `inputs`, in which no device is folded.
+    """
     names = layout.shard_axes
     loss, aux = mean_over_workers((values.loss, values.aux), names)
-    return Values(loss, mean_or_first(values.model_state, names), aux)
+    state = restore_unchanged_keys(values.model_state, own.model_state, inputs.model_state)
+    return Values(loss, mean_or_first(state, names), aux)
 
 
 def _run_on_devices(
@@ -345,7 +349,7 @@ def _run_on_devices(
     names = layout.shard_axes
     replicated: Any = P()
     specs = Inputs(
-        params=layout.restrict_specs(gather.specs),
+        params=layout.keep_shard_axes(gather.specs),
         model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,
@@ -356,7 +360,7 @@ def _run_on_devices(
 
 
 def make_value_fn(
-    objective: Objective, workers: Workers, inputs: Inputs
+    objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
     """Make the function params -> mean loss on the batch of a step, for line searches.
 
@@ -367,6 +371,7 @@ def make_value_fn(
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
       inputs: the inputs of the step, without a loss factor; only their params are replaced.
+      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
     """
 
     @jax.custom_vjp
@@ -376,7 +381,7 @@ def make_value_fn(
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(inputs._replace(params=params))
-        grads, mean = mean_over_shard_groups(grads, values.loss, workers)
+        grads, mean = mean_over_shard_groups(grads, values.loss, workers, reduce_dtype)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:

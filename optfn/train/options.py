@@ -15,9 +15,9 @@ from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks
-from optfn.core.types import LossFn, Updates
+from optfn.core.types import DType, LossFn, Updates
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.sharding import Kind, Sharded
+from optfn.parallel.sharding import Kind, Sharded, check_reduce_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +30,7 @@ NEEDS = (
     ("shard_tables", "mesh", "rows are divided over its devices"),
     ("local_steps", "mesh", "its workers train apart"),
     ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
+    ("reduce_dtype", "mesh", "gradients are reduced over its devices"),
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
@@ -88,15 +89,30 @@ class StepOptions:
         None: every device has all of them. "state": each of the N devices along `data_axis` keeps
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
         "params": params are divided as well, and gathered for the loss, one layer at a time if it
-        uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
-        PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
-        device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
+        uses `optfn.distributed.scan_layers`. Or the PartitionSpecs of params: a tree of
+        PartitionSpecs or NamedShardings with the structure of params or of a prefix of it, such as
+        flax's `nn.get_partition_spec(...)`, where None stands for whole leaves; or a mapping from
+        patterns of paths to PartitionSpecs, where leaves without a pattern are whole. The state
+        follows them, and axes besides `data_axis` are left to the compiler. Of a NamedSharding only
+        the spec counts. A mapping whose keys name all leaves is a tree. A leaf without a dimension
         that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
         same as on one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
-        `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
-        are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
-        such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+        `tables` selects, and of their state; any `shard` does the same with them. N must divide the
+        number of rows. Row r is on device r mod N. Rows that a batch looks up are fetched from
+        these devices, and gradients are sent back to them. In `TrainState.params` such a leaf is an
+        `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+      compiler_options: options of XLA for the step, as `jax.jit` takes them: a mapping from names
+        to values, such as `optfn.distributed.overlap_options(mesh)`. Those that the installed
+        compiler does not know are dropped, with a warning. Inside another `jax.jit`, which must
+        have them instead, JAX refuses such a step. None: XLA's own.
+      reduce_dtype: in what dtype gradients are added and sent where devices take their mean: in
+        all-reduces and reduce-scatters, over shards and over workers. "float32" keeps the digits
+        of a sum of bfloat16 gradients over many devices, and sends twice the bytes; the mean is
+        rounded to the dtype of its parameter. None: the dtype of the gradient. Packets, rows of
+        tables, what a pipeline or a `value_and_grad` sums itself, and what the compiler sums along
+        axes besides `data_axis` stay as they are; pseudo-gradients of local steps are float32 in
+        any case. See docs/precision.md.
       partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
         own examples, and the step sends params and gradients. "compiler": `loss_fn` sees all
         examples, as on one device, and XLA divides the work by the placements of params and batch
@@ -119,6 +135,8 @@ class StepOptions:
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
     shard_tables: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+    reduce_dtype: DType | None = None
     partitioner: Literal["shard_map", "compiler"] = "shard_map"
 
 
@@ -135,11 +153,19 @@ class StepArguments(StepOptions):
     def __post_init__(self) -> None:
         # The only way to set a field of a frozen dataclass: tx of another library is wrapped.
         object.__setattr__(self, "tx", core.check_transform("tx", self.tx))
+        if self.reduce_dtype is not None:
+            dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
+            object.__setattr__(self, "reduce_dtype", dtype)
         for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
         _check_mesh(self.mesh, self.data_axis)
+        if not isinstance(self.compiler_options, Mapping | None):
+            raise TypeError(
+                "compiler_options must be a mapping from names of XLA's options to values; "
+                f"got {checks.show(self.compiler_options)}"
+            )
         checks.choice("partitioner", self.partitioner, ("shard_map", "compiler"))
         _check_together(self.list_given())
         if self.partitioner == "compiler":
@@ -167,6 +193,7 @@ class StepArguments(StepOptions):
                 "a pipeline divides its work itself",
             ),
             "shard=sharded(gather=, reduce=)": (has_packets, "workers encode what they send"),
+            "reduce_dtype": (self.reduce_dtype is not None, "the compiler adds up gradients"),
             "packed": (
                 self.packed and bool(self.mesh.explicit_axes),
                 "along explicit axes a buffer of several leaves has no sharding of each",

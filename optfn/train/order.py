@@ -71,6 +71,7 @@ def warn_of_order(
     for message in walk.warnings:
         checks.warn(message)
     uphill = [path for path, x in after.items() if x.is_uphill]
+    # A link at the wrong position is then the likely cause: one warning is enough.
     if uphill and not walk.warnings:
         some = "" if len(uphill) == len(after) else f" to {tree.list_names(uphill)}"
         checks.warn(
@@ -81,7 +82,7 @@ def warn_of_order(
 
 
 class _Walk:
-    """A walk along the links of a state, with the Update of each leaf.
+    """A walk along the links of a state, with the UpdateForm of each leaf.
 
     paths: the leaves that are trained.
     warnings: the messages so far, each once, in order.
@@ -95,7 +96,7 @@ class _Walk:
     def follow(
         self, state: OptState, before: FormsByPath, tx: Any = None, text: str = ""
     ) -> FormsByPath:
-        """Return the updates after a transformation, and record the problems inside it.
+        """Return the forms of updates after a transformation, and record the problems inside it.
 
         Chains, partitions and wrappers are followed link by link; an unknown transformation gives
         unknown updates.
@@ -120,6 +121,7 @@ class _Walk:
         if isinstance(state, optax.transforms.PartitionState):
             return self._follow_each(list(state.inner_states.values()), before, text)
         if traits_of(state).labels:
+            # Inner and outer optimizer of local steps, which see different updates.
             return self._follow_each(list(state), before, text)
         if wrapper := _find_wrapper(state):
             return self._follow_wrapper(wrapper, state, before, inner[0] if inner else None, text)
@@ -131,7 +133,7 @@ class _Walk:
     def _follow_link(
         self, kind: forms.LinkKind, state: OptState, before: FormsByPath, text: str
     ) -> FormsByPath:
-        """Return the updates after a link of a known kind, and report those that it cannot take."""
+        """Return the forms after a link of a known kind; report each form that it cannot take."""
         link = text or _show_link(state)
         rate, sets_rate = _find_rate(state), kind is forms.KINDS["rate"]
         after = {}
@@ -139,6 +141,7 @@ class _Walk:
             wrong = _find_problem(kind, x, bool(text)) or _find_rate_before_plateau(state, x)
             if wrong:
                 self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
+            # Nothing is reported of an unknown form, but the link may decide the form behind it.
             gives = kind.of_unknown if x.form == forms.UNKNOWN else kind.takes.get(x.form, "")
             marks = dict(x.marks) | dict.fromkeys(kind.marks, link)
             if gives == forms.AVERAGED and x.is_uphill:
@@ -148,7 +151,7 @@ class _Walk:
         return after
 
     def _report(self, message: str, form: str) -> None:
-        """Record a warning, unless the link may have no leaves; behind masters, raise an error."""
+        """Record a warning, or behind masters raise it; nothing if the link may have no leaves."""
         if not self._is_certain:
             return
         if form == forms.DIFFERENCE:
@@ -158,7 +161,8 @@ class _Walk:
     def _follow_wrapper(
         self, wrapper: tuple[str, str], state: OptState, before: FormsByPath, tx: Any, text: str
     ) -> FormsByPath:
-        """Return the updates after a wrapper, the pair of its effect and the field of its state."""
+        """Return the forms after a wrapper, which `wrapper` names by its effect and its field of
+        the inner state."""
         way, field = wrapper
         inner, name = getattr(state, field), text or _show_link(state)
         if way in forms.KINDS:  # the wrapper reads the update, so it must take its form
@@ -178,9 +182,8 @@ class _Walk:
         if way == "masters":
             named = contents.leaves_with_names(state[0])
             with_master = {path for path, x in named if not tree.is_masked(x)}
-            return after | {
-                path: _mark_mastered(after[path], name) for path in with_master.intersection(after)
-            }
+            for path in with_master.intersection(after):
+                after[path] = _mark_mastered(after[path], name)
         return after
 
     def _check_dtypes(self, after: FormsByPath) -> None:
@@ -194,7 +197,7 @@ class _Walk:
             )
 
     def _follow_each(self, states: list[OptState], before: FormsByPath, text: str) -> FormsByPath:
-        """Return the updates after transformations that share the leaves out among them.
+        """Return the forms after transformations that share the leaves out among them.
 
         The arrays of a state tell its leaves. States without such arrays may belong to any of the
         remaining leaves: we follow each of them for all of these, and where they disagree, the
@@ -205,6 +208,7 @@ class _Walk:
         rest = set(before).difference(*owned)
         for state, paths in zip(states, owned, strict=True):
             inner = state.inner_state if isinstance(state, optax.MaskedState) else state
+            # Without arrays we only guess the leaves of a state, so its problems are not reported.
             was_certain, self._is_certain = self._is_certain, self._is_certain and bool(paths)
             result = self.follow(inner, {p: before[p] for p in paths or rest}, None, text)
             self._is_certain = was_certain
@@ -214,18 +218,18 @@ class _Walk:
                 unclaimed.append(result)
         for path in rest if unclaimed else ():
             possible = [result[path] for result in unclaimed]
-            if len(states) == 1:  # a mask, outside of which updates stay as they are
+            if len(states) == 1:  # a mask: updates outside of it stay as they are
                 possible.append(before[path])
             first, *others = possible
             after[path] = first if all(x.form == first.form for x in others) else UpdateForm()
         return after
 
     def _find_leaves(self, state: OptState) -> set[str]:
-        """Return the paths of the leaves for which a state has arrays."""
+        """Return the paths of the leaves that a state has arrays for."""
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:
-        """Return unknown updates, after following the states inside an unknown one on their own.
+        """Return unknown forms for all leaves, after a look at the states inside an unknown one.
 
         We report the link only if it stands behind an average. It probably changes the update then;
         about any other form nothing can be said.
@@ -246,9 +250,10 @@ class _Walk:
 def _find_problem(
     kind: forms.LinkKind, x: UpdateForm, is_of_optimizer: bool
 ) -> tuple[str, str] | None:
-    """Return the warning of a link that takes an update, and the earlier link that caused it.
+    """Return the warning of a link that cannot take an update,
+    and the earlier link that caused it; else None.
 
-    The result is None if the link fits, or if the form of the update is unknown.
+    An unknown form fits every link.
 
     Args:
       kind: the kind of the link.
@@ -270,9 +275,10 @@ def _find_problem(
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
-    """Return the problem of `reduce_on_plateau` behind a rate that is a number other than 1.
+    """Return the problem of `reduce_on_plateau` behind a rate that is a number other than 1,
+    else None.
 
-    The result is None for any other link, and behind a schedule, whose rate may be multiplied.
+    A schedule before it is no problem: its rate may be multiplied.
     """
     is_plateau = isinstance(getattr(state, "rate", None), rates.PlateauLearningRateState)
     if not is_plateau or x.form != forms.STEP or x.rate in (None, 1):
@@ -285,20 +291,20 @@ def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str]
 
 
 def _mark_optimized(x: UpdateForm) -> UpdateForm:
-    """Mark the update of a chain that has moments and a rate; any other stays as it is."""
+    """Mark an update OPTIMIZED if it is a step and was adapted; any other stays as it is."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
 
 
 def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
-    """Return the update that masters give; it stays uphill if the update inside was."""
+    """Return the form that masters give, a difference; it stays uphill if the update inside was."""
     marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
     return UpdateForm(forms.DIFFERENCE, link, (*marks.items(),))
 
 
 def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
-    """Return the first update if both have the same form; else nothing is known."""
+    """Return the first update if both have the same form, else an unknown one."""
     return x if x.form == other.form else UpdateForm()
 
 

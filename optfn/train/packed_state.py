@@ -31,12 +31,12 @@ from optfn.state.placement import count_workers
 
 
 def is_packed_or_padded(x: object) -> bool:
-    """Tell whether the arrays of `x` have another form than the leaves of the tree."""
+    """Tell whether `x` is a Packed or a Padded, whose arrays are not leaves of the tree."""
     return is_packed(x) or is_padded(x)
 
 
 def make_placeholders(state: OptState) -> OptState:
-    """Return arrays of the same shapes on the host, which take no memory; keys as they are."""
+    """Replace arrays by host arrays of their shapes that take no memory; typed keys stay."""
 
     def placeholder(x: Leaf) -> Leaf:
         return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
@@ -45,11 +45,12 @@ def make_placeholders(state: OptState) -> OptState:
 
 
 def unpack_state(state: OptState) -> OptState:
-    """Return a state with leaves of the tree instead of buffers, and without padding."""
+    """Return a state with an array per leaf instead of buffers, and without padding."""
     state = map_padded(unwrap_padded, state)
     workers = count_workers(state)
 
     def convert(node: PyTree) -> PyTree:
+        # Without a count, as in `init`, buffers are one worker's, and `unpack` splits them.
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(partial(_unpack_buffers, workers), node, is_leaf=is_packed)
         if workers and _has_local_buffers(node):
@@ -61,7 +62,8 @@ def unpack_state(state: OptState) -> OptState:
 
 
 def pack_state(like: OptState, state: OptState) -> OptState:
-    """Return a state with buffers where `like` has them: the inverse of `unpack_state`.
+    """Pack and pad the leaves of a state where `like` has buffers or padding:
+    the inverse of `unpack_state`.
 
     Args:
       like: a state with buffers or padding.
@@ -78,21 +80,23 @@ def pack_state(like: OptState, state: OptState) -> OptState:
 
 
 def _is_converted_whole(x: object) -> bool:
-    """Tell whether a node of a state is converted as a whole."""
+    """Tell whether a node is converted as a whole:
+    packed, padded, per-worker, or with scales that span buffers."""
     return is_packed_or_padded(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
 def _has_local_buffers(x: object) -> bool:
+    """Tell whether `x` is a Packed with per-worker buffers."""
     return is_packed(x) and any(isinstance(buffer, PerWorker) for buffer in x.buffers)
 
 
 def _unwrap(arrays: Sequence[Leaf]) -> list[Leaf]:
-    """Return the arrays, taken out of their PerWorkers."""
+    """Take arrays out of their PerWorkers; others stay."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
 def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
-    """Return leaves padded or packed like `like`, unless they already are or it is neither.
+    """Pad or pack leaves like `like`; leave them if they are so already, or if `like` is neither.
 
     Args:
       workers: the number of workers if the arrays of `like` are per-worker, else 0.
@@ -105,9 +109,11 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
         return pad_like(like, leaves)
     if workers:
         arrays = jax.tree.leaves(_pack_buffers(workers, like.layout, leaves))
+        # The structure of `like` has the PerWorkers around its buffers.
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
     if not is_unpackable(like):
         return leaves
+    # Further leading axes of a buffer, such as the gradients of all batches that asgd keeps.
     lead = max((x.ndim - 1 for x in like.buffers if not tree.is_masked(x)), default=0)
     return pack_like(like.layout, leaves, lead)
 
@@ -115,7 +121,7 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
 def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Return the tree of a Packed of per-worker buffers, each (workers·size,); other nodes as is.
+    """Unpack a Packed of per-worker buffers, each (workers·size,); any other node stays.
 
     A Packed without a number for each element of its leaves stays as it is too.
 
@@ -126,7 +132,9 @@ def _unpack_buffers(
     """
     if not is_packed(node):
         return node
+    # The buffers of local steps are PerWorkers themselves.
     layout, buffers = node.layout, _unwrap(node.buffers)
+    # A worker's elements are together: split by worker first, then by leaf.
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
     split = Packed(rows, node.frozen, layout)
     if not is_unpackable(split):
@@ -138,7 +146,8 @@ def _unpack_buffers(
 
 
 def _pack_buffers(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
-    """Return the Packed of arrays or PerWorkers of a tree: the inverse of `_unpack_buffers`."""
+    """Pack a tree of per-worker arrays into buffers (workers·size,):
+    the inverse of `_unpack_buffers`."""
     arrays = _unwrap(layout.structure.flatten_up_to(leaves))
     rows = list(arrays)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):

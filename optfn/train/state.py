@@ -15,6 +15,10 @@ from optfn.interop.modules import check_split
 class TrainState(NamedTuple):
     """The state of a training run, which each step takes and returns.
 
+    A checkpoint has its arrays under the names "train/step", "train/params/<path>" and
+    "train/model_state/<path>", from the name of this type. Those of `opt_state` begin with the name
+    of their transform instead, "scale_by_adam/mu/<path>".
+
     step: the number of steps taken so far, int32.
     params: the parameters that are trained.
     opt_state: the state of the optimizer.

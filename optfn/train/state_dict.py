@@ -24,6 +24,7 @@ from optfn.interop.modules import check_split
 from optfn.leaves import patterns
 from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
@@ -38,8 +39,8 @@ from optfn.wrappers.averaging import is_average, read_average
 
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
-# Names that are not those of arrays, but of what state_dict gives beside them.
-RESERVED = ("version", PER_WORKER_KEY)
+# The keys of a mapping of `state_dict` that name no array of the state.
+ABOUT = ("version", PER_WORKER_KEY)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -72,22 +73,23 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def name_host_arrays(host: OptState) -> dict[str, Any]:
-    """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
+    """Return `state_dict` of a state whose arrays are host arrays, without copying them."""
     host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
     per_worker = per_worker_names(host)
+    # A reader on another number of workers must know which arrays to convert.
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
     return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the names of the per-worker arrays in a state."""
+    """Return the sorted names of per-worker arrays; [] if there are none."""
     if not has_per_worker_state(opt_state):  # the names of a large state take time
         return []
     return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
 
 
 def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name, for saving.
+    """Return the arrays of a state by name; raise if a name occurs twice or cannot be saved.
 
     Raises:
       ValueError: the names do not tell the arrays apart, or not every file keeps them.
@@ -97,7 +99,7 @@ def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
     return dict(named)
 
 
-def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> None:
+def check_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
     """Raise a ValueError unless arrays with these names can be saved, in any form.
 
     Args:
@@ -114,8 +116,8 @@ def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> N
     cut = [name for name in names if "\0" in name]
     if cut:
         raise ValueError(
-            f"state_dict: the names {tree.list_names(cut)} have a NUL character, at which zip "
-            "files cut a name. Rename the parameters"
+            f"state_dict: the names {tree.list_names(cut)} have a NUL character, and zip files cut "
+            "a name there. Rename the parameters"
         )
     folders = tuple(word for word in reserved if word.endswith("/"))
     taken = [name for name in names if name in reserved or name.startswith(folders)]
@@ -127,23 +129,27 @@ def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> N
 
 
 def _host_copy(leaf: Leaf) -> Leaf:
+    """Return a copy of an array on the host, a key's data; a traced one, or a shard's, as it is."""
+    # Neither has a value here; the caller's program or orbax deals with it.
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
 
 def _view_as_bits(leaf: Leaf) -> Leaf:
+    """Return a host array without a NumPy dtype as unsigned integers; any other leaf as it is."""
+    # NumPy saves such an array as raw bytes, and loads no numbers from them.
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
     return leaf.view(bits_dtype(leaf.dtype)) if is_host else leaf
 
 
 def is_foreign(dtype: DType) -> bool:
-    """Tell whether NumPy knows the dtype only by its size (bfloat16, float8)."""
+    """Tell whether NumPy knows a dtype only as raw bytes, as bfloat16 and float8."""
     return np.dtype(dtype).kind == "V"
 
 
 def bits_dtype(dtype: DType) -> np.dtype:
-    """Return the dtype of the bits of numbers of a dtype."""
+    """Return the unsigned integer dtype of the same size."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
@@ -191,7 +197,7 @@ def summary(
     Args:
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
-      mesh: with `shard` or `shard_tables`, the mesh over which params and state are divided.
+      mesh: with `shard` or `shard_tables`, the mesh that divides params and state.
       shard: as for `make_train_step`. There are then two more columns: the placement of each leaf
         (the mesh axes that divide it, or "whole"), and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
@@ -208,6 +214,7 @@ def summary(
     tx = core.check_transform("summary: tx", tx)
     check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _find_without_decay(tx, params)
+    # Shapes alone: nothing is allocated.
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
@@ -216,7 +223,8 @@ def summary(
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        placement = _layout_columns(state, params, mesh, shard, data_axis, tables)
+        layout = _make_layout(tx, mesh, shard, data_axis, tables)
+        placement = _layout_columns(state, params, layout)
     titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -237,29 +245,32 @@ def summary(
     return _align_columns(rows)
 
 
-def _layout_columns(
-    state: OptState,
-    params: Params,
+def _make_layout(
+    tx: optax.GradientTransformation,
     mesh: Mesh | None,
     shard: Kind | None,
     data_axis: AxisName,
     tables: Pattern | None,
-) -> list[tuple[str, str]]:
-    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
+) -> Layout:
+    """Return the layout that the arguments of `summary` describe, as `layout_of` does."""
     if mesh is None:
         raise ValueError(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
             "are divided"
         )
-    layout = layout_of(shard, mesh, data_axis, tables)
+    return layout_of(shard, mesh, data_axis, tables, tx)
+
+
+def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tuple[str, str]]:
+    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(shard, values, layout.place(specs))
+        return jax.tree.map(shard, values, layout.make_shardings(specs))
 
-    state = jax.eval_shape(layout.stored, state, params)
+    state = jax.eval_shape(layout.pad_state, state, params)
     state = shards(state, layout.state_specs(state, params))
     local = shards(params, layout.param_specs(params))
     kept = _bytes_by_leaf(state, tree.paths(params))
@@ -273,11 +284,12 @@ def _layout_columns(
 
 
 def _leaf_bytes(leaf: Leaf) -> int:
+    """Return the bytes of an array or its shape."""
     return int(leaf.size) * leaf.dtype.itemsize
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
-    """Return the bytes of state that belong to the parameter of each path."""
+    """Return the bytes of state by the path of the parameter; counters and rates count for none."""
     kept = dict.fromkeys(names, 0)
     for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
@@ -286,16 +298,18 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
-    """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
-    found = {
-        path for link in getattr(tx, "inner", []) for path in _find_without_decay(link, params)
-    }
+    """Return the paths that `exclude=` of an optimizer,
+    or of a link in it, exempts from weight decay."""
+    found: set[str] = set()
+    for link in getattr(tx, "inner", []):
+        found |= _find_without_decay(link, params)
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found
 
 
 def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
+    """Return in words how a leaf is treated; [] if by the optimizer's defaults."""
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:
@@ -319,14 +333,15 @@ def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[
 
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return the table as text: padded cells, a rule below the titles and above the totals."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    # Columns of numbers.
     right = {4, 5, 7}
-    lines = [
-        "  ".join(
-            cell.rjust(w) if k in right else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if k in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
     rule = "-" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])

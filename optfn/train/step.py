@@ -212,6 +212,15 @@ class TrainStep:
             `model_state` or `local_steps`; or the batch contains text, or arrays of another library
             that NumPy cannot convert without a copy.
         """
+        state, metrics = self.dispatch(state, batch)
+        wait_on_cpus(metrics)
+        return state, metrics
+
+    def dispatch(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        """Start a call, and return its results, which the devices are still computing.
+
+        `wait_on_cpus` must be called with the metrics before the next call.
+        """
         self.check_state(state)
         flags = self._check_flags(state)
         batch = convert_batch(batch)
@@ -223,11 +232,14 @@ class TrainStep:
         if not checks.is_traced(loss):
             self._has_run = True
             self._flags.extend(metrics[name] for name in flags if name in metrics)
-        if not checks.is_traced(loss) and _is_on_several_cpus(loss):
-            # CPU devices share their threads. If several steps run at once, one may hold the
-            # threads that an all-reduce of another waits for.
-            jax.block_until_ready(metrics)
         return state, metrics
+
+    def place_batch(self, batch: Batch, state: TrainState) -> Batch:
+        """Return a batch on the devices of a state, as a call would place it."""
+        batch = self._split_batch(convert_batch(batch))
+        if self.layout is not None:
+            return batch
+        return parallel.copy_beside(batch, state.step)
 
     def _split_batch(self, batch: Batch) -> Batch:
         """Return a batch on the mesh, split over the data axes; without a mesh, as it is."""
@@ -337,6 +349,16 @@ def _is_ready(x: Any) -> bool:
     return not isinstance(x, jax.Array) or bool(x.is_ready())  # type: ignore[attr-defined]
 
 
+def wait_on_cpus(metrics: dict[str, Any]) -> None:
+    """Wait for the call that returned these metrics, on several CPU devices; else do nothing.
+
+    CPU devices share their threads. If several steps run at once, one may hold the threads that an
+    all-reduce of another waits for.
+    """
+    if not checks.is_traced(metrics["loss"]) and _is_on_several_cpus(metrics["loss"]):
+        jax.block_until_ready(metrics)
+
+
 def _is_on_several_cpus(x: jax.Array) -> bool:
     """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
@@ -392,8 +414,16 @@ def make_train_step(options: StepArguments) -> TrainStep:
     """
     layout = None
     if options.mesh is not None:
+        # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
+        # another layout would gather the whole table for it.
         tables = options.tables if options.shard_tables or options.shard else None
         layout = layout_of(
-            options.shard, options.mesh, options.data_axis, tables, options.partitioner
+            options.shard,
+            options.mesh,
+            options.data_axis,
+            tables,
+            options.tx,
+            options.reduce_dtype,
+            options.partitioner,
         )
     return TrainStep(options, layout)

@@ -22,7 +22,7 @@ from optfn.collectives.means import mean_or_first, mean_over_shard_groups
 from optfn.collectives.mesh import constrain_sharding
 from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
-from optfn.core.types import Batch, OptState, Params, PyTree
+from optfn.core.types import Batch, DType, OptState, Params, PyTree
 from optfn.core.updates import apply_updates
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import reduce_gradients
@@ -31,6 +31,7 @@ from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import collect_reports, iterate_nodes
+from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import StepFn, TrainState
@@ -74,6 +75,7 @@ def make_worker_step(
     key_of: KeyOf | None,
     axes: Axes,
     layout: Layout | None = None,
+    reduce_dtype: DType | None = None,
 ) -> StepFn:
     """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
@@ -85,39 +87,41 @@ def make_worker_step(
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
+      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # 1. The batch and the key are this worker's. Params and state are equal on all workers,
+        # 1. The batch and all keys are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, layout))
-        key = None if key_of is None else key_of(state.step)
-        inputs = Inputs(state.params, state.model_state, batch, key, state.step, None)
+        inputs = _make_inputs(state, batch, key_of, layout)
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
         values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = reduce_gradients(
-            grads, state.opt_state, workers, (values.loss, values.aux)
+            grads, state.opt_state, workers, (values.loss, values.aux), reduce_dtype
         )
-        exchanges_itself = bool(extra)
+        # `extra` has "workers" only where the optimizer exchanges gradients itself.
+        exchanges_itself = "workers" in extra
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
         # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
         #    arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = mean_over_shard_groups(grads, (), workers)[0] if exchanges_itself else grads
+        mean = grads
+        if exchanges_itself:
+            mean, _ = mean_over_shard_groups(grads, (), workers, reduce_dtype)
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
-        extra["value_fn"] = make_value_fn(objective, workers, inputs)
+        extra["value_fn"] = make_value_fn(objective, workers, inputs, reduce_dtype)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = mean_or_first(values.model_state, axes)
-        model_state = _keep_where_skipped(model_state, state, opt_state)
+        model_state = _next_model_state(values.model_state, inputs, state, opt_state, axes)
         metrics = (
             {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)
         )
@@ -127,6 +131,16 @@ def make_worker_step(
         return new_state, metrics
 
     return step
+
+
+def _make_inputs(
+    state: TrainState, batch: Batch, key_of: KeyOf | None, layout: Layout | None
+) -> Inputs:
+    """Return the inputs of a worker's loss, without a loss factor; all keys are this worker's."""
+    key = None if key_of is None else key_of(state.step)
+    workers = Axes() if layout is None else layout.worker_axes
+    model_state = fold_worker_into_keys(state.model_state, workers)
+    return Inputs(state.params, model_state, batch, key, state.step, None)
 
 
 def constrain_params(params: Params, layout: Layout | None) -> Params:
@@ -142,8 +156,20 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
     )  # fmt: skip
 
 
-def _keep_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
-    """Return the new model state, or the old one if a guard has skipped the step."""
+def _next_model_state(
+    new: PyTree, inputs: Inputs, before: TrainState, opt_state: OptState, axes: Axes
+) -> PyTree:
+    """Return the model state of all workers, or the old one if a guard has skipped the step.
+
+    Args:
+      new: the model state that the loss of this worker returned.
+      inputs: the inputs of this worker's loss.
+      before: the state before the step.
+      opt_state: the optimizer's state after the step.
+      axes: the mesh axes of the workers; none in a round of local steps.
+    """
+    restored = restore_unchanged_keys(new, inputs.model_state, before.model_state)
+    model_state = mean_or_first(restored, axes)
     counters = _find_skip_counters(opt_state)
     if not counters or model_state is None:
         return model_state

@@ -56,7 +56,7 @@ def adam_rule(
 def adam_direction(
     m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
 ) -> jax.Array:
-    """Return scale·m/(root·√v + eps)."""
+    """Return scale·m/(root·√v + eps); a denominator of 0 gives NaN or ∞."""
     denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
     return numerics.scalar(scale, v) * m / denominator
 
@@ -75,7 +75,8 @@ def adam_factors(
 
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
-    """Return the state (step, first moment, second moment), all zero; the second is real."""
+    """Return the state (step 0, first moment, second moment), moments zero;
+    the second is real for complex leaves too."""
     zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
     return state_type(core.first_step(), *zeros)
 
@@ -83,7 +84,7 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
 def next_count(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and by name the numbers that `of_step` gives for it.
+    """Return the count one step later, and the numbers by name that `of_step` gives for it.
 
     A number is a scalar, or a PerLeaf if the moments of some leaves began late.
     """
@@ -96,18 +97,21 @@ def next_count(
 def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
+    """Return the count one step later and numbers by leaf,
+    for a state with leaves that began late."""
+    # Imported here: a first use of adam has no late leaves, and need not read about them.
     from optfn.transforms.late_steps import advance_by_leaf
 
     return advance_by_leaf(of_step, step, like)
 
 
-def count_steps(
+def make_moments_link(
     rule: Callable[..., Any],
     of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
 ) -> core.Unchecked:
-    """Return the rule that counts steps, and maps `rule` over gradients and two moments.
+    """Return the link that maps a rule over gradients and two moments, and counts its steps.
 
     Args:
       rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
@@ -168,4 +172,4 @@ def scale_by_adam(
 
     rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
 
-    return count_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
+    return make_moments_link(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")

@@ -12,7 +12,7 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
 from optfn.state.encoded import declare_encoded
-from optfn.transforms.adam import count_steps
+from optfn.transforms.adam import make_moments_link
 from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import (
     check_moment_dtype,
@@ -57,13 +57,14 @@ def adamax_rule(
 def adamax_moments(
     g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the m and u of `adamax_rule`."""
+    """Return m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
     m = numerics.moving_average(m, g, b1)
+    # eps is added to the decayed maximum, as in fluid, and not to the divisor.
     return m, jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
 
 
 def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar) -> jax.Array:
-    """Return scale·m/u."""
+    """Return scale·m/u; g is not used, but `quantize_moments` passes it."""
     del g
     return numerics.scalar(scale, m) * m / u
 
@@ -100,9 +101,10 @@ def scale_by_adamax(
 
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
+        # u has no sign, and so all of its bits for the magnitude.
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
         return quantize_moments(
             dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step
         )
     rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
-    return count_steps(rule, of_step, ScaleByAdamaxState)
+    return make_moments_link(rule, of_step, ScaleByAdamaxState)

@@ -61,6 +61,7 @@ def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
         def average(
             g: jax.Array, y: jax.Array, *, divisor: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
+            # The oldest gradient is of the same batch of the previous epoch, and is overwritten.
             y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), place, 0)
             return jnp.sum(y, axis=0) / numerics.scalar(divisor, g), y
 

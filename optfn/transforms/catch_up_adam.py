@@ -29,7 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Return an array of one number per row with axes of size 1 added, so that it broadcasts."""
+    """Append axes of size 1 to an array with a number per row,
+    so that it broadcasts to `like`; a float stays."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
@@ -65,9 +66,11 @@ def catch_up_adam_rule(
         last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
     )
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
+    # The direction of the moments at the last touch, which decayed with each missed step.
     late = adam_direction(
         m, v, eps=eps, scale=_broadcast_rows(scale, m), root=_broadcast_rows(root, m)
     )
+    # Σᵢ rⁱ for i = 1 … n.
     series = _broadcast_rows(ratio * (1 - faded) / (1 - ratio), m)
     m, v = catch_up(m, v, missed, b1=b1, b2=b2)
     scale, root = adam_factors(b1, b2, step, eps_hat)
@@ -90,13 +93,14 @@ def scale_by_catch_up_adam(
         m = β₁ⁿm;  v = β₂ⁿv                       the moments after n steps without a gradient
         u = u + the direction of `scale_by_adam` for g, m, v
 
-    Whenever a row is touched, its moments are exactly those of dense Adam; `caught_up` returns
-    those of all rows. Between two touches, the parameters of a row lag behind by the missed steps,
-    whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ from
-    those of dense Adam for three reasons: the sum uses the current learning rate for all missed
-    steps; eps matters if √v is as small; and one bias correction replaces those of all missed
-    steps. For the defaults, the last error is up to 9 % of the way for a row that is touched in the
-    first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
+    Whenever a row is touched, it has exactly the moments of dense Adam; `caught_up` returns the
+    moments of all rows. Between two touches, the parameters of a row lag behind by the missed
+    steps, whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ
+    from dense Adam's for three reasons: the sum uses the current learning rate for all missed
+    steps; eps matters if √v is as small; and one bias correction replaces a correction for each
+    missed step. For the defaults, the last error is up to 9 % of the way for a row that is touched
+    in the first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less
+    later.
 
     Args:
       b1: β₁, in [0, 1), with β₁² < β₂, so that the missed steps fade.
@@ -117,6 +121,7 @@ def scale_by_catch_up_adam(
 
     def init(params: Params) -> ScaleByCatchUpAdamState:
         def never_touched(p: jax.Array) -> jax.Array:
+            """Return 0 for each row: int32, (rows,)."""
             # Computed from p, so that it is sharded as the rows of p are.
             return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
 
@@ -158,6 +163,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
+        # A late leaf counts its steps from its beginning, and `last_step` does too.
         step = late_steps.global_count(state.step) - begun.get(str(place), 0)
         moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
         return *moments, jnp.full_like(last, step)

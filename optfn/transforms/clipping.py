@@ -22,7 +22,7 @@ class ClipState(NamedTuple):
 
 
 def _state_without_clip(params: Params) -> ClipState:
-    """Return the state at init, and after an update without a clip: a factor of 1."""
+    """Return the state with a factor of 1, as at init and after an update without a clip."""
     del params
     return ClipState(jnp.ones((), jnp.float32))
 
@@ -30,6 +30,7 @@ def _state_without_clip(params: Params) -> ClipState:
 def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
     """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
     max_norm = numerics.scalar(max_norm, norm)
+    # Not norm/max_norm: 0/0 and ∞/∞ would give NaN for a gradient of 0 or a bound of ∞.
     return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
 
 
@@ -91,13 +92,13 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
-    return _make_clip_rule(max_norm, clip)
+    return _make_clip_link(max_norm, clip)
 
 
-def _make_clip_rule(
+def _make_clip_link(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
-    """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
+    """Return the link of a clip, (updates, max_norm) -> (updates, factor); ∞ changes nothing."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -132,4 +133,4 @@ def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
         factor = clip_factor(leafwise.global_norm(updates), c)
         return leafwise.scale(updates, factor), factor
 
-    return _make_clip_rule(max_norm, clip)
+    return _make_clip_link(max_norm, clip)

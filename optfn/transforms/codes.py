@@ -54,12 +54,14 @@ _compiled = functools.partial(jax.jit, inline=True)
 
 
 def _int_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of float32 numbers, int32."""
     # Of float32 alone, and signed: compilers for TPUs lay an array of 16 bits out anew to read its
     # bits, and break a kernel at arithmetic in uint32.
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _from_bits(bits: jax.Array) -> jax.Array:
+    """Return the float32 numbers with these bits, int32."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -67,7 +69,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Return 32 random bits for each element of `shape`: a hash of its number and a uint32 seed.
 
-    Source: the mixing constants are those of Wellons' "prospector" (triple32's first two rounds).
+    Source: the mixing constants come from Wellons' "prospector" (triple32's first two rounds).
     """
     x = xla.progression(shape, seed, 0x9E3779B1)
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
@@ -77,7 +79,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
 @_compiled
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Round float32 to bfloat16, away from zero with the probability of the truncated fraction.
+    """Round float32 to one of the two next bfloat16 numbers:
+    away from zero if the noise exceeds what is cut off.
 
     Args:
       x: float32.
@@ -88,10 +91,11 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array of `shape`: its leading axes, one scale per row.
+    """Return the shape of the scales of an array:
+    its leading axes, with one scale for each row behind them.
 
-    The others, as few as have ROW elements together, are a row with one scale: devices that divide
-    the leading axes divide the scales alike. A vector is one row.
+    A row is the last axes, as few as have ROW elements together, or all axes of a smaller array.
+    Devices that divide the leading axes divide the scales alike. A vector is one row.
     """
     lead = len(shape)
     while lead and math.prod(shape[lead:]) < ROW:
@@ -101,19 +105,21 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @_compiled
 def row_max(x: jax.Array) -> jax.Array:
-    """Return the largest element of each row of x ≥ 0, of the shape of its scales."""
+    """Return the largest element of each row of x ≥ 0,
+    in the shape of the scales; 0 for an empty row."""
     lead = len(scale_shape(x.shape))
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
 
 def _broadcast_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the scale of each element of an array of `shape`."""
+    """Repeat the scale of each row for its elements: return an array of `shape`."""
     inner = [1] * (len(shape) - scale.ndim)
     return jnp.broadcast_to(scale.reshape(*scale.shape, *inner), shape)
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
-    """Return the code of x/scale·largest, x ≥ 0, int32; `noise` is uint32 in [0, 2¹⁶)."""
+    """Return the code of x/scale·largest, int32, for x ≥ 0;
+    rows of scale 0 have code 0, and the largest code bounds all."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
     shifted = x * _broadcast_scale(factor, x.shape) + code.smallest
     fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
@@ -122,7 +128,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
 
 
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
-    """Return the numbers of codes ≥ 0, int32."""
+    """Return the numbers of codes ≥ 0 (int32): code 0 is 0, code `top` is the scale."""
     magnitude = _from_bits((k + code.start) << 20)
     x = (magnitude - code.smallest) * _broadcast_scale(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
@@ -143,7 +149,8 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 
 @_compiled
 def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 values of int8 codes."""
+    """Return the float32 values of int8 codes:
+    the magnitude that SIGNED gives |code|, times the scale, with the code's sign."""
     k = codes.astype(jnp.int32)
     magnitude = _decode(jnp.abs(k), scale, SIGNED)
     return jnp.where(k < 0, -magnitude, magnitude)
@@ -162,7 +169,8 @@ def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Arr
 
 @_compiled
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 values of uint8 codes."""
+    """Return the float32 values of uint8 codes:
+    the magnitude that UNSIGNED gives, times the scale."""
     return _decode(codes.astype(jnp.int32), scale, UNSIGNED)
 
 
@@ -174,15 +182,18 @@ REMAINDERS = {32: jnp.dtype(jnp.int16), 24: jnp.dtype(jnp.int8)}
 
 
 def _is_nan(bits: jax.Array) -> jax.Array:
+    """Tell whether the bits of a float32, int32, are a NaN."""
     return (bits & _SIGNLESS) > _INFINITY
 
 
 def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
-    """Return the bits of x, int32; with 24 bits rounded by the noise, the last 8 zero."""
+    """Return the bits of x, int32; with bits=24 rounded to 24 by the noise,
+    or to nearest, so that the last 8 are zero."""
     exact = _int_bits(x)
     if bits == 32:
         return exact
     low = 0x80 if noise is None else jax.lax.bitcast_convert_type(noise & 0xFF, jnp.int32)
+    # A number that would round up to ∞ is truncated instead.
     return (exact + jnp.where((exact & _SIGNLESS) < _TOP_24, low, 0)) & ~0xFF
 
 
@@ -193,13 +204,13 @@ def split_float32(
 
         bits(|x|) = bits(|p|)·2ᵏ + e      k = bits − 16, −2ᵏ⁻¹ ≤ e < 2ᵏ⁻¹
 
-    p is x rounded to the nearest bfloat16, and away from zero at a tie, for which e = 2ᵏ⁻¹ would be
+    p is x rounded to the nearest bfloat16, and away from zero at a tie, because e = 2ᵏ⁻¹ would be
     too large. NaN is the canonical one, with e = 0.
 
     Args:
       x: float32.
-      bits: 32, for which `join_float32` gives x bit for bit; or 24, for which the bits of x are
-        first rounded at random to 24, a finite number to a finite one.
+      bits: 32, so that `join_float32` gives x bit for bit; or 24, which rounds the bits of x at
+        random to 24 first, a finite number to a finite one.
       noise: random uint32 of the shape of x, for 24 bits; None rounds to the nearest.
 
     Returns:
@@ -214,7 +225,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
+    """Return the e, int8 or int16, that brings `join_float32(p,
+    e)` nearest to x; 0 if either is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)
@@ -226,7 +238,7 @@ def remainder_beside(
 def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
     """Return the float32 number of a bfloat16 number and a remainder: undo `split_float32`.
 
-    Of a p that was edited, it is p moved by e units: by half a unit of p's last place at most.
+    If p was edited since, the result is p moved by e units, at most half a unit of p's last place.
     """
     own = _int_bits(p.astype(jnp.float32))
     moved = (own & _SIGNLESS) + (e.astype(jnp.int32) << (0 if e.dtype == jnp.int16 else 8))

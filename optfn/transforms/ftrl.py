@@ -48,7 +48,8 @@ def ftrl_linear(
     factor: Scalar,
     lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, n, z') with z' = z + g − σ·p; where the rate is 0, z' = z."""
+    """Return (g, n, z') with z' = z + g − σ·p;
+    where rate·factor is 0, z' = z. n is returned as it was."""
     lr = numerics.scalar(rate * factor, g)
     is_zero = lr == 0
     counted, new_n = ftrl_accumulate(g, n, rate=rate, factor=factor)
@@ -68,7 +69,8 @@ def ftrl_minimiser(
     l2: Scalar,
     lr_power: Scalar,
 ) -> jax.Array:
-    """Return p' − p for the minimiser p' that belongs to n and z; 0 where the rate is 0."""
+    """Return p' − p for the minimiser p' that belongs to n and z: p' = 0 where |z| ≤ l1.
+    Where rate·factor is 0, return 0."""
     lr = numerics.scalar(rate * factor, z)
     l1, l2 = numerics.scalar(l1, z) + 1e-10, numerics.scalar(l2, z) + 1e-10
     is_zero = lr == 0
@@ -81,6 +83,7 @@ def ftrl_minimiser(
 def _minimise_leaf(
     g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
+    """Return (p' − p, n, z), as `leafwise.apply` wants it; g is not used."""
     return ftrl_minimiser(n, z, p, **scalars), n, z
 
 
@@ -89,10 +92,12 @@ _apply = partial(leafwise.apply, rows="touched")
 
 # The passes over n and z. z' reads the old n, and is computed before n is overwritten.
 def _update_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+    """Return (n, z') by `ftrl_linear`: the pass that reads the old n."""
     return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
 
 
 def _accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+    """Return (n', z) by `ftrl_accumulate`: the pass that overwrites n."""
     return _apply(ftrl_accumulate, g, n, **scalars)[1], z
 
 
@@ -137,9 +142,7 @@ def ftrl_proximal(
     """
     lr = rates.check_rate(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
-    lr_power = checks.number(
-        "lr_power", lr_power, checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
-    )
+    lr_power = checks.number("lr_power", lr_power, _NOT_POSITIVE)
     lazy = checks.flag("lazy", lazy)
 
     def init(params: Params) -> FtrlProximalState:

@@ -18,7 +18,8 @@ def run_in_passes(
     *reads: PyTree,
     due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after each of `fns`, in a program for a CPU one pass after the other.
+    """Return the carry after each of `fns`;
+    on a CPU one pass over the arrays after the other, else one program.
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
     place; see `run_if`. All other platforms get the plain expressions, which they fuse themselves.
@@ -41,7 +42,7 @@ def run_if(
     carry: tuple[PyTree, ...],
     *reads: PyTree,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after each of `fns` where `due`, a bool scalar, is true, else `carry`.
+    """Return the carry after each of `fns` if `due`, a bool scalar, is true, else `carry` as it is.
 
     Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
     the carry in place. One loop waits for the other, so an array that one function reads may be
@@ -67,7 +68,8 @@ Fns: TypeAlias = tuple[Callable[..., Any], ...]
 def _close_over(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
 ) -> tuple[Fns, PyTree, PyTree, PyTree]:
-    """Return `fns` with the arrays they close over as arguments, carry, reads, and these arrays."""
+    """Make the arrays that `fns` close over arguments:
+    return the functions, carry, reads, and these arrays."""
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 
@@ -75,7 +77,8 @@ def _close_over(
 def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
-    """Return the carry after each of `fns`; `owns` are the constants of each."""
+    """Return the carry after each of `fns`, run in order;
+    `owns` are the constants of each, none if missing."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -83,7 +86,11 @@ def _run(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
+    """Run the loops on a CPU, and the plain functions elsewhere;
+    differentiable by the rule below."""
+
     def run_in_loops(*arguments: PyTree) -> PyTree:
+        # XLA would inline a loop with a known count, and fuse the passes again.
         return _run_in_loops(fns, xla.hide_constant(True) if due is None else due, *arguments)
 
     return xla.call_for_platform(run_in_loops, partial(_run, fns), *arguments)
@@ -91,16 +98,19 @@ def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTre
 
 @partial(_run_in_passes.defjvp, symbolic_zeros=True)
 def _run_in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+    """Differentiate the plain functions: a loop of unknown length has no reverse derivative."""
     return _jvp(partial(_run, fns), primals[1:], tangents[1:])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
+    """Run the loops where `due`; differentiable by the rule below."""
     return _run_in_loops(fns, due, *arguments)
 
 
 @partial(_run_if.defjvp, symbolic_zeros=True)
 def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+    """Differentiate a cond in the place of the loops."""
     due, *rest = primals
 
     def run_in_cond(*arguments: PyTree) -> PyTree:
@@ -112,7 +122,8 @@ def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 def _run_in_loops(
     fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
 ) -> PyTree:
-    """Return the carry after each of `fns`, one loop after the other."""
+    """Return the carry after each of `fns`, each in a loop of one iteration if `due`,
+    else of none."""
 
     def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
         reads, own = read
@@ -123,7 +134,8 @@ def _run_in_loops(
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:
-    """Return `fn` and its derivative along the tangents that are not zero."""
+    """Return `fn` at `primals` and its derivative along the tangents that are not symbolic
+    zeros."""
     leaves = jax.tree.leaves(primals)
     structure: Any = jax.tree.structure(primals)
     directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
@@ -138,4 +150,5 @@ def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree
 
 
 def _is_zero(x: Any) -> bool:
+    """Tell whether a tangent is a symbolic zero."""
     return isinstance(x, SymbolicZero)

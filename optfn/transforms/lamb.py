@@ -78,6 +78,7 @@ def scale_by_lamb(
         if not bias_correction:
             return {"scale": 1.0, "eps": eps, "inverse": 1.0}
         scale, root = adam_factors(b1, b2, step, False)
+        # `lamb_direction` has no root: numerator and eps are divided by it instead.
         scale = scale / root
         return {"scale": scale, "eps": eps / root, "inverse": 1 / scale}
 
@@ -116,7 +117,7 @@ def _update(
     scale: PyTree,
     **scalars: PyTree,
 ) -> tuple[PyTree, ...]:
-    """Return the updates q·r of all leaves and their moments.
+    """Return the updates q·r of all leaves and their new moments: two passes, then the direction.
 
     Args:
       moments: (g, m, v) -> (g, m, v) with the new moments.
@@ -129,9 +130,11 @@ def _update(
     """
 
     def advance(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
+        """Pass 1: the new moments; q stays."""
         return *leafwise.apply(moments, g, m, v)[1:], q
 
     def ratios(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
+        """Pass 2: q of each tensor, from the norms of p and r; moments stay."""
         own = {k: tensors.combine(jnp.multiply, q, x) for k, x in scalars.items()}
         r_norms = tensors.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
         q = tensors.combine(trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
@@ -152,4 +155,5 @@ def _update(
 def _scale_direction(
     g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array, *, factor: Scalar, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
+    """Return (factor·r/scale, m, v), as `leafwise.apply` wants it; g is not used."""
     return numerics.scalar(factor, m) * lamb_direction(m, v, p, **scalars), m, v

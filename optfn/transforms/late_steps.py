@@ -3,8 +3,8 @@
 A frozen parameter has no moments. If a run continues and trains it, its moments begin at zero in a
 state that has counted many steps. With that count there would be hardly any bias correction, and
 the first steps of Adam would be too large, up to (1 − β₁)/√(1 − β₂) and more. So the state
-remembers at which step the moments of such a leaf began, and its steps are counted from there.
-`load_state_dict` makes these counts; a state in which all leaves began together has none.
+remembers the step when the moments of such a leaf began, and its steps are counted from there.
+`load_state_dict` makes these counts; a state whose leaves all began together has none.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from optfn.leaves import tensors
 
 @traits(words=("step", "begun"))
 class LateStepsState(NamedTuple):
-    """The step count of a state in which some leaves began late: int32, and 4 bytes for each leaf.
+    """The step count of a state with leaves that began late: int32, and 4 bytes for each such leaf.
 
-    begun: the count at which the moments of a leaf began, by its path.
+    begun: the count when the moments of a leaf began, by its path.
     """
 
     step: jax.Array
@@ -36,21 +36,23 @@ Steps: TypeAlias = jax.Array | LateStepsState
 
 
 def advance(step: Steps) -> Steps:
-    """Return the count one step later; the steps at which late leaves began stay."""
+    """Return the count one step later; in a LateStepsState the counts when leaves began stay."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
     return core.next_step(step)
 
 
 def global_count(step: Steps) -> jax.Array:
-    """Return the number of steps of the state, which leaves that did not begin late have made."""
+    """Return the number of steps that the state has made:
+    of a LateStepsState, the steps of its oldest leaves."""
     return step.step if isinstance(step, LateStepsState) else step
 
 
 def evaluate_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> dict[str, Any]:
-    """Return numbers that depend on the step, each as a scalar, or a PerLeaf if leaves began late.
+    """Return the numbers of a step by name:
+    scalars, or a PerLeaf by each leaf's count if some leaves began late.
 
     Args:
       of_step: from the number of steps, int32, to scalars by name.
@@ -59,6 +61,7 @@ def evaluate_by_leaf(
     """
     if not isinstance(step, LateStepsState):
         return of_step(step)
+    # Most leaves share the state's count: the numbers are computed once for them.
     usual = of_step(step.step)
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
 
@@ -71,21 +74,22 @@ def evaluate_by_leaf(
 def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return `advance(step)` and the numbers `evaluate_by_leaf` of it; see `adam.next_count`."""
+    """Return the count one step later, and `evaluate_by_leaf` of it; see `adam.next_count`."""
     step = advance(step)
     return step, evaluate_by_leaf(of_step, step, like)
 
 
 def copy_counts(state: PyTree, counted: OptState) -> PyTree:
-    """Return `state` with a `LateStepsState` for each count that `counted` keeps by leaf.
+    """Give `state` a LateStepsState, with all leaves beginning at its step,
+    wherever `counted` has one.
 
     Args:
       state: a tree of the structure that `tx.init` gives.
       counted: a later state of the same optimizer.
     """
-    steps = iter(
-        [x.step for x in jax.tree.leaves(counted, is_leaf=has_leaf_counts) if has_leaf_counts(x)]
-    )
+    # Both states have the same states that count, in the same order.
+    nodes = filter(has_leaf_counts, jax.tree.leaves(counted, is_leaf=has_leaf_counts))
+    steps = (node.step for node in nodes)
 
     def convert(node: PyTree) -> PyTree:
         if not has_leaf_counts(node):

@@ -63,14 +63,14 @@ RateState = LearningRateState | GivenLearningRateState
 
 
 def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
-    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule."""
+    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule, else raise."""
     if callable(learning_rate):
         return learning_rate
     return checks.nonnegative("learning_rate", learning_rate)
 
 
 def init(learning_rate: Scalar | Schedule) -> RateState:
-    """Return the initial state, which shows the rate of step 0.
+    """Return the initial state, which shows the rate of step 0; its type says what drives the rate.
 
     Raises:
       ValueError: a schedule is negative or not finite at step 0, or an array is.
@@ -78,6 +78,7 @@ def init(learning_rate: Scalar | Schedule) -> RateState:
     step, dtype = core.first_step(), numerics.scalar_dtype()
     if checks.is_host_number(learning_rate):
         return LearningRateState(step, jnp.asarray(learning_rate, dtype))
+    # A number needs no schedules, and a first use does not import them.
     from optfn.transforms.scheduled import first_rate
 
     kind = DrivenLearningRateState if callable(learning_rate) else GivenLearningRateState
@@ -85,7 +86,8 @@ def init(learning_rate: Scalar | Schedule) -> RateState:
 
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:
-    """Return the initial state of the rate of `reduce_on_plateau`."""
+    """Return the initial state of `reduce_on_plateau`'s rate, with a copy of `learning_rate`."""
+    # A copy: a step that donates the state must not delete the caller's array.
     rate = jnp.array(learning_rate, numerics.scalar_dtype(), copy=True)
     return PlateauLearningRateState(core.first_step(), rate)
 
@@ -104,7 +106,8 @@ def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Arr
 
 
 def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
-    """Return the factor of the rate of each leaf, or 1 for all if `param_attrs` gives none."""
+    """Return the factor of each leaf's rate by its path, as a PerLeaf;
+    1.0 if `param_attrs` gives none."""
     if factors is None:
         return 1.0
     from optfn.leaves import tensors
@@ -133,8 +136,8 @@ def scale_by_learning_rate(
     `update` takes `rate_factors`, factors of the rate by path, which an optimizer with
     `param_attrs` passes.
 
-    State: the step and the rate last used (after init, that of step 0), float32, or float64 with
-    `jax_enable_x64`. Real and complex leaves.
+    State: the step and the rate last used (after init, the rate of step 0), float32, or float64
+    with `jax_enable_x64`. Real and complex leaves.
     """
     lr = check_rate(learning_rate)
 

@@ -62,7 +62,7 @@ _MOMENTUM_STATES = {"bfloat16": ScaleByNarrowMomentumState, "int8": ScaleByInt8M
 def momentum_rule(
     g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (v or g + μv, v) with v = μv + g."""
+    """Return (update, v) with v = μv + g; the update is v, or g + μv with nesterov."""
     v = numerics.scalar(momentum, g) * v + g
     return momentum_direction(g, v, momentum=momentum, nesterov=nesterov), v
 
@@ -75,7 +75,8 @@ def momentum_direction(
 
 
 def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Unchecked:
-    """Return the rule of `scale_by_momentum`, which keeps v also for a momentum of 0."""
+    """Return the unchecked transform of `scale_by_momentum`,
+    which keeps v also for a momentum of 0."""
     leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
@@ -105,7 +106,7 @@ def scale_by_momentum(
         `scale_by_quantized_adam` does; None is float32.
 
     State: velocity, 4 bytes per parameter; in bfloat16 2, in int8 1.00 to 1.02, with its scales;
-    in both also the step. None for a Python or NumPy 0, with which the update is the gradient. Real
+    in both also the step. None for a Python or NumPy 0: the update is then the gradient. Real
     leaves, and without `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
@@ -114,6 +115,7 @@ def scale_by_momentum(
     mu = checks.number("momentum", momentum, checks.UNIT)
     nesterov = checks.flag("nesterov", nesterov)
     check_moment_dtype("moment_dtype", moment_dtype)
+    # Only of a known number: a traced μ may become 0 without a change of the state.
     if isinstance(mu, float) and mu == 0:
         return core.stateless(
             lambda updates, params: updates, WithoutMomentumState(optax.MaskedNode())
@@ -131,6 +133,7 @@ class ScaleByAdagradState(NamedTuple):
 def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array, jax.Array]:
     """Return (g/(√m + eps), m) with m = m + |g|²; g where the divisor is 0."""
     m = m + numerics.abs_squared(g)
+    # Where all gradients so far were 0, the direction is 0 and not NaN.
     divisor = jnp.sqrt(m) + numerics.scalar(eps, g)
     return g / jnp.where(divisor == 0, 1, divisor), m
 
@@ -213,6 +216,7 @@ def adadelta_rule(
     a = numerics.moving_average(a, square, rho)
     share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # then a' is infinite too
     u = numerics.moving_average(u, (u + eps) * share, rho)
+    # With ρ = 0 and g = 0 it would be 0, and the direction NaN.
     below = jnp.maximum(rho * (a + eps) + (1 - rho) * square, jnp.finfo(a.dtype).tiny)
     return jnp.sqrt((u + rho * eps) / below) * g, a, u
 
@@ -287,7 +291,7 @@ def rms_rule(
 
 
 def rms_direction(g: jax.Array, r: jax.Array, *, eps: Scalar) -> jax.Array:
-    """Return g/√(r + eps)."""
+    """Return g/√(r + eps), where r is the new mean of squares."""
     return g / jnp.sqrt(r + numerics.scalar(eps, g))
 
 

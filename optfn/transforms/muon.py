@@ -73,6 +73,7 @@ def orthogonalize(
     y = y if dtype is None else y.astype(dtype)
     is_tall = y.shape[-2] > y.shape[-1]
     for a, b, c in coefficients:
+        # The smaller of the two products: min(rows, columns) squared.
         gram = y.mT.conj() @ y if is_tall else y @ y.mT.conj()
         factor = b * gram + c * (gram @ gram)
         y = a * y + (y @ factor if is_tall else factor @ y)
@@ -87,14 +88,17 @@ class ScaleByMuonState(NamedTuple):
 
 
 def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `matrices` selects; for None, of all matrices.
+    """Return the paths of the leaves that `matrices` selects;
+    for None, of all unmasked leaves with two axes beside stacked ones.
 
     Raises:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in contents.leaves_with_names(values) if tree.is_masked(leaf)}
-    runs = {name: run for name, run in contents.runs_by_name(values).items() if name not in masked}
+    runs = contents.runs_by_name(values)
+    for name, leaf in contents.leaves_with_names(values):
+        if tree.is_masked(leaf):
+            runs.pop(name, None)
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
     chosen = patterns.match_names(matrices, values, "matrices")
@@ -112,7 +116,8 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
-    """Return the coefficients of each step: of a name, one triple five times, or as given."""
+    """Return a triple for each step: a name's, three numbers five times,
+    or triples as given; else raise."""
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
         return tuple(COEFFICIENTS[coefficients])
@@ -127,7 +132,8 @@ def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
 
 
 def check_scale(scale: str | Scale) -> Scale:
-    """Return the function (rows, columns) -> factor of a name, or as given."""
+    """Return the function (rows, columns) -> factor:
+    a callable as it is, else the function of this name."""
     return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
 
 
@@ -159,7 +165,7 @@ def scale_by_muon(
       coefficients: a, b, c: "jordan", which is (3.4445, −4.7750, 2.0315) five times; "dion", five
         different triples; three numbers, for five steps; or three numbers for each step.
       scale: "jordan", √max(1, columns/rows) for a weight that is used as x @ w; "moonlight",
-        0.2·√max(rows, columns), for which the rates and decays of adamw fit; or a function
+        0.2·√max(rows, columns), so that the rates and decays of adamw fit; or a function
         (rows, columns) -> factor.
       eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration; None is float32, or the dtype of

@@ -100,6 +100,7 @@ def reduce_on_plateau(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
                 "value=metric), or pass value=None in a step without a metric"
             )
+        # Judged one update late: the loss of a step is only known after its gradient.
         state = plateau.judge_value(state)
         updates = leafwise.scale(updates, state.rate.learning_rate)
         return updates, plateau.record_value(state, extra["value"])
@@ -124,7 +125,8 @@ class _Plateau(NamedTuple):
     def record_value(
         self, state: ReduceOnPlateauState, value: jax.Array | None
     ) -> ReduceOnPlateauState:
-        """Return the state after a step, with the metric that was passed to it."""
+        """Return the state with the rate's step counted and `value` noted for the next update;
+        None notes that there is none."""
         rate = state.rate._replace(step=core.next_step(state.rate.step))
         state = state._replace(rate=rate, observed=jnp.asarray(value is not None))
         if value is None:
@@ -135,12 +137,15 @@ class _Plateau(NamedTuple):
         return state._replace(value=self.sign * value.astype(jnp.float32))
 
     def judge_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
-        """Return the state after the metric of the previous update."""
+        """Apply the metric of the previous update: reduce the rate after `patience` bad values;
+        without a metric the state stays."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
+        # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better.
         better = jnp.isinf(state.best) | (state.value < state.best - gap)
         bad = jnp.where(better, 0, state.bad_values + 1)
         reduce = bad > self.patience
         rate = state.rate.learning_rate
+        # Not above the rate, which may be below min_lr from the start.
         lower = jnp.minimum(rate, jnp.maximum(rate * self.factor, self.min_lr))
         counted = state._replace(
             rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
@@ -156,6 +161,8 @@ class _Plateau(NamedTuple):
 def _choose(
     condition: jax.Array, if_true: ReduceOnPlateauState, if_false: ReduceOnPlateauState
 ) -> ReduceOnPlateauState:
+    """Return the state whose fields come from `if_true` where the condition holds,
+    else from `if_false`."""
     chosen: ReduceOnPlateauState = jax.tree.map(
         lambda a, b: jnp.where(condition, a, b), if_true, if_false
     )

@@ -98,6 +98,7 @@ def scale_by_quantized_adam(
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         return {"scale": scale, "root": root}
 
+    # v has no sign, and so all of its bits for the magnitude.
     return quantize_moments(
         dtype, _STATES, moments, direction, signed=(True, False), of_step=of_step
     )

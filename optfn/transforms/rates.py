@@ -26,6 +26,7 @@ def is_rate(x: object) -> TypeGuard[RateState]:
 
 
 def _is_driven(x: RateState) -> bool:
+    """Tell whether a schedule or an array determines the rate, so that it cannot be set."""
     return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
 
 
@@ -47,9 +48,9 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _select_rates(opt_state, path)
-    values: dict[str, jax.Array] = {
-        name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()
-    }
+    values: dict[str, jax.Array] = {}
+    for name, rate in found.items():
+        values[name] = _rate_of_workers(rate.learning_rate)
     first, *others = values.values()
     if any(not _is_same(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
@@ -60,7 +61,8 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
 
 
 def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
-    """Return `opt_state` with another learning rate; nothing is recompiled.
+    """Return `opt_state` with another learning rate, of all rates if `path` is None;
+    nothing is recompiled.
 
     Args:
       opt_state: the state of an optimizer, however wrapped. If you have a TrainState, pass its
@@ -92,7 +94,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 
 
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
-    """Return the rates in a state, by name, that `path` selects."""
+    """Return by name the rates whose name has `path` as whole words;
+    for None all rates of the main state. None found raises."""
     if path is None:
         opt_state = state_names.find_main_state(opt_state)
     rates = dict(state_names.states_with_names(is_rate, opt_state))
@@ -112,32 +115,36 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
 def numbers_of_rates(
     opt_state: OptState, kind: type[RateState] = LearningRateState
 ) -> dict[str, float]:
-    """Return the learning rates of a state that were given as numbers, by name.
+    """Return by name the learning rates that were given as numbers;
+    other kinds and traced ones are left out.
 
-    Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
-    different rates, it is the largest of this process.
+    Schedules, arrays and `reduce_on_plateau` determine the other kinds. If workers have different
+    rates, it is the largest of this process.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
       kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
-    return {
-        name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
-        for name, x in state_names.states_with_names(is_rate, opt_state)
-        if type(x) is kind and not checks.is_traced(x)
-    }
+    found: dict[str, float] = {}
+    for name, x in state_names.states_with_names(is_rate, opt_state):
+        if type(x) is kind and not checks.is_traced(x):
+            rate = jax.tree.leaves(x.learning_rate)[0].addressable_data(0)
+            # np.max of a JAX array would run on the devices of the mesh in the context.
+            found[name] = float(np.max(np.asarray(rate)))
+    return found
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:
-    """Return the largest rate of the workers where each has its own, else the rate."""
+    """Return the largest rate of the workers if each has its own, else the rate, an array."""
     array: jax.Array = jax.tree.leaves(rate)[0]
     return take_largest(array) if isinstance(rate, PerWorker) else array
 
 
 def take_largest(rate: jax.Array) -> jax.Array:
-    """Return the largest rate of the workers where each has its own."""
+    """Return the largest of an array of rates; a scalar as it is."""
     return jnp.max(rate) if rate.ndim else rate
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    """Tell whether two rates are equal; if either is traced, whether they are one array."""
     return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

@@ -34,15 +34,17 @@ def decay_of_leaves(
     updates: Updates,
     decay_factors: Mapping[str, float] | None = None,
 ) -> leafwise.PerLeaf:
-    """Return the weight decay of each leaf: coeff times its factor, or 0 if it is excluded.
+    """Return the weight decay of each leaf as a PerLeaf:
+    coeff times its factor (1 if none), or 0 if it is excluded.
 
     Args:
       exclude: the leaves whose decay is 0.
-      coeff: the decay of the others.
+      coeff: the decay of all other leaves.
       updates: a tree with their paths.
       decay_factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
     """
     excluded, factors = patterns.match_names(exclude, updates, "exclude"), decay_factors or {}
+    # One product per distinct factor, not one per leaf, in the compiled step.
     coeffs = {factor: coeff * factor for factor in set(factors.values())} | {1.0: coeff}
 
     def of_leaf(path: str) -> Scalar:
@@ -79,7 +81,7 @@ class AddDecayedWeightsState(NamedTuple):
 
 
 def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar | Schedule:
-    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule."""
+    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule, else raise."""
     return weight_decay if callable(weight_decay) else checks.nonnegative(argument, weight_decay)
 
 
@@ -89,7 +91,7 @@ def is_zero(coeff: Scalar | Schedule) -> bool:
 
 
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
-    """Return the coefficient of a step: the value of a schedule, or the number itself."""
+    """Return the coefficient of a step: a schedule's value, a scalar; a number as it is."""
     if callable(coeff):
         return evaluate_schedule(argument, coeff, step, numerics.scalar_dtype())
     return coeff
@@ -102,7 +104,8 @@ def decay_rule(
     states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
 ) -> core.Unchecked:
-    """Return a rule from (updates, params, coefficient, decay_factors) -> updates.
+    """Return an unchecked transform that decays by `update`;
+    it counts steps only if `coeff` is a schedule.
 
     Args:
       argument: the name of the coefficient in errors.
@@ -126,6 +129,7 @@ def decay_rule(
         decay_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
+        # Only a schedule needs the step: the state of a number is empty.
         if not callable(coeff):
             return update(updates, params, coeff, decay_factors), of_number
         value = weight_decay_at(argument, coeff, state.step)
@@ -166,7 +170,7 @@ def l2_decay(coeff: Number) -> core.Unchecked:
 def _make_penalty_rule(
     penalty: Callable[..., jax.Array], coeff: Number, state: OptState
 ) -> core.Unchecked:
-    """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty.
+    """Return an unchecked transform that adds a penalty's gradient by a function (g, p, *, coeff).
 
     A coefficient of 0 has another empty state, since the rule then changes nothing.
     """
@@ -202,6 +206,7 @@ def add_decayed_weights(
     """
     wd = check_weight_decay("weight_decay", weight_decay)
     exclude = patterns.check_pattern("exclude", exclude)
+    # With 0 the link changes nothing, and may stand anywhere in a chain (`optfn.train.order`).
     state = ZeroDecayState() if is_zero(wd) else AddDecayedWeightsByNumberState()
 
     def update(

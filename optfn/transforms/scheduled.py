@@ -13,7 +13,8 @@ from optfn.core.checks import Scalar, Schedule
 def evaluate_schedule(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
+    """Return a schedule's value at `step`, or an array,
+    as a new real scalar of `dtype`; anything else raises."""
     try:
         number = value(step) if callable(value) else value
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
@@ -35,7 +36,8 @@ def evaluate_schedule(
 
 
 def first_rate(rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Return the learning rate of a schedule or an array at the first step.
+    """Return the rate of a schedule or an array at the first step;
+    raise if it is known and negative or not finite.
 
     Raises:
       ValueError: it is negative or not finite, where its value is known.

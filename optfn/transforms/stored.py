@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import core
+from optfn.collectives.mesh import make_zeros
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
@@ -23,12 +24,10 @@ MOMENT_DTYPES = ("bfloat16", "int8")
 
 
 def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
-    """Return `moment_dtype` if it is None, "bfloat16" or "int8"."""
-    return (
-        moment_dtype
-        if moment_dtype is None
-        else checks.choice(argument, moment_dtype, MOMENT_DTYPES)
-    )
+    """Return `moment_dtype` if it is None, "bfloat16" or "int8", else raise."""
+    if moment_dtype is None:
+        return None
+    return checks.choice(argument, moment_dtype, MOMENT_DTYPES)
 
 
 def declare_int8_codes(field: str) -> Encoded:
@@ -64,28 +63,34 @@ class Storage(NamedTuple):
     decode: Callable[[Arrays], Arrays]
 
     def init(self, params: Params) -> tuple[PyTree, ...]:
-        """Return a tree of zeros for each part."""
+        """Return a tree of zeros for each part:
+        of the leaf's shape, or of the shape of its scales."""
 
         def zero_scales(p: jax.Array) -> jax.Array:
-            return jnp.zeros(codes.scale_shape(p.shape), jnp.float32)
+            return make_zeros(codes.scale_shape(p.shape), jnp.float32, p)
 
-        return tuple(
-            leafwise.zeros_like(params, dtype=part.dtype)
-            if part.per_element
-            else tree.map_arrays(zero_scales, params)
-            for part in self.parts
-        )
+        trees = []
+        for part in self.parts:
+            if part.per_element:
+                trees.append(leafwise.zeros_like(params, dtype=part.dtype))
+            else:
+                trees.append(tree.map_arrays(zero_scales, params))
+        return tuple(trees)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shapes of the arrays of a leaf of `shape`."""
+        """Return the shape of each part for a leaf of `shape`:
+        the same, or the shape of its scales."""
         return [shape if part.per_element else codes.scale_shape(shape) for part in self.parts]
 
 
 def _split_noise(noise: jax.Array) -> Arrays:
+    """Return two arrays of 16 random bits from 32 bits, so that one hash serves two moments."""
     return noise >> 16, noise & 0xFFFF
 
 
 def _make_bfloat16_storage(count: int) -> Storage:
+    """Return the storage of `count` moments in bfloat16."""
+
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         pairs = zip(moments(g, *decode(arrays)), _split_noise(noise), strict=False)
         return tuple(codes.to_bfloat16(x, bits) for x, bits in pairs)
@@ -97,6 +102,9 @@ def _make_bfloat16_storage(count: int) -> Storage:
 
 
 def _make_int8_storage(signed: Sequence[bool]) -> Storage:
+    """Return the storage of moments as 8-bit codes and a float32 scale per row:
+    int8 if signed, else uint8."""
+
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         # A scale follows the same recursion as its moment, so that no moment of the row exceeds
         # it, and moments can be encoded without computing the maximum of the row first.
@@ -111,14 +119,15 @@ def _make_int8_storage(signed: Sequence[bool]) -> Storage:
         return tuple(new)
 
     def decode(arrays: Arrays) -> Arrays:
-        of_moments = zip(arrays[::2], arrays[1::2], signed, strict=True)
-        return tuple(
-            (codes.decode_signed if is_signed else codes.decode_unsigned)(x, scale)
-            for x, scale, is_signed in of_moments
-        )
+        moments: list[jax.Array] = []
+        for x, scale, is_signed in zip(arrays[::2], arrays[1::2], signed, strict=True):
+            decode_codes = codes.decode_signed if is_signed else codes.decode_unsigned
+            moments.append(decode_codes(x, scale))
+        return tuple(moments)
 
-    dtypes = (jnp.int8 if is_signed else jnp.uint8 for is_signed in signed)
-    parts = (part for dtype in dtypes for part in (Part(dtype), Part(jnp.float32, False)))
+    parts: list[Part] = []
+    for is_signed in signed:
+        parts += [Part(jnp.int8 if is_signed else jnp.uint8), Part(jnp.float32, False)]
     return Storage(tuple(parts), advance, decode)
 
 
@@ -131,7 +140,8 @@ def quantize_moments(
     signed: Sequence[bool],
     of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
 ) -> core.Unchecked:
-    """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
+    """Return an unchecked transform whose moments are stored in 8 or 16 bits,
+    stochastically rounded.
 
         moments = moments(g, *decode(state));  state = encode(moments)
         u = direction(g, *decode(state))

@@ -79,6 +79,7 @@ def accumulate(
             params, arrays = reads
             mean = tree.map(partial(_mean_gradient, every), updates, totals)
             updated, inner_state = inner.update(mean, inner_state, params, **arrays, **static)
+            # Without params a boundary inside `tx` cannot know their dtype; gradients have it.
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
@@ -93,7 +94,7 @@ def accumulate(
 
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for two trees of sums: the sums that all workers share, and private ones.
+    """Return zeros for two trees of sums: shared by all workers, and private to each.
 
     A leaf is private if the inner optimizer exchanges its gradient, and masked in the other tree.
     """
@@ -109,7 +110,8 @@ def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWor
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Split one tree of totals into the two trees of `state`; see `_init_totals`."""
+    """Split one tree of totals into the two trees of `state`;
+    a leaf stays masked where it is masked there."""
 
     def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
@@ -119,12 +121,13 @@ def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, Per
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:
-    """Tell whether a gradient is added to a total; integers and masked leaves pass unchanged."""
+    """Tell whether a leaf's gradients are summed: it is inexact, and has a total."""
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
 def _add_gradient(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
-    """Return the total of a leaf, from the tree that has it, with a gradient added."""
+    """Return a leaf's total plus g, or g at the first micro-step;
+    a leaf without sums returns its total as it is."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
@@ -132,13 +135,15 @@ def _add_gradient(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> 
 
 
 def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
+    """Return total/every in the gradient's shape; g itself where gradients are not summed."""
     return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments that are trees of arrays, and the static ones.
+    """Split extra arguments into trees of arrays and static ones;
+    `grad` and `value_fn` are dropped.
 
-    Arguments that concern only one gradient are left out.
+    The dropped ones concern only one gradient, not the mean of several.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -156,12 +161,12 @@ def _step_if(
     inner_state: OptState,
     reads: PyTree,
 ) -> tuple[Updates, Updates, OptState]:
-    """Return (updates, totals, inner_state) after `step` if `due`.
+    """Return (updates, totals, inner_state) after `step` if `due`, else −0.0 and both unchanged.
 
-    Otherwise the updates are −0.0, and totals and state are unchanged. The updates overwrite the
-    totals, because new arrays would be allocated in every call. Updates of integer leaves are zero
-    in both cases, and stay outside the conditional.
+    The updates overwrite the totals, because new arrays would be allocated in every call. Updates
+    of integer leaves are zero in both cases, and stay outside the conditional.
     """
+    # The dtypes of the updates: the conditional returns them in the dtypes of the totals.
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
 
     def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
@@ -179,5 +184,6 @@ def _step_if(
 
 
 def _overwrite(total: Leaf, u: Leaf) -> Leaf:
-    """Return an update in the shape and dtype of the total, whose memory it overwrites."""
+    """Return an update in the total's shape and dtype, whose memory it overwrites;
+    for integer updates the total."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total

@@ -14,6 +14,7 @@ from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns
+from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import restrict
 
@@ -23,6 +24,7 @@ class _Inherit:
         return "<inherit>"
 
 
+# Not None, which means no regularization.
 INHERIT = _Inherit()
 
 
@@ -40,7 +42,8 @@ class ParamAttr:
       trainable: False freezes the parameter: it never changes and has no state.
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
-        separate leaf. The result of `optfn.distributed.stack_stages` does not need this.
+        separate leaf, and `shard=` of a training step divides an axis of each layer. The result of
+        `optfn.distributed.stack_stages` does not need this.
       weight_decay: a factor of the optimizer's decay (`weight_decay`, `lars_weight_decay`), ≥ 0; 0
         for no decay. It does not affect `regularization`.
 
@@ -67,15 +70,16 @@ class ParamAttr:
             core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
-        given = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        )
+        given = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(f"{field.name}={value!r}")
         return f"ParamAttr({', '.join(given)})"
 
 
 def _check_factor(name: str, of: str, factor: object) -> None:
+    """Raise unless a factor is a Python number ≥ 0 and finite."""
     if not checks.is_host_number(factor):
         raise TypeError(
             f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
@@ -89,7 +93,7 @@ DEFAULT = ParamAttr()
 
 
 def check_param_attrs(param_attrs: object) -> ParamAttrs:
-    """Return `param_attrs` if it maps patterns to ParamAttrs, and {} for None."""
+    """Return `param_attrs` as a dict if it maps patterns to ParamAttrs, {} for None; else raise."""
     if param_attrs is None:
         return {}
     if not isinstance(param_attrs, Mapping):
@@ -119,7 +123,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 
 
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
-    """Return the attributes that an optimizer gives to the leaves of `params`, by path.
+    """Return by path the attributes that an optimizer gives to leaves of `params`;
+    {} if it gives none.
 
     It finds optimizers inside wrappers and chains of optfn, but not inside wrappers of other
     libraries.
@@ -135,7 +140,8 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects; the rest passes unchanged.
+    """Return `tx` for the leaves whose attributes `choose` selects;
+    all other updates pass unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -169,6 +175,7 @@ def apply_to_trained(
     """
     if not param_attrs:
         return tx
+    # From the inside: stacked axes are marked, then frozen leaves are masked.
     trained = restrict(
         _mark_stacked_leaves(tx, param_attrs),
         partial(_paths, lambda attr: attr.trainable, param_attrs),
@@ -179,6 +186,7 @@ def apply_to_trained(
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
+        # Only where needed: transforms of other libraries do not take the argument.
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
             extra["rate_factors"] = {path: attr.learning_rate for path, attr in attrs.items()}
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
@@ -189,7 +197,8 @@ def apply_to_trained(
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Return `updates`, with the update of a frozen leaf in the place of untrained gradients.
+    """Replace untrained gradients by the update of a frozen leaf,
+    −0.0 or integer zeros; others stay.
 
     A buffer of a Packed that has an untrained leaf is replaced as a whole.
     """
@@ -205,16 +214,11 @@ def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params)
 def _mark_stacked_leaves(
     tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> core.Unchecked:
-    """Return the rule of `tx` on trees in which leaves with `stacked` axes are in a `Stacked`."""
+    """Return `tx` on trees whose leaves with `stacked` axes are in a `Stacked`;
+    without any, trees stay."""
 
     def mark(values: PyTree) -> PyTree:
-        attrs = resolve(param_attrs, values)
-        if not any(attr.stacked for attr in attrs.values()):
-            return values
-        for path, run in contents.runs_by_name(values).items():
-            _check_stacked(path, run.shape, attrs[path])
-        # The layout of a Packed still has the paths of leaves that are not selected.
-        return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+        return _mark_stacked(values, resolve(param_attrs, values))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         marked = None if params is None else mark(params)
@@ -224,7 +228,29 @@ def _mark_stacked_leaves(
     return core.Unchecked(lambda params: tx.init(mark(params)), update)
 
 
+def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
+    """Put each leaf whose attribute has `stacked` axes into a `Stacked`; without any, pass them."""
+    if not any(attr.stacked for attr in attrs.values()):
+        return values
+    for path, run in contents.runs_by_name(values).items():
+        _check_stacked(path, run.shape, attrs[path])
+    # The layout of a Packed still has the paths of leaves that are not selected.
+    return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+
+
+def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params) -> Params:
+    """Put each leaf that the attributes of an optimizer call stacked into a `Stacked`.
+
+    The leaves, their order and their paths stay. Packed params pass: their shards are parts of a
+    buffer, and not of layers.
+    """
+    if tx is None or is_packed(params):
+        return params
+    return _mark_stacked(params, attributes_of(tx, params))
+
+
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
+    """Raise if `stacked` exceeds the number of a leaf's axes; a scalar passes."""
     if attr.stacked > len(shape) > 0:
         raise ValueError(
             f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
@@ -251,7 +277,8 @@ def apply_attributes(
     build: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
     decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that treats each leaf by its attributes: clip, penalty, rate, frozen.
+    """Return the optimizer that `build` makes, with clips, penalties,
+    rates and frozen leaves by attributes.
 
     Args:
       name: the optimizer's name in errors.
@@ -266,6 +293,7 @@ def apply_attributes(
         refuse_decay_factors(name, attrs)
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
+        # Leaves with need_clip=False are masked, so they do not count in a global norm either.
         clips = [limit_to(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
     return apply_to_trained(
         name, build([*clips, *penalties_of_leaves(regularization, attrs)]), attrs
@@ -275,7 +303,7 @@ def apply_attributes(
 def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return a transform for each distinct penalty, limited to the leaves that have it.
+    """Return a transform per distinct penalty, limited to its leaves; [] if no leaf has any.
 
     A leaf without a penalty of its own has the optimizer's, `regularization`; None is no penalty.
     """
@@ -283,6 +311,7 @@ def penalties_of_leaves(
     def has(penalty: object, attr: ParamAttr) -> bool:
         return attr.regularization is penalty
 
+    # By identity: transformations are functions, which have no equality.
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]

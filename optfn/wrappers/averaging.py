@@ -48,12 +48,14 @@ class ModelAverageState(NamedTuple):
 
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
-    """Return the parameters after the update, with the rounding of `apply_updates`."""
+    """Return the parameters after the update, rounded as `apply_updates` rounds;
+    integer leaves are masked."""
     core.check_params_given(name, params)
     return leafwise.keep_inexact(apply_updates(params, updates))
 
 
 def _widen_param(p: jax.Array) -> jax.Array:
+    """Return p in float32 or wider; bfloat16 is rounded again, so that XLA keeps the rounding."""
     # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
@@ -65,7 +67,7 @@ def _widen_param(p: jax.Array) -> jax.Array:
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential apply_to_sums average of the parameters, for evaluation.
+    """Keep an exponential moving average of the parameters, for evaluation.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
@@ -127,18 +129,22 @@ _SUM_LENGTH = 16384
 
 
 def _move_to_third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    """Set s3 = s1 + s2 at the end of a window."""
     return s1, s2, jnp.where(moves["close"], s1 + s2, s3)
 
 
 def _move_to_second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    """Set s2 = 0 at the end of a window, else s1 + s2 if s1 is full."""
     return s1, jnp.where(moves["close"], 0, jnp.where(moves["full"], s1 + s2, s2)), s3
 
 
 def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    """Set s1 = 0 if it was moved to either sum."""
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
 def _warn_above_one(rate: Scalar) -> None:
+    """Warn of a rate above 1, if it is a known number."""
     if isinstance(rate, float) and rate > 1:
         checks.warn(
             f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
@@ -193,6 +199,7 @@ def model_average(
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1
+        # In float32 as in fluid: another rounding would end a window a step earlier or later.
         product = jnp.floor(num_updates.astype(jnp.float32) * jnp.asarray(rate, jnp.float32))
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
@@ -217,12 +224,14 @@ def is_average(x: object) -> bool:
 
 
 def read_average(state: OptState, params: Params) -> Params:
-    """Return the average in `state`, in the structure and dtypes of `params`.
+    """Return the average in `state` as a tree like `params`, in its dtypes;
+    before the first update a copy of `params`.
 
-    Leaves without an average, and all leaves before the first update, are copies of those of
-    `params`, so the result shares no buffer with its arguments. Wrappers around leaves are kept.
+    A leaf without an average is a copy of the parameter, so the result shares no buffer with its
+    arguments. Wrappers around leaves are kept.
     """
     if isinstance(state, ExponentialMovingAverageState):
+        # A state of several workers has each scalar in a wrapper.
         step, weight = (jax.tree.leaves(x)[0] for x in (state.step, state.weight))
         sums, count = [state.average], weight
     else:

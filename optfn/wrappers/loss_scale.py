@@ -58,8 +58,8 @@ def dynamic_loss_scale(
     Args:
       tx: an optimizer of optfn or optax; it is wrapped in `skip_nonfinite`, to skip bad gradients.
       initial_scale: the first scale, > 0.
-      growth_factor: the factor by which the scale grows, > 1.
-      backoff_factor: the factor by which it shrinks, in (0, 1).
+      growth_factor: the factor of the scale after `growth_interval` good gradients, > 1.
+      backoff_factor: the factor of the scale after a bad gradient, in (0, 1).
       growth_interval: after how many good gradients in a row the scale grows, ≥ 1.
       max_consecutive: as in `skip_nonfinite`.
       axis_name: as in `skip_nonfinite`.
@@ -81,16 +81,20 @@ def dynamic_loss_scale(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
+        # optax's line searches read the gradient there too.
         if "grad" in extra:
             extra["grad"] = _unscale(extra["grad"], state.scale)
         unscaled = _unscale(updates, state.scale)
         updated, guarded = guard.update(unscaled, state.inner_state, params, **extra)
+        # Unscaled gradients are float32; without params only the gradients tell the dtype of an
+        # update.
         if params is None:
             updated = tree.map(_cast_like, updates, updated)
         bad = guarded.consecutive > 0
         good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
         grows = good_steps == interval
         larger = state.scale * growth
+        # An infinite scale would make each gradient NaN for ever.
         scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
         scale = jnp.where(bad, state.scale * backoff, scale)
         return updated, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
@@ -99,7 +103,8 @@ def dynamic_loss_scale(
 
 
 def _unscale(grads: Updates, scale: jax.Array) -> Updates:
-    """Divide gradients by the scale, in float32 or wider; integers and masked leaves pass."""
+    """Divide gradients by the scale, in float32 or wider;
+    integer and masked leaves pass as they are."""
 
     def unscale(g: Leaf) -> Leaf:
         if isinstance(g, LeafKind):
@@ -113,14 +118,15 @@ def _unscale(grads: Updates, scale: jax.Array) -> Updates:
 
 
 def _cast_like(like: Leaf, u: Leaf) -> Leaf:
+    """Cast an update to the dtype of the gradient `like`; the update of an integer leaf stays."""
     return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
 
 
 def loss_scale(opt_state: OptState) -> jax.Array:
-    """Return the factor of the loss, a float32 scalar; multiply by it in a loop that you write.
+    """Return the factor of the loss, a float32 scalar, 1 without a `dynamic_loss_scale`.
 
     Args:
-      opt_state: the state of the optimizer. Without a `dynamic_loss_scale` the factor is 1.
+      opt_state: the state of the optimizer. In a loop that you write, multiply the loss by it.
 
     Raises:
       ValueError: the optimizer has several `dynamic_loss_scale`.
@@ -130,7 +136,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
 
 
 def scale_of(opt_state: OptState) -> jax.Array | None:
-    """Return the scale in a state, or None if there is none.
+    """Return the scale in a state; None if it has no `dynamic_loss_scale`.
 
     Raises:
       ValueError: there are several scales, or one for each worker.

@@ -67,7 +67,7 @@ class MasterForm(NamedTuple):
     is_narrow: tells whether a parameter has a master.
     start: p -> the array to store for a master that equals p.
     read: (p, stored) -> the master.
-    write: (p, master, *numbers) -> (u, stored), for which read(p + u, stored) is the master.
+    write: (p, master, *numbers) -> (u, stored), so that read(p + u, stored) is the master.
     numbers: the numbers of a fresh state besides the stored arrays: `moved`, `step` or none.
     advance: (numbers, all stored arrays, params) -> the numbers of this step.
     """
@@ -142,6 +142,7 @@ def master_weights(
             kept = form.start(p)
             return form.read(p, kept), kept
 
+        # The inner optimizer starts from the masters, so its state has their dtype.
         wide, kept = tree.map_to(2, widen, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
@@ -150,6 +151,7 @@ def master_weights(
         errors.check_state("master_weights", state, form.state_type)
         kept, inner_state, *numbers = state
         tree.check_same_structure("master_weights", "the state", kept, "params", params)
+        # The inner optimizer sees masters as its params, so decay and norms are exact too.
         wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)
         updates, inner_state = inner.update(updates, inner_state, wide, **extra)
         numbers = form.advance(numbers, kept, params)
@@ -168,16 +170,19 @@ def master_weights(
 
 
 def _check_x64(wide_dtype: np.dtype[Any]) -> None:
+    """Raise a ValueError if JAX would shorten this dtype, as float64 without jax_enable_x64."""
     if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
         raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
 
 def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
+    """Tell whether p is a real floating-point leaf of fewer bits than a dtype."""
     is_real = tree.is_inexact(p) and jnp.issubdtype(p.dtype, jnp.floating)
     return bool(is_real and jnp.finfo(p.dtype).bits < jnp.finfo(than).bits)
 
 
 def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
+    """Raise a ValueError if remainders are wanted for a leaf that is not bfloat16."""
     if bits is not None and p.dtype != jnp.bfloat16:
         raise ValueError(
             f"master_weights: bits={bits} needs bfloat16 parameters, because their exponent is "
@@ -186,7 +191,8 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
 
 
 def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
-    """Return the form for these arguments of `master_weights`."""
+    """Return the form of masters: copies in `dtype` if `bits` is None,
+    else remainders beside bfloat16."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
         return _make_copy_form(dtype)
@@ -196,7 +202,7 @@ def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
 
 
 def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
-    """Return the form of masters that are arrays of `dtype`."""
+    """Return the form of masters that are arrays of `dtype`; a moved leaf gets updates of NaN."""
     return MasterForm(
         MasterWeightsState,
         lambda p: _is_narrower(p, dtype),
@@ -211,16 +217,19 @@ def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
 
 
 def _make_remainder_form(bits: int) -> MasterForm:
-    """Return the form of float32 masters that consist of a parameter and a remainder."""
+    """Return the form of float32 masters that consist of a bfloat16 parameter and a remainder."""
 
     def write(
         p: jax.Array, master: jax.Array, step: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
+        """Return (u, e), so that p + u and e read as the master, which 24 bits round."""
         noise = None
         if step is not None:
+            # Another multiplier than in `stored`, so that both round with independent bits.
             noise = codes.random_bits(p.shape, step.astype(jnp.uint32) * np.uint32(0xC2B2AE35))
         target, _ = codes.split_float32(master, bits, noise)
         u = update_to(p, target.astype(jnp.float32))
+        # `apply_updates` may reach a neighbour of the target; the remainder makes up for it.
         reached = (p.astype(jnp.float32) + u).astype(p.dtype)
         return u, codes.remainder_beside(reached, master, bits, noise)
 
@@ -236,22 +245,23 @@ def _make_remainder_form(bits: int) -> MasterForm:
 
 
 def _wide_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return float32 or float64, the dtypes that masters may have."""
+    """Return float32 or float64, the dtypes that masters may have;
+    any other raises a ValueError."""
     wide = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
     try:
         if dtype is not None and jnp.dtype(dtype) in wide:
             return jnp.dtype(dtype)
+    # `dtype` is no dtype at all, such as a misspelt string.
     except TypeError:
         pass
     raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Return the update u = master − p, for which p + u, rounded to the dtype of p, is `master`.
+    """Return the update u, so that p + u, rounded to the dtype of p, is the rounded `master`.
 
-    If the difference is itself rounded, p + u may round to a neighbour of that number. Then u is
-    the difference between the rounded master and p. A difference of zero is −0.0, so that p = −0.0
-    keeps its sign.
+    u is master − p. If this difference is itself rounded, p + u may round to a neighbour; then u is
+    the difference between the rounded master and p. A zero is −0.0: p = −0.0 keeps its sign.
     """
     wide = p.astype(master.dtype)
     rounded = master.astype(p.dtype)
@@ -264,7 +274,8 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
 def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
-    """Return the wrapper that adds masters to an optimizer."""
+    """Return the wrapper for `multi_precision`:
+    copies for True, remainders for 32 or 24, none for False."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):

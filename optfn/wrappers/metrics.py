@@ -80,8 +80,8 @@ def record_metrics(
       per: patterns of paths, such as ("embed/.*", "layers/.*"). For each of these regular
         expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
         leaves count in param_norm.
-      axis_name: if each worker has its own gradient, the mesh axes over which the squares of the
-        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+      axis_name: if each worker has its own gradient, the mesh axes of the workers, to average the
+        squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its own axes.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
@@ -98,6 +98,7 @@ def record_metrics(
 
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
+        # The structure that update returns, because a scan carries the state.
         norms = [jnp.zeros((), jnp.float32) for _ in MEASURED]
         for pattern in patterns:
             match_names(pattern, params, "per")
@@ -109,6 +110,7 @@ def record_metrics(
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
+        # Integer leaves have no gradient, and would count in param_norm alone.
         trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
@@ -125,6 +127,8 @@ def record_metrics(
 
 
 def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
+    """Return the patterns as a list without repeats;
+    [] for None, and a TypeError for anything but text."""
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -137,23 +141,29 @@ def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
 
 
 def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
+    """Return the state with these norms, and the clip factor and rate that the inner state
+    shows."""
     grad_norm, update_norm, param_norm = norms
     factor, rate = _read_inner(inner_state)
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
 def _norm(x: Updates) -> jax.Array:
+    """Return the norm over all leaves, float32;
+    repeated rows are merged, or they would count apart."""
     return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
 def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest clip factor and the learning rate in a state."""
+    """Return the smallest clip factor in a state (1 without clips),
+    and its learning rate (NaN if none or several)."""
     factors = [node.factor for node in find_nodes(ClipState, inner_state)]
     factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
         rate = jnp.asarray(jnp.nan, jnp.float32)
+    # A copy: one buffer twice in a state cannot be donated.
     return factor, jnp.array(rate, jnp.float32, copy=True)
 
 
@@ -174,12 +184,10 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
     state = state_names.find_main_state(opt_state) if path is None else opt_state
-    found = [
-        recorder
-        for name, node in state_names.states_with_names(_is_recorder, state)
-        if path is None or f"/{path}/" in f"/{name}/"
-        for recorder in iterate_nodes(_is_recorder, node)
-    ]
+    found: list[RecordMetricsState] = []
+    for name, node in state_names.states_with_names(_is_recorder, state):
+        if path is None or f"/{path}/" in f"/{name}/":
+            found += iterate_nodes(_is_recorder, node)
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
@@ -190,11 +198,13 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
 
 
 def _is_recorder(x: object) -> bool:
+    """Tell whether `x` is the state of a `record_metrics`."""
     return isinstance(x, RecordMetricsState)
 
 
 def _combine_workers(name: str, node: object) -> jax.Array:
-    """Return a recorded number; of one per worker, the root mean square of norms, else the least.
+    """Return a recorded scalar; for an array with a number per worker,
+    the root mean square of norms, else the least.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

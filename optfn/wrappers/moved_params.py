@@ -20,7 +20,8 @@ MOST_ENTRIES = 1024
 
 
 def sample(x: jax.Array) -> jax.Array:
-    """Return at most 1,024 entries of an array: every s-th of its first row, or all of a short one.
+    """Return at most 1,024 entries of an array:
+    every s-th of its first row, the whole row if short; a scalar stays.
 
     Where devices divide x, each takes these entries from its own shard: XLA would send whole shards
     for entries side by side, and for a row that is not the first one.
@@ -32,10 +33,11 @@ def sample(x: jax.Array) -> jax.Array:
 
 
 def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Tell for each entry whether p is within half a unit of its last place of the master.
+    """Tell for each entry whether p is within half a unit of its last place of the master;
+    NaN and ∞ count as such.
 
-    The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞
-    count as rounded: they are no change from outside.
+    The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞ are
+    no change from outside.
     """
     info, wide = jnp.finfo(p.dtype), p.astype(master.dtype)
     # XLA may flush subnormal numbers of either dtype to 0, so the unit is a normal number.
@@ -45,16 +47,14 @@ def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
 
 
 def first_moved(masters: Params, params: Params) -> jax.Array:
-    """Return 1 + the number of the first leaf with a master that is not its master rounded, or 0.
+    """Return 1 + the number of the first leaf that is not its master rounded, int32; 0 if none is.
 
-    Leaves without a master are not counted.
+    Only leaves with a master are counted and numbered.
     """
-    pairs = tree.items(masters, params)
-    moved = [
-        jnp.any(~is_rounded(sample(p), sample(master)))
-        for _, master, p in pairs
-        if not tree.is_masked(master)
-    ]
+    moved = []
+    for _, master, p in tree.items(masters, params):
+        if not tree.is_masked(master):
+            moved.append(jnp.any(~is_rounded(sample(p), sample(master))))
     if not moved:
         return jnp.zeros((), jnp.int32)
     flags = jnp.stack(moved)
@@ -62,16 +62,19 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
 
 
 def error_of_moved(masters: Params, number: int) -> ValueError:
-    """Return the error that names leaf `number`, as `first_moved` counts leaves."""
+    """Return the error that names leaf `number`, counted from 1 over leaves with a master."""
     return _error(_names(masters), number)
 
 
 def _names(masters: Params) -> list[str]:
+    """Return the paths of the leaves that have a master;
+    of a packed buffer, of all leaves in it."""
     pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
     return [tree.list_names(names) for names, x in pairs if not tree.is_masked(x)]
 
 
 def _error(names: list[str], number: int) -> ValueError:
+    """Return the error that a leaf is not its master rounded, with the ways out."""
     return ValueError(
         f"master_weights: {names[number - 1]} is not its master, rounded, so something besides the "
         "update changed this parameter. If a link behind the masters changes the update, "

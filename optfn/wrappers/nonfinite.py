@@ -45,7 +45,8 @@ class SkipNonfiniteState(NamedTuple):
 def select_unless_skipped(
     skip: jax.Array, updates: Updates, after: OptState, before: OptState
 ) -> tuple[Updates, OptState]:
-    """Return updates and the state after them; if `skip`, −0.0 and the state before."""
+    """Return updates and the state after them;
+    if `skip`, updates of −0.0 and the state before. Integers stay."""
 
     def update(u: Leaf) -> Leaf:
         if isinstance(u, LeafKind):
@@ -76,7 +77,7 @@ def skip_nonfinite(
     Args:
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
-      axis_name: if each worker has a private gradient, the mesh axes over which the workers must
+      axis_name: if each worker has a private gradient, the mesh axes of the workers, which must
         agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its axes.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.

@@ -64,12 +64,12 @@ def skip_spikes(
 
     Args:
       tx: an optimizer of optfn or optax.
-      factor: by which factor a spike exceeds the median, > 1.
-      window: the number of norms of which the median is taken, ≥ 1.
+      factor: how many times the median a spike exceeds, > 1.
+      window: the median is taken of so many norms, ≥ 1.
       max_consecutive: how many spikes in a row are skipped, ≥ 0. With 0, the ratio n/m is only
         recorded.
-      axis_name: if each worker has a private update, the mesh axes over which the squares of the
-        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+      axis_name: if each worker has a private update, the mesh axes of the workers, to average the
+        squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its axes.
 
     The metrics of a training step have "spike_ratio", n/m.
@@ -94,11 +94,13 @@ def skip_spikes(
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
+        # A median, because a mean of norms would follow the spikes themselves.
         in_order = jnp.sort(state.norms)
         median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2
         spike = norm > times * median
         consecutive = jnp.where(spike, core.next_step(state.consecutive), 0)
         skip = spike & (consecutive <= most)
+        # The steps of `accumulate` without an update have norm 0, and would pull the median down.
         counts = ~skip & jnp.isfinite(norm) & (norm > 0)
         norms = jnp.where(counts, jnp.append(state.norms[1:], norm), state.norms)
         updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)

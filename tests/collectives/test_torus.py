@@ -30,7 +30,7 @@ def in_phases(monkeypatch):
     sizes = {8: (2, 2, 2), 4: (2, 2)}
     box = lambda devices, axis: sizes.get(devices.shape[axis], ())  # noqa: E731
     torus._phases_along.cache_clear()
-    monkeypatch.setattr(torus, "box", box)
+    monkeypatch.setattr(torus, "find_box", box)
     yield
     torus._phases_along.cache_clear()
 

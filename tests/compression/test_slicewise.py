@@ -412,13 +412,13 @@ def test_another_number_of_workers(as_mapping, workers):
     np.testing.assert_allclose(total, mean + before.published["w"][:1517], atol=1e-6)
 
 
-@pytest.mark.parametrize("is_sharded", [nightly(False), True])
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, is_sharded):
-    if is_sharded:
+@pytest.mark.parametrize("is_sharded_param", [nightly(False), True])
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, is_sharded_param):
+    if is_sharded_param:
         pytest.importorskip("orbax.checkpoint")
     step = optfn.make_train_step(loss_fn, optimizer(), mesh=data_mesh(N))
     state, _ = trained(step, step.init(MODEL), 2)
-    optfn.save_checkpoint(tmp_path, state, sharded=is_sharded)
+    optfn.save_checkpoint(tmp_path, state, sharded=is_sharded_param)
     mapping = optfn.state_dict(state.opt_state)
     assert mapping["per_worker"].tolist() == ["exchange/residual/in", "exchange/residual/out"]
     assert mapping["exchange/published/in"].shape == (MODEL["in"].size,)

@@ -39,7 +39,7 @@ def test_a_packet_comes_out_as_it_went_in(value_dtype):
     indices = np.concatenate(indices).astype(np.int32)
     values = normal(0, sum(k))
     packet_format = of_leaves(sizes, k, value_dtype)
-    sent = packet_format.rounded(values)
+    sent = packet_format.round_values(values)
     packet = jax.jit(packet_format.encode)(sent, indices)
     assert packet.dtype == np.uint32 and packet.nbytes == packet_format.num_bytes
     got_values, got_indices = jax.jit(packet_format.decode)(packet)
@@ -55,7 +55,7 @@ def test_rounding_keeps_what_is_finite_finite():
     packet_format = of_leaves((9,), (5,), "bfloat16")
     largest = np.finfo(np.float32).max
     values = np.array([largest, -largest, np.inf, 0.0, 1.00390625], np.float32)
-    rounded = np.asarray(packet_format.rounded(values))
+    rounded = np.asarray(packet_format.round_values(values))
     assert np.isfinite(rounded[:2]).all() and np.isinf(rounded[2])
     assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
 

@@ -32,7 +32,7 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "core", "compilers", "collectives", "workers", "leaves", "interop",
+    "_version", "core", "estimate", "compilers", "collectives", "workers", "leaves", "interop",
     "state", "transforms", "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse",
     "parallel", "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip

@@ -201,7 +201,7 @@ def test_names_and_papers_become_links():
 
     `adam`
 
-[`adam`](tour.md), optax's `adam`, `history`, and `Table`
+[`adam`](tour.md), optax's `adam`, `history`, and `Rows`
 
 ```python
 `adam`
@@ -211,7 +211,7 @@ def test_names_and_papers_become_links():
         "See `adam`": "See [`adam`][optfn.adam]",
         "`optfn.minimize(loss_fn)`": "[`optfn.minimize(loss_fn)`][optfn.minimize]",
         "arXiv 1412.6980": "[arXiv 1412.6980](https://arxiv.org/abs/1412.6980)",
-        "and `Table`": "and [`Table`][optfn.sparse.Table]",
+        "and `Rows`": "and [`Rows`][optfn.sparse.Rows]",
     }
     expected = text
     for before, after in links.items():

@@ -97,6 +97,17 @@ MISTAKES = {
         ),
         ValueError, "part of the batch; it has length 4",
     ),
+    "an average that nothing keeps": (
+        lambda: optfn.minimize(
+            lambda p, x: jnp.mean(p["scale"] * x), optfn.sgd(0.1), PARAMS, [np.ones(3)],
+            evaluate=lambda p: 0.0, evaluate_average=True, progress=False,
+        ),
+        ValueError, "evaluate_average=True: the state must hold one average",
+    ),
+    "several batches ahead": (
+        lambda: minimize_with_state(loss_with_state, has_aux=True, prefetch=8),
+        ValueError, "prefetch must be one of 0, 1; got 8",
+    ),
     "layers of several lengths": (
         lambda: scan_layers(lambda p, x: x, {"a": jnp.ones((4, 2)), "b": jnp.ones((3, 2))}, 0.0),
         ValueError, r"scan_layers: .*got shapes \(4, 2\), \(3, 2\)",

@@ -65,6 +65,13 @@ def test_optimizers_make_the_steps_of_torch(name):
             "LinearLR",
             {"start_factor": 0.5, "total_iters": 10},
         ),
+        (schedules.one_cycle(0.1, 30), "OneCycleLR", {"max_lr": 0.1, "total_steps": 30}),
+        (
+            schedules.one_cycle(0.1, 31, pct_start=0.4, anneal="linear", three_phase=True),
+            "OneCycleLR",
+            {"max_lr": 0.1, "total_steps": 31, "pct_start": 0.4, "three_phase": True}
+            | {"anneal_strategy": "linear"},
+        ),
     ],
 )
 def test_schedules_are_those_of_torch(ours, name, options):

@@ -166,7 +166,7 @@ def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
         raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        run(failing(), report=path)
+        run(failing(), report=path, prefetch=0)  # so that the report is there when it is read
     seen.append(read(path)[1])
     assert [facts["steps"] for facts in seen] == [["1"], ["1"]]
     assert [facts["ended"] for facts in seen] == [["not yet"], ["by RuntimeError: power cut"]]

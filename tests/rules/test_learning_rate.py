@@ -103,6 +103,7 @@ def test_schedules_are_given_an_int32_step():
         ("step_decay", (0.1, 10**9, 0.5)),
         nightly("warmup_cosine", (0.1, 10, 2**40)),
         nightly("warmup_stable_decay", (0.1, 10, 2**32, 2**34)),
+        nightly("one_cycle", (0.1, 2**34)),
         nightly("multi_step", (0.1, [3, 5])),
         ("lambda_decay", (0.1, lambda i: 1 / (1 + i))),
     ],

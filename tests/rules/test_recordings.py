@@ -253,6 +253,7 @@ SUITE = (
     "fluid18_lr_dygraph_NaturalExpDecay__staircase",
     "fluid18_lr_dygraph_InverseTimeDecay__staircase", "fluid18_lr_dygraph_StepDecay",
     "p33_lr_PiecewiseDecay", "p33_lr_PolynomialDecay", "p33_lr_MultiStepDecay",
+    "p33_lr_OneCycleLR",
 )  # fmt: skip
 
 

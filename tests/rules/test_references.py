@@ -384,6 +384,30 @@ def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"pct_start": 0.29, "anneal": "linear"},
+        {"pct_start": 0.25, "three_phase": True, "div_factor": 10, "final_div_factor": 3},
+        {"pct_start": 0.5, "three_phase": True, "anneal": "linear"},
+        {"pct_start": 0.01},  # the peak is at step 0
+        {"pct_start": 0.0},
+        {"pct_start": 1.0},
+    ],
+    ids=str,
+)
+def test_one_cycle_has_the_rates_of_torch_at_every_step(options):
+    """The peak is at step p·T − 1, where the rate is the peak itself."""
+    schedule = optfn.schedules.one_cycle(0.3, 100, **options)
+    rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(120)))
+    reference = reference_schedules.one_cycle(0.3, 100, **options)
+    np.testing.assert_allclose(rates, reference_schedules.series(reference, 120), rtol=2e-5)
+    peak = options.get("pct_start", 0.3) * 100 - 1
+    if peak >= 0:
+        assert rates.max() == rates[round(peak)] == np.float32(0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {"patience": 2, "cooldown": 3, "threshold": 0.05},
         {"patience": 0, "min_lr": 0.2},
         {"mode": "max", "threshold_mode": "abs", "threshold": 0.1, "patience": 1, "cooldown": 1},

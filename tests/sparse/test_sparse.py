@@ -34,7 +34,7 @@ def make_params():
 
 
 def loss_fn(params, ids, target):
-    """Lookups of several shapes, inside jit and vmap as well."""
+    """TracedLoss of several shapes, inside jit and vmap as well."""
     table = params["table"]
     one = table[ids] @ params["w"]
     two = jax.vmap(lambda i: table[i] ** 2, in_axes=1)(ids)
@@ -107,6 +107,19 @@ FORMS = {
     "jit of an id": lambda t, ids: jax.jit(lambda t, i: t[i])(t, ids[0]),
     "short ids": lambda t, ids: t[ids.astype(jnp.int8)] + t[ids[1].astype(jnp.int8)],
     "unsigned ids": lambda t, ids: t[jnp.abs(ids).astype(jnp.uint8)],
+    "all axes": lambda t, ids: t[ids, :],
+    "take": lambda t, ids: jnp.nan_to_num(jnp.take(t, ids, axis=0)),
+    "take of clipped ids": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "take of wrapped ids": lambda t, ids: jnp.take(t, ids, axis=0, mode="wrap"),
+    "vmap of take": lambda t, ids: jax.vmap(lambda i: jnp.take(t, i, axis=0, fill_value=1))(ids),
+    "at": lambda t, ids: t.at[ids].get(mode="fill", fill_value=2),
+    "slices": lambda t, ids: jnp.stack([jax.lax.dynamic_slice(t, (k, 0), (1, WIDTH)) for k in ids]),
+    "a cast": lambda t, ids: t.astype(jnp.float16)[ids].astype(jnp.float32),
+    "two casts": lambda t, ids: t.astype("float16").astype(jnp.float32)[ids] + t[ids],
+    "one of two": lambda t, ids: t[ids] + jax.lax.stop_gradient(t)[ids[::-1]],
+    "checkpoint": lambda t, ids: jax.checkpoint(lambda t, i: jnp.sin(t[i]))(t, ids),
+    "checkpoints": lambda t, ids: jax.checkpoint(jax.vmap(jax.checkpoint(lambda i: t[i])))(ids),
+    "a dead use": lambda t, ids: (t.sum(), t[ids])[1],
 }
 
 
@@ -123,7 +136,58 @@ def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     value, grads = jax.jit(sparse.value_and_grad(loss, "table"))(params, ids)
     want, dense = jax.jit(jax.value_and_grad(loss))(params, ids)
     assert float(value) == pytest.approx(float(want), rel=1e-5)
-    np.testing.assert_allclose(grads["table"].dense(), dense["table"], rtol=1e-6)
+    rtol = 2e-3 if "cast" in name else 1e-6  # the dense gradient is added up in float16
+    np.testing.assert_allclose(grads["table"].dense(), dense["table"], rtol=rtol)
+
+
+def of_linen(**options):
+    linen = pytest.importorskip("flax.linen")
+    layer = linen.Embed(ROWS, WIDTH, **options)
+    params = layer.init(jax.random.key(0), IDS)["params"]
+    return params, lambda params, ids: layer.apply({"params": params}, ids)
+
+
+def of_nnx(**options):
+    nnx = pytest.importorskip("flax.nnx")
+    graph, params = nnx.split(nnx.Embed(ROWS, WIDTH, **options, rngs=nnx.Rngs(0)), nnx.Param)
+    return params, lambda params, ids: nnx.merge(graph, params)(ids)
+
+
+def of_haiku():
+    hk = pytest.importorskip("haiku")
+    layer = hk.without_apply_rng(hk.transform(lambda ids: hk.Embed(ROWS, WIDTH)(ids)))
+    return layer.init(jax.random.key(0), IDS), layer.apply
+
+
+def of_equinox():
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.Embedding(ROWS, WIDTH, key=jax.random.key(0))
+    params, static = eqx.partition(layer, eqx.is_inexact_array)
+    return params, lambda params, ids: jax.vmap(jax.vmap(eqx.combine(params, static)))(ids)
+
+
+LAYERS = {
+    "linen": of_linen,
+    "linen, bfloat16": lambda: of_linen(dtype=jnp.bfloat16),
+    "nnx": of_nnx,
+    "nnx, bfloat16": lambda: of_nnx(dtype=jnp.bfloat16),
+    "haiku": of_haiku,
+    "equinox": of_equinox,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_embedding_layers_look_up_rows(name):
+    params, apply = LAYERS[name]()
+
+    def loss(params, ids):
+        return jnp.mean(jnp.tanh(apply(params, ids).astype(jnp.float32)) ** 2)
+
+    value, grads = jax.jit(sparse.value_and_grad(loss, ".*"))(params, IDS)
+    want, dense = jax.jit(jax.value_and_grad(loss))(params, IDS)
+    assert float(value) == pytest.approx(float(want))
+    rtol = 1e-2 if "bfloat16" in name else 1e-6
+    chex.assert_trees_all_close(densified(grads), dense, rtol=rtol, atol=1e-8)
 
 
 def test_one_dimensional_and_wide_tables():
@@ -137,33 +201,28 @@ def test_one_dimensional_and_wide_tables():
 
 
 MISUSES = {
-    "method": (lambda t: t.sum(), "only be looked up.*'sum'"),
-    "function": (lambda t: jnp.sum(t), "only be looked up.*operation on the whole"),
-    "numpy": (lambda t: np.asarray(t).sum(), "only be looked up.*NumPy"),
+    "method": (lambda t: t.sum(), "only be looked up.*reduce_sum; .*test_sparse.py:"),
+    "numpy": (lambda t: np.asarray(t).sum(), "[Tt]racer"),
     "operator": (lambda t: (t * 2)[0].sum(), "only be looked up.*mul"),
-    "matmul": (lambda t: jnp.sum(jnp.ones((1, ROWS)) @ t), "only be looked up"),
+    "matmul": (lambda t: jnp.sum(jnp.ones((1, ROWS)) @ t), "only be.*dot_general: a matrix"),
+    "tied": (lambda t: jnp.sum(t[:1] @ t.T), "only be looked up.*transpose: a matrix product"),
     "tree": (lambda t: sum(jnp.sum(x) for x in jax.tree.leaves(t)), "only be.*reduce_sum"),
     "returned": (lambda t: t, "only be looked up.*returned"),
-    "comparison": (lambda t: 1.0 if t != 0 else 0.0, "only be looked up.*ne"),
-    "truth": (lambda t: 1.0 if t else 0.0, "only be looked up.*bool"),
-    "floor": (lambda t: t // 2, "only be looked up.*floordiv"),
-    "slice": (lambda t: t[:3].sum(), r"table 'table' must be looked up by integer ids.*slice"),
-    "float": (lambda t: t[jnp.ones(2)].sum(), "integer ids.*float32"),
-    "mask": (lambda t: t[jnp.ones(ROWS, bool)].sum(), "integer ids.*bool"),
+    "cast, returned": (lambda t: t.astype(jnp.bfloat16), "only be looked up.*returned"),
+    "cast, used": (lambda t: t.astype(jnp.bfloat16).sum(), "only be looked up.*reduce_sum"),
+    "truth": (lambda t: 1.0 if t[0, 0] else 0.0, "[Tt]racer"),
+    "slice": (lambda t: t[:3].sum(), "only be.*slice of other parts than whole rows"),
+    "entries": (lambda t: t[jnp.arange(2), 1].sum(), "only be.*gather of other parts than whole"),
+    "float": (lambda t: t[jnp.ones(2)].sum(), "float32"),
     "scan": (
         lambda t: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, jnp.arange(3))[0],
-        "inside the body of scan.*Look the rows up before it",
+        "inside the body of scan.*test_sparse.py:.*Look the rows up before it",
     ),
     "cond": (
         lambda t: jax.lax.cond(jnp.sum(jnp.ones(2)) > 0, lambda: t[0].sum(), lambda: 0.0),
         "inside the body of cond.*Look the rows up before it",
     ),
-    "take": (lambda t: jnp.take(t, jnp.arange(2), axis=0).sum(), "only be looked up"),
-    "at": (lambda t: t.at[jnp.arange(2)].get(mode="clip").sum(), "only be looked up.*'at'"),
-    "checkpoint": (
-        lambda t: jax.checkpoint(lambda t: t[jnp.arange(2)].sum())(t),
-        "inside the body of .*Look the rows up before it",
-    ),
+    "checkpoint": (lambda t: jax.checkpoint(lambda t: t.sum())(t), "only be.*reduce_sum"),
 }
 
 
@@ -172,7 +231,7 @@ def test_other_uses_of_a_table_are_errors(name):
     use, message = MISUSES[name]
     with pytest.raises(TypeError, match=message) as error:
         sparse.value_and_grad(lambda p: use(p["table"]), "table")(make_params())
-    assert "'table'" in str(error.value)
+    assert name in ("numpy", "truth", "float") or "'table'" in str(error.value)
 
 
 def test_tables_must_be_tables():
@@ -244,7 +303,7 @@ def test_rows_of_a_reshaped_array_in_parts():
         np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
     once = r.merge()
     np.testing.assert_array_equal(rows.take_rows(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
-    np.testing.assert_array_equal(rows.place_params(p, rows.take_rows(p, once), once), p)
+    np.testing.assert_array_equal(rows.put_rows(p, rows.take_rows(p, once), once), p)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Constants of chips: clock, products, memory, links."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Constants of a chip, by which `estimate_step` turns a schedule into seconds.
+
+    Args:
+      name: for messages.
+      flops: peak FLOPs a second of products in bfloat16.
+      hbm: bytes a second of its main memory.
+      link: bytes a second that a link carries in one direction.
+      links: the number of its links. On a torus a collective uses one in each direction of a
+        dimension, behind a switch all of them.
+      latency: seconds: of each hop on a torus, of each collective behind a switch.
+      clock: hertz of the cycles that the compiler of a TPU estimates. None where the compiler
+        estimates nothing, as on a GPU: an instruction then takes the time of its FLOPs or of its
+        bytes, whichever is longer.
+      efficiency: the share of `flops` that products reach, where there is no clock.
+      ring_of: a dimension of the torus is closed to a ring if its length is a multiple of this;
+        others are open lines. None behind a switch.
+      torus: the lengths of the dimensions of the slice, () to read them from the devices.
+      node: how many chips a switch joins, None for all of them.
+      network: bytes a second between nodes in one direction, for each chip.
+
+    `Chip.of("h100")` has the constants of a name, and `dataclasses.replace` changes some of them.
+    """
+
+    name: str
+    flops: float
+    hbm: float
+    link: float
+    links: int
+    latency: float
+    clock: float | None = None
+    efficiency: float = 1.0
+    ring_of: int | None = None
+    torus: tuple[int, ...] = ()
+    node: int | None = None
+    network: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a constant."""
+        for field in ("flops", "hbm", "link", "links", "efficiency"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"Chip: {field} must be positive, got {getattr(self, field)!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"Chip: latency must not be negative, got {self.latency!r}")
+        if (self.node is None) != (self.network is None):
+            raise ValueError("Chip: give node and network together, or neither")
+
+    @staticmethod
+    def of(name: str) -> "Chip":
+        """Return the constants of a name such as "v5e", "v5e:4x4" with its slice, or "h100"."""
+        kind, _, dims = name.lower().partition(":")
+        if kind not in CHIPS or (dims and not re.fullmatch(r"\d+(x\d+)*", dims)):
+            known = ", ".join(CHIPS)
+            raise ValueError(
+                f"estimate_step: chip must be one of {known}, for a TPU also with its slice, as in "
+                f'"v5e:4x4", or a Chip(...) of constants; got {name!r}'
+            )
+        return dataclasses.replace(
+            CHIPS[kind], torus=tuple(map(int, filter(None, dims.split("x"))))
+        )
+
+
+# Clocks: peak FLOPs over the FLOPs a cycle of all matrix units, 4 of 128² on v5e, 8 of 128² on v5p,
+# 4 of 256² on v6e. Checked: a product of 2048 × 4096 × 11008 has 96 % of the peak in the compiler's
+# estimated cycles.
+# FLOPs, HBM and links: jax-ml.github.io/scaling-book, chapter 2 (one link, one direction).
+# Closed dimensions: cloud.google.com/tpu/docs, v5p: multiples of 4 chips; v5e, v6e: 16 only.
+# Latency: an assumption, about 1 μs a hop in the same book.
+# H100: NVIDIA's data sheet of the SXM5: 989 TFLOP/s, 3.35 TB/s, 18 links of 25 GB/s in one
+# direction, and in a DGX a ConnectX-7 of 400 Gbit/s for each GPU. Assumptions: 0.8 of links and
+# network, 5 μs, and 0.75 of the peak for products.
+_REACHED_BY_NCCL = 0.8
+CHIPS = {
+    "v5e": Chip("v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16),
+    "v5p": Chip("v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4),
+    "v6e": Chip("v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16),
+    "h100": Chip(
+        "h100", 989e12, 3.35e12, 25e9 * _REACHED_BY_NCCL, 18, 5e-6, efficiency=0.75,
+        node=8, network=50e9 * _REACHED_BY_NCCL,
+    ),
+}  # fmt: skip
+# As `device.device_kind` names them.
+_KINDS = {
+    "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+}  # fmt: skip
+
+
+def recognize_chip(devices: Sequence[Any]) -> Chip:
+    """Return the constants of the devices of a program."""
+    platform, kind = devices[0].platform, devices[0].device_kind
+    if platform == "cpu":
+        raise ValueError(
+            "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
+            "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
+            "docs/will-it-fit.md"
+        )
+    name = "h100" if "H100" in kind else _KINDS.get(kind)
+    if name is None:
+        raise ValueError(
+            f"estimate_step: no constants are known for {kind!r}; pass chip=Chip(...) with them"
+        )
+    return CHIPS[name]

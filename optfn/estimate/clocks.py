@@ -1,0 +1,148 @@
+"""Two clocks, of compute and of the links, and what of a transfer compute waits for."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from optfn.estimate.links import Lane
+
+Sums: TypeAlias = defaultdict[str, float]  # by kind of collective
+
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+    """A collective on its way.
+
+    Attributes:
+      kind: its kind.
+      seconds: what it takes of the links.
+      sent: bytes that a device sends.
+      lanes: the lanes of the torus that it uses, None for all links.
+      is_carried: whether it moves only while an instruction that carries it runs.
+      left: seconds that it still takes.
+    """
+
+    kind: str
+    seconds: float
+    sent: float
+    lanes: frozenset[Lane] | None = None
+    is_carried: bool = False
+    left: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with all of it left."""
+        self.left = self.seconds
+
+    def shares_links(self, other: "Transfer") -> bool:
+        """Tell whether both use the same links, so that the second waits for the first."""
+        if self.lanes is None or other.lanes is None:
+            return True
+        return not self.lanes.isdisjoint(other.lanes)
+
+
+@dataclasses.dataclass
+class Totals:
+    """Sums over a schedule: seconds, bytes and FLOPs; counters have an entry for each kind.
+
+    Attributes:
+      seconds: from begin to end: compute + exposed.
+      compute: seconds of compute.
+      communication: seconds of the links.
+      exposed: seconds for which compute waits for the links.
+      sent: bytes that a device sends.
+      count: collectives.
+      asynchronous: collectives that begin at one instruction and end at another.
+      flops: FLOPs of products.
+      recomputed: FLOPs of products that run again in the backward pass.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    communication: Sums = dataclasses.field(default_factory=lambda: defaultdict(float))
+    exposed: Sums = dataclasses.field(default_factory=lambda: defaultdict(float))
+    sent: Sums = dataclasses.field(default_factory=lambda: defaultdict(float))
+    count: Sums = dataclasses.field(default_factory=lambda: defaultdict(float))
+    asynchronous: Sums = dataclasses.field(default_factory=lambda: defaultdict(float))
+    flops: float = 0.0
+    recomputed: float = 0.0
+
+    def add(self, other: "Totals", times: int = 1) -> None:
+        """Add what another schedule takes when it runs so often."""
+        for field in dataclasses.fields(self):
+            more: Any = getattr(other, field.name)
+            if isinstance(more, dict):
+                mine = getattr(self, field.name)
+                for kind, value in more.items():
+                    mine[kind] += value * times
+            else:
+                setattr(self, field.name, getattr(self, field.name) + more * times)
+
+
+class Clocks:
+    """The clocks of one schedule, and the transfers that are on their way."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.flying: list[Transfer] = []
+
+    def start(self, transfer: Transfer, is_asynchronous: bool) -> None:
+        """Send a transfer off."""
+        totals, kind = self.totals, transfer.kind
+        totals.communication[kind] += transfer.seconds
+        totals.sent[kind] += transfer.sent
+        totals.count[kind] += 1
+        totals.asynchronous[kind] += is_asynchronous
+        self.flying.append(transfer)
+
+    def compute(self, seconds: float, carried: Iterable[Transfer] = ()) -> None:
+        """Let compute run for so long, and the links beside it; `carried` move one by one."""
+        self.totals.compute += seconds
+        self.totals.seconds += seconds
+        for transfer in carried:
+            moved = min(transfer.left, seconds)
+            transfer.left -= moved
+            seconds -= moved
+        self._advance(seconds)
+
+    def loop(self, body: Totals, times: int) -> None:
+        """Let a body run so often; transfers from before it have the links while it sends none."""
+        idle = max(0.0, body.seconds - sum(body.communication.values()))
+        self._advance(idle * times)
+        self.totals.add(body, times)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Stop compute until a transfer is done, and before it those that hold its links."""
+        if transfer not in self.flying:
+            return
+        earlier = self.flying[: self.flying.index(transfer)]
+        transfer.is_carried = False  # nothing else runs beside it
+        for other in earlier:
+            if not other.is_carried and other.shares_links(transfer):
+                self._expose(other)
+        self._expose(transfer)
+        self.flying.remove(transfer)
+
+    def finish(self) -> Totals:
+        """Wait for what is on its way, and return the sums."""
+        for transfer in [*self.flying]:
+            self.wait(transfer)
+        return self.totals
+
+    def _expose(self, transfer: Transfer) -> None:
+        left = transfer.left
+        self.totals.exposed[transfer.kind] += left
+        self.totals.seconds += left
+        self._advance(left)
+        transfer.left = 0.0
+
+    def _advance(self, seconds: float) -> None:
+        """Let the links work for so long, on what came first."""
+        ahead: list[tuple[Transfer, float]] = []  # those that use links, and until when
+        for transfer in self.flying:
+            if transfer.is_carried or transfer.left <= 0:
+                continue
+            begin = max((end for other, end in ahead if other.shares_links(transfer)), default=0.0)
+            moved = min(transfer.left, max(0.0, seconds - begin))
+            transfer.left -= moved
+            ahead.append((transfer, begin + moved))

@@ -1,0 +1,95 @@
+"""FLOPs of the matrix products that an instruction runs."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from optfn.estimate.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
+
+# What the compilers put into the name of an operation that runs again in the backward pass.
+_RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
+
+
+class Product(NamedTuple):
+    """A product of matrices: its FLOPs, the bits of an entry, and whether it runs again."""
+
+    flops: float
+    bits: int
+    is_recomputed: bool
+
+
+def find_products(program: Program, x: Instruction, home: Computation) -> Iterator[Product]:
+    """Yield the products of an instruction, also those in a fusion or a called computation."""
+    for body, y in [(home, x), *program.inside(x)]:
+        if y.opcode == "dot":
+            contracted = _read_integers(y.attribute("lhs_contracting_dims"))
+            flops = _dot_flops(y, body, contracted)
+        elif y.opcode == "convolution":
+            flops = _convolution_flops(y, body)
+        elif y.opcode == "custom-call" and is_gemm(y):
+            found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', y.attributes)
+            flops = _dot_flops(y, body, _read_integers(found[1] if found else ""))
+        else:
+            continue
+        bits = BITS[_operand_array(y, body, 0).dtype]
+        yield Product(flops, bits, bool(_RECOMPUTED.search(y.name + y.attributes)))
+
+
+def is_gemm(x: Instruction) -> bool:
+    """Tell whether a custom call is a product of cuBLAS."""
+    return x.target.startswith("__cublas$")
+
+
+def _dot_flops(x: Instruction, home: Computation, contracted: tuple[int, ...]) -> float:
+    lhs = _operand_array(x, home, 0)
+    summed = math.prod(lhs.shape[i] for i in contracted)
+    return 2 * read_arrays(x.shape)[0].size * summed
+
+
+def _convolution_flops(x: Instruction, home: Computation) -> float:
+    """Return the FLOPs of a convolution, as a TPU writes all products.
+
+    A batch of products is a convolution with holes or padding: only the pairs of places count in
+    which neither is.
+    """
+    lhs, rhs, result = (
+        _operand_array(x, home, 0),
+        _operand_array(x, home, 1),
+        read_arrays(x.shape)[0],
+    )
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", x.attribute("dim_labels"))
+    if labels is None:
+        raise ValueError(f"estimate_step: dimensions of another form in the convolution {x.name}")
+    flops = 2.0 * rhs.shape[labels[2].index("i")]
+    flops *= result.shape[labels[3].index("b")] * result.shape[labels[3].index("f")]
+    window = x.attribute("window")
+    for spatial in filter(str.isdigit, labels[3]):
+        size = lhs.shape[labels[1].index(spatial)]
+        moves = result.shape[labels[3].index(spatial)]
+        flops *= _count_pairs(window, int(spatial), size, moves)
+    return flops
+
+
+def _count_pairs(window: str, i: int, size: int, moves: int) -> int:
+    """Return how many pairs of a place of the kernel and an entry meet along a dimension."""
+
+    def setting(name: str, default: str) -> str:
+        found = re.search(rf"\b{name}=(\S+)", window)
+        return found[1].split("x")[i] if found else default
+
+    kernel, stride = int(setting("size", "1")), int(setting("stride", "1"))
+    low = int(setting("pad", "0_0").split("_")[0])
+    hole, apart = int(setting("lhs_dilate", "1")), int(setting("rhs_dilate", "1"))
+    places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
+    return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))
+
+
+def _operand_array(x: Instruction, home: Computation, i: int) -> Array:
+    return read_arrays(home[x.operands[i]].shape)[0]
+
+
+def _read_integers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))

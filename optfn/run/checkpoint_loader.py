@@ -1,0 +1,171 @@
+"""Reading of checkpoints: what a file or a directory has, in the place of a template's arrays."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from optfn.core import checks, tree
+from optfn.core.tree import is_key, list_names
+from optfn.core.types import Leaf, PyTree
+from optfn.leaves.patterns import Pattern
+from optfn.run.checkpoint_directory import ENTRIES
+from optfn.run.frozen import FROZEN, compare_frozen, select_frozen
+from optfn.run.newest import OtherRun, backend_of
+from optfn.run.storage import NONFINITE
+from optfn.sparse.sharded_table import unwrap_tables
+from optfn.state.names import arrays_with_names
+from optfn.state.per_worker import has_per_worker_state
+from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
+from optfn.train.changes import Changes, Misfit
+from optfn.train.loading import load_named, to_host
+from optfn.train.packed_state import make_placeholders, unpack_state
+from optfn.train.state import TrainState
+from optfn.train.state_dict import ABOUT, check_names
+
+HISTORY = "history/"
+_TRAIN = "train"  # the first word of the names of a TrainState
+# The names of the entries of a checkpoint that are not arrays of the state.
+_RESERVED = (*ABOUT, HISTORY, NONFINITE, *ENTRIES)
+
+Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
+
+
+def check_tree(who: str, state: PyTree) -> None:
+    """Raise an error unless every leaf is an array, and names tell the arrays apart in a file."""
+    for name, x in tree.arrays_with_paths(state):
+        if not tree.is_array(x):
+            raise TypeError(
+                f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
+                f"{name or 'at the top'} is {checks.show(x)}"
+            )
+    shapes = unwrap_tables(unpack_state(make_placeholders(state)))
+    names = [name for name, _ in arrays_with_names(shapes)]
+    if "" in names:
+        raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
+    check_names(names, _RESERVED)
+
+
+def to_key_data(x: Leaf) -> Leaf:
+    """Return the data of a typed PRNG key, which no file keeps; any other leaf as it is."""
+    return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
+
+
+class Loader(NamedTuple):
+    """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`."""
+
+    template: PyTree
+    strict: bool = True
+    only: Pattern | None = None
+
+    def load(self, path: Path) -> Loaded:
+        """Return (state, history, changes of names) of the checkpoint at a path.
+
+        Raises:
+          OtherRun: names or shapes do not fit the template, or `only` matches none.
+          ValueError: the checkpoint is damaged.
+        """
+        like = jax.tree.map(to_key_data, self.template)
+        try:
+            saved = backend_of(path).read(path, like, self._is_read)
+        except ImportError:  # a missing package is no damage of the file
+            raise
+        except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
+            raise ValueError(f"{path} is truncated or damaged: {error}") from error
+        saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
+        names = [name for name in saved if not _is_beside(name)]
+        chosen = {*filter(self.is_selected, names)}
+        if not chosen:
+            raise OtherRun(
+                f"only={self.only!r} matches no name in {path}; it has "
+                f"{list_names([_public_name(name) for name in names])}"
+            )
+        found = _rescale_to_template(
+            self.template, {k: x for k, x in saved.items() if x is not None}
+        )
+        mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
+        history = {k.removeprefix(HISTORY): found[k] for k in found if k.startswith(HISTORY)}
+        try:
+            # `only` leaves names out on purpose.
+            is_strict = self.strict and self.only is None
+            state, changes = load_named(
+                self.template, mapping, strict=is_strict, shown=_public_name
+            )
+        except ValueError as error:
+            hint = _remedy(error)
+            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
+                hint = ". It has a TrainState; load_params loads the parameters alone"
+            raise OtherRun(f"{path} is from another run: {error}{hint}") from error
+        left_out = [name for name in names if name not in chosen]
+        lists = changes.carried, changes.new, [*changes.dropped, *left_out]
+        return state, history, Changes(*([*map(_public_name, names)] for names in lists))
+
+    def is_selected(self, name: str) -> bool:
+        """Tell whether the array with this name is loaded."""
+        name = _public_name(name)
+        if callable(self.only):
+            return bool(self.only(name))
+        return self.only is None or re.fullmatch(self.only, name) is not None
+
+    def _is_read(self, name: str) -> bool:
+        """Tell whether an array is read: what lies beside the state, or is selected.
+
+        Numbers of workers are read too, because conversions need them.
+        """
+        return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
+
+    def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
+        """Warn of changed names where loading is not strict; return the state and the history.
+
+        Raises:
+          ValueError: frozen params, which the checkpoint lacks, are not those of its run.
+        """
+        state, history, changes = loaded
+        # Not in `load`: all processes take part in checksums, and one of them may load again.
+        if FROZEN in history:
+            entry = history.pop(FROZEN)
+            compare_frozen(path, entry, self.template, self.is_selected, _public_name)
+        if changes and (not self.strict or self.only is not None):
+            checks.warn(f"{path}: {changes}")
+        return state, history
+
+
+def _is_beside(name: str) -> bool:
+    """Tell whether a name is of the history or of the format, and not of an array of the state."""
+    return name in ABOUT or name.startswith(HISTORY)
+
+
+def _public_name(name: str) -> str:
+    """Return a name as `only` takes it: a field of a TrainState lacks "train/" in front.
+
+    The labels of the states of an optimizer come first too, and "train" may be one of them.
+    """
+    word, _, inner = name.partition("/")
+    is_field = word == _TRAIN and inner.split("/")[0] in TrainState._fields
+    return inner if is_field else name
+
+
+def _remedy(error: ValueError) -> str:
+    """Return the hint which argument loads what fits; "" for an error that no argument avoids."""
+    if not isinstance(error, Misfit):
+        return ""
+    if error.arrays:
+        return ". To load some of the names, call restore_checkpoint with only="
+    return ". To load the names that are in both, call restore_checkpoint with strict=False"
+
+
+def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
+    """Rescale the per-worker arrays of a mapping to the number of workers of `state`.
+
+    If the numbers agree, or one of them is unknown, the mapping passes unchanged.
+    """
+    if PER_WORKER_KEY not in mapping or not has_per_worker_state(state):
+        return mapping
+    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
+    both = dict(arrays_with_names(state)), mapping
+    now, before = ({int(to_host(x[name])) for name in find_count_names(x, names)} for x in both)
+    if now == before or len(now) != 1 or not names:
+        return mapping
+    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())

@@ -1,0 +1,122 @@
+"""Params that are not trained: a checkpoint may have their checksums in place of the arrays."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import optax
+
+from optfn.core import tree
+from optfn.core.types import Leaf, PyTree
+from optfn.parallel.fingerprint import fingerprints
+from optfn.sparse.sharded_table import to_logical
+from optfn.state.names import arrays_with_names
+from optfn.train.packed_state import unpack_state
+from optfn.train.state import TrainState
+from optfn.wrappers.attributes import attributes_of
+
+# The name of the checksums among the arrays of the history.
+FROZEN = "frozen_checksums"
+
+
+class FrozenParams:
+    """Leaves the params that `tx` freezes out of checkpoints.
+
+    The checksums are computed once for all saves of a run, because frozen params do not change.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation) -> None:
+        self.tx = tx
+        self._entry: dict[str, np.ndarray] = {}
+
+    def leave_out(self, state: TrainState) -> tuple[TrainState, dict[str, np.ndarray]]:
+        """Return a state without its frozen params, and the entry of a checkpoint about them.
+
+        If no param is frozen, the state passes unchanged, and the entry is {}.
+        """
+        whole: TrainState = to_logical(unpack_state(state))
+        attrs = attributes_of(self.tx, whole.params)
+        frozen = {path for path, attr in attrs.items() if not attr.trainable}
+        if not frozen:
+            return state, {}
+
+        def mask(place: tree.Place, x: Leaf) -> Leaf:
+            return optax.MaskedNode() if str(place) in frozen else x
+
+        rest = tree.map_named(mask, whole.params)
+        if not self._entry:
+            arrays, kept = (
+                dict(arrays_with_names(whole._replace(params=params, opt_state=optax.EmptyState())))
+                for params in (whole.params, rest)
+            )
+            left_out = {name: x for name, x in arrays.items() if name not in kept}
+            text = json.dumps(_describe_arrays(left_out))
+            self._entry = {FROZEN: np.frombuffer(text.encode(), np.uint8)}
+        return whole._replace(params=rest), self._entry
+
+
+def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the dtype, shape and checksum of each array; all processes must call it."""
+    sums = fingerprints(list(arrays.values())).tolist()
+    return {
+        name: [str(x.dtype), list(x.shape), row]
+        for (name, x), row in zip(arrays.items(), sums, strict=True)
+    }
+
+
+def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dict[str, Any]:
+    """Return the arrays of a template that a checkpoint left out, by name; {} if it left out none.
+
+    Args:
+      saved: the arrays of the checkpoint by name.
+      entry: the name of the checksums among them.
+      template: a state with the params that the run began with.
+    """
+    if entry not in saved:
+        return {}
+    named = dict(arrays_with_names(to_logical(unpack_state(template))))
+    return {name: named[name] for name in _decode(saved[entry]) if name in named}
+
+
+def compare_frozen(
+    where: object,
+    entry: np.ndarray,
+    template: PyTree,
+    is_selected: Callable[[str], bool],
+    shown: Callable[[str], str],
+) -> None:
+    """Raise unless the frozen params of a template are those that a checkpoint was saved beside.
+
+    In a run of several processes, all must call it.
+
+    Args:
+      where: the checkpoint, for the error.
+      entry: the checksums in it.
+      template: the state that it was loaded into.
+      is_selected: tells whether the array with a name is compared.
+      shown: returns a name as errors show it.
+
+    Raises:
+      ValueError: an array differs; the error names it.
+    """
+    known = _decode(entry)
+    found = select_frozen({FROZEN: entry}, FROZEN, template)
+    compared = _describe_arrays({k: x for k, x in found.items() if is_selected(k)})
+    different = [shown(name) for name, facts in compared.items() if facts != known[name]]
+    if different:
+        raise ValueError(_explain(where, different))
+
+
+def _decode(entry: np.ndarray) -> dict[str, list[Any]]:
+    decoded: dict[str, list[Any]] = json.loads(np.asarray(entry).tobytes())
+    return decoded
+
+
+def _explain(where: object, different: Collection[str]) -> str:
+    return (
+        f"{where} was saved without its frozen params (save_frozen=False), and "
+        f"{tree.list_names(list(different))} of your params are not those that it was saved "
+        "beside: their checksums differ. Pass the params that the run began with, or the names to "
+        "load beside others by only= of restore_checkpoint"
+    )

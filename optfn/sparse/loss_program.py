@@ -1,0 +1,146 @@
+"""A loss as a program on its params, of which some are tables, or shards that a device keeps.
+
+JAX traces the loss once, for whole params, and then equations decide:
+
+    an equation reads rows of a table     the rows are looked up before, and have the gradient
+    it uses a table in another way        a TypeError, with the line of the loss
+    it needs a sharded param              the param is gathered
+    a scan takes a stack of such params   its body gathers a layer at a time
+
+`lookups.py` finds the first two, `jaxprs/sharded.py` the last two.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optfn.collectives.devices import Devices
+from optfn.core import tree
+from optfn.core.types import Leaf, Params, Updates
+from optfn.jaxprs.equations import Equations
+from optfn.jaxprs.sharded import ShardedParam, gather_params, has_scan_over_arrays, is_sharded_param
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.sparse.lookups import TracedLoss
+from optfn.sparse.tables import count_rows, send_gradients
+
+
+class LossProgram:
+    """A loss as a program on its params; a loss that needs no reading runs as it is.
+
+    Args:
+      loss_fn: params -> loss, or (loss, aux).
+      params: the params. A leaf may be a ShardedParam; the loss gets its whole array.
+      tables: the pattern of the paths of tables; None if there are none.
+      owners: the devices that keep the rows, if params have shards of tables; None if these are
+        whole.
+
+    Raises:
+      TypeError: a table is not a floating-point array with rows, or the loss does something else
+        with a table than to look rows up.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Params], Any],
+        params: Params,
+        tables: Pattern | None = None,
+        owners: Devices | None = None,
+    ) -> None:
+        self._loss_fn, self._owners = loss_fn, owners
+        self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded_param)
+        self._program: TracedLoss | None = None
+        if tables is not None or any(map(is_sharded_param, self._leaves)):
+            self._program = self._trace(params, tables)
+
+    def _trace(self, params: Params, tables: Pattern | None) -> TracedLoss | None:
+        """Return the traced loss; None if it has neither tables nor scans, and may run as it is."""
+        whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
+        chosen = patterns.match_names(tables, whole, "tables")
+
+        def enter(place: tree.Place, x: Leaf) -> Leaf:
+            if str(place) not in chosen:
+                return x
+            _check_table(str(place), x)
+            # In a shard, negative ids would count from its end.
+            return x if self._owners is None else _divided_table_shape(x, self._owners)
+
+        traced = tree.map_named(enter, whole)
+        # TracedLoss are found among equations outside of calls, so jitted functions are inlined for
+        # tables. For params alone they stay calls, which `run_on_shards` enters.
+        program = Equations(self._loss_fn, traced, inline=bool(chosen))
+        if not chosen and not has_scan_over_arrays(program.equations):
+            return None
+        paths = [path if path in chosen else None for path in tree.array_paths(whole)]
+        return TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
+
+    def value(self) -> Any:
+        """Return the loss at the params."""
+        rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
+        return self._value(self._leaves, rows)
+
+    def value_and_grad(
+        self,
+        has_aux: bool = False,
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> tuple[Any, Updates]:
+        """Return the loss at the params and its gradients, a tree like params.
+
+        The gradient of a table is `Rows`, at their owners if there are some. The gradient of a
+        ShardedParam is the gradient of its shard.
+
+        Args:
+          has_aux: whether the loss returns auxiliary data too.
+          transform: a transformation of the loss after its lookups; None leaves it as it is.
+        """
+        program = self._program
+        tables = [] if program is None else program.tables
+        dense = [i for i in range(len(self._leaves)) if i not in tables]
+        ids, rows = ([], []) if program is None else program.look_up(self._leaves)
+
+        def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
+            leaves = list(self._leaves)
+            for i, x in zip(dense, values, strict=True):
+                leaves[i] = x
+            return self._value(leaves, rows)
+
+        value, (grads, row_grads) = jax.value_and_grad(
+            loss_of_rows if transform is None else transform(loss_of_rows),
+            argnums=(0, 1),
+            has_aux=has_aux,
+            allow_int=True,
+        )([self._leaves[i] for i in dense], rows)
+        found = {i: _shard_of(g) for i, g in zip(dense, grads, strict=True)}
+        if program is not None:
+            for i, g in program.gradients(ids, row_grads).items():
+                found[i] = g if self._owners is None else send_gradients(self._owners, g)
+        return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
+
+    def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
+        if self._program is not None:
+            return self._program.value(leaves, rows)
+        return self._loss_fn(jax.tree.unflatten(self._structure, gather_params(leaves)))
+
+
+def _shard_of(g: Any) -> Any:
+    """Return the shard of the gradient of a ShardedParam; another gradient as it is."""
+    return g.shard.array if isinstance(g, ShardedParam) else g
+
+
+def _whole_shape(x: Leaf) -> Leaf:
+    """Return the shape and dtype of the whole array of a ShardedParam; another leaf as it is."""
+    return x.shard.whole_type() if isinstance(x, ShardedParam) else x
+
+
+def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
+
+
+def _check_table(path: str, leaf: Leaf) -> None:
+    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
+        raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
+    if not leaf.ndim or not leaf.shape[0]:
+        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")

@@ -1,0 +1,110 @@
+"""What a loss gathers of divided params, found by a dry run of its program."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from optfn.collectives.axes import Axes
+from optfn.core import tree
+from optfn.core.types import Batch, Leaf, Params
+from optfn.jaxprs.sharded import ShardedParam
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.scans import LeafShard
+from optfn.sparse.loss_program import LossProgram
+
+
+class LeafGathers(NamedTuple):
+    """What a loss gathers of a divided leaf.
+
+    scans: how many scans take the leaf layer by layer.
+    whole: the line of the loss that needs the whole leaf; None if no line does.
+    """
+
+    scans: int
+    whole: str | None
+
+
+class _Record:
+    """What the dry run has seen, by the path of a leaf."""
+
+    def __init__(self) -> None:
+        self.scans: dict[str, list[LeafShard]] = {}
+        self.whole: dict[str, str] = {}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "step"],
+    meta_fields=["divisions", "slices", "layout", "path", "record", "is_layer"],
+)
+@dataclasses.dataclass(frozen=True)
+class _DryShard(LeafShard):
+    """A whole leaf in place of its shard, which records what is gathered, and sends nothing."""
+
+    path: str
+    record: _Record
+    is_layer: bool = False
+
+    def whole_type(self) -> Any:
+        """Return the shape and dtype of the array."""
+        return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
+
+    def gather(self, dtype: Any = None) -> jax.Array:
+        """Return the array, and record the line that needs it, unless it is a layer."""
+        if not self.is_layer:
+            line = source_info_util.summarize(source_info_util.current())
+            self.record.whole.setdefault(self.path, line)
+        return self.array.astype(dtype or self.array.dtype)
+
+    def layer(self, array: jax.Array) -> "_DryShard":
+        """Return a layer, and record the scan, which may trace its body several times."""
+        scans = self.record.scans.setdefault(self.path, [])
+        if not self.is_layer and not any(self is x for x in scans):
+            scans.append(self)
+        layer: Any = super().layer(array)
+        return dataclasses.replace(layer, is_layer=True)
+
+    def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
+        return self.array
+
+
+def find_gathers(
+    loss_fn: Callable[[Params, Batch], Any], params: Params, batch: Batch, layout: Layout
+) -> dict[str, LeafGathers]:
+    """Return what a loss gathers of each leaf that the layout divides, by path.
+
+    Args:
+      loss_fn: (params, batch) -> loss, or (loss, aux).
+      params: arrays or their shapes, without tables.
+      batch: the batch of one device, or its shapes.
+      layout: how params are divided.
+    """
+    record = _Record()
+    specs = layout.param_specs(params)
+
+    def wrap(place: tree.Place, x: Leaf, spec: Any) -> Leaf:
+        if tree.is_masked(x):
+            return x
+        shard = LeafShard.of(x, spec, layout, jnp.zeros((), jnp.int32))
+        if shard is None:
+            return x
+        fields = {f.name: getattr(shard, f.name) for f in dataclasses.fields(LeafShard)}
+        return ShardedParam(_DryShard(**fields, path=str(place), record=record))
+
+    def run(params: Params, batch: Batch) -> Any:
+        wrapped = tree.map_named(wrap, params, specs)
+        return LossProgram(lambda params: loss_fn(params, batch), wrapped).value()
+
+    jax.eval_shape(run, params, batch)
+    found = {}
+    for place, x, spec in tree.items(params, specs):
+        path = str(place)
+        if not tree.is_masked(x) and layout.divisions(spec):
+            scans = len(record.scans.get(path, ()))
+            found[path] = LeafGathers(scans, record.whole.get(path))
+    return found

@@ -1,0 +1,157 @@
+"""`evaluate_average`: what is evaluated, compared and kept is the average of the parameters."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import optfn
+from optfn.distributed import data_mesh
+
+X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+DECAY, RATE = 0.5, 0.1
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] - batch @ jnp.array([1.0, -2.0, 0.5])) ** 2)
+
+
+PARAMS = {"w": jnp.zeros(3)}
+
+
+def average_in_numpy(steps):
+    """Return w and its average after each step, in float64."""
+    target, w, sums, weight, rows = np.array([1.0, -2.0, 0.5]), np.zeros(3), np.zeros(3), 0.0, []
+    for x in X[:steps].astype(np.float64):
+        w = w - RATE * 2 / len(x) * x.T @ (x @ w - x @ target)
+        sums, weight = DECAY * sums + (1 - DECAY) * w, DECAY * weight + 1 - DECAY
+        rows.append((w, sums / weight))
+    return rows
+
+
+def make_optimizer():
+    return optfn.chain(optfn.sgd(RATE), optfn.exponential_moving_average(DECAY))
+
+
+def read(params):
+    return {"first": params["w"][0], "second": params["w"][1]}
+
+
+def train(tx=None, average=True, **options):
+    return optfn.minimize(
+        loss_fn, tx or make_optimizer(), PARAMS, options.pop("batches", X), progress=False,
+        evaluate=read, evaluate_average=average, evaluate_every=1, **options,
+    )  # fmt: skip
+
+
+def test_the_average_is_evaluated_and_logged(tmp_path):
+    state, history = train(log=tmp_path / "log.jsonl")
+    want = average_in_numpy(6)
+    got = np.stack([history["evaluation/first"], history["evaluation/second"]], 1)
+    np.testing.assert_allclose(got, [average[:2] for _, average in want], rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], want[-1][0], rtol=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal([line["evaluation/first"] for line in lines], got[:, 0])
+    assert np.any(np.abs(got - [w[:2] for w, _ in want]) > 0.01)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_keep_best_and_patience_judge_what_is_evaluated(tmp_path, average):
+    """The average passes 0.5 some steps after the params do."""
+    rows = average_in_numpy(6)
+    distances = [abs(row[1 if average else 0][0] - 0.5) for row in rows]
+    best = int(np.argmin(distances))
+
+    def evaluate(params):
+        return jnp.abs(params["w"][0] - 0.5)
+
+    state, _ = optfn.minimize(
+        loss_fn, make_optimizer(), PARAMS, X, progress=False, evaluate=evaluate,
+        evaluate_average=average, evaluate_every=1, keep_best=True, checkpoint=tmp_path,
+    )  # fmt: skip
+    assert int(state.step) == best + 1
+    np.testing.assert_allclose(state.params["w"], rows[best][0], rtol=1e-5)
+    averaged = optfn.averaged_params(state.opt_state, state.params)
+    np.testing.assert_allclose(averaged["w"], rows[best][1], rtol=1e-5)
+    again, _ = optfn.minimize(
+        loss_fn, make_optimizer(), PARAMS, X, progress=False, evaluate=evaluate,
+        evaluate_average=average, evaluate_every=1, keep_best=True, checkpoint=tmp_path,
+    )  # fmt: skip
+    chex.assert_trees_all_equal(again, state)
+
+
+def test_a_name_chooses_one_of_several_averages():
+    averages = [optfn.exponential_moving_average(DECAY), optfn.model_average(0.15)]
+    tx = optfn.chain(optfn.sgd(RATE), *averages)
+    state, history = train(tx, average="model_average")
+    want = optfn.averaged_params(state.opt_state, state.params, name="model_average")
+    assert history["evaluation/first"][-1] == want["w"][0]
+    with pytest.raises(ValueError, match=r"evaluate_average=True: .* name= choose"):
+        train(tx)
+
+
+LAYOUTS = {
+    "data": {"mesh": data_mesh()},
+    "state": {"mesh": data_mesh(), "shard": "state"},
+    "params": {"mesh": data_mesh(), "shard": "params"},
+    "packed": {"packed": True},
+    "packed on a mesh": {"packed": True, "mesh": data_mesh()},
+    "rows of a table": {"mesh": data_mesh(), "tables": "w", "shard_tables": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_average_of_any_layout_lies_as_its_params(layout):
+    """11 rows are padded on eight devices; rows of a divided table are not."""
+    rows = 16 if "table" in layout else 11
+    ids = np.random.default_rng(1).integers(0, 11, size=(4, 16)).astype(np.int32)
+    params = {"w": np.random.default_rng(2).normal(size=(rows, 2)).astype(np.float32)}
+    seen = {True: [], False: []}
+
+    def loss(params, ids):
+        return jnp.mean((params["w"][ids] - 1.0) ** 2)
+
+    def run(average, **options):
+        def look(params):
+            seen[average].append(params["w"])
+            return jnp.sum(params["w"])
+
+        state, history = optfn.minimize(
+            loss, make_optimizer(), params, ids, progress=False, evaluate=look,
+            evaluate_average=average, evaluate_every=1, **options,
+        )  # fmt: skip
+        return state, history["evaluation"]
+
+    _, want = run(True)
+    seen[True].clear()
+    state, got = run(True, **LAYOUTS[layout])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    run(False, **LAYOUTS[layout])
+    for average, plain in zip(seen[True], seen[False], strict=True):
+        assert average.shape == (rows, 2)
+        assert average.sharding.is_equivalent_to(plain.sharding, 2)
+    assert int(state.step) == 4
+
+
+def test_the_average_of_rounds_is_in_outer():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    options = {"mesh": mesh, "local_steps": 2, "batches": X[:2].reshape(2, 8, 3)}
+    outer = optfn.chain(optfn.sgd(1.0), optfn.exponential_moving_average(DECAY))
+    state, history = train(optfn.sgd(RATE), outer=outer, **options)
+    want = optfn.averaged_params(state.opt_state, state.params)
+    assert history["evaluation/first"][-1] == want["w"][0] != state.params["w"][0]
+    with pytest.raises(ValueError, match=r"tx must not keep .* averages .*Put them in outer"):
+        train(**options)
+
+
+def test_what_evaluate_average_refuses():
+    with pytest.raises(ValueError, match="evaluate_average=True: the state must hold one average"):
+        train(optfn.sgd(RATE))
+    with pytest.raises(TypeError, match="evaluate_average must be True, False, or the name"):
+        train(average=1.5)
+    with pytest.raises(ValueError, match="evaluate_average needs evaluate"):
+        optfn.minimize(loss_fn, make_optimizer(), PARAMS, X, evaluate_average=True)

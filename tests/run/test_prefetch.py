@@ -1,0 +1,153 @@
+"""The batch that is read while a step runs: when, what of it is saved, and its errors."""
+
+import signal
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from optfn.distributed import data_mesh
+
+X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+LAYOUTS = {"one device": {}, "mesh": {"mesh": data_mesh()}}
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch @ w - 1.0) ** 2)
+
+
+class Loader:
+    """An iterator with a state that counts what was read, and fails at batch `bad`."""
+
+    def __init__(self, bad=None):
+        self.read, self.bad = 0, bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.read == self.bad:
+            raise OSError(f"batch {self.read} cannot be read")
+        if self.read == len(X):
+            raise StopIteration
+        self.read += 1
+        return X[self.read - 1]
+
+    def get_state(self):
+        return {"read": self.read}
+
+    def set_state(self, state):
+        self.read = state["read"]
+
+
+def run(batches, **options):
+    return optfn.minimize(
+        loss_fn, optfn.adam(0.1), jnp.zeros(3), batches, **{"progress": False} | options
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_batch_ahead_changes_no_result(layout, prefetch):
+    seen, loader = [], Loader()
+    state, history = run(
+        loader, prefetch=prefetch, callback=lambda *_: seen.append(loader.read), **LAYOUTS[layout]
+    )
+    assert seen == ([2, 3, 4, 5, 6, 6] if prefetch else [1, 2, 3, 4, 5, 6])
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1), **LAYOUTS[layout])
+    want, losses = step.init(jnp.zeros(3)), []
+    for x in X:
+        want, metrics = step(want, x)
+        losses.append(float(metrics["loss"]))
+    chex.assert_trees_all_equal(state, want)
+    np.testing.assert_array_equal(history["loss"], np.float32(losses))
+
+
+def test_no_batch_is_read_beyond_the_steps():
+    loader = Loader()
+    run(loader, steps=4)
+    assert loader.read == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_does_not_count_the_batch_ahead(tmp_path, layout):
+    whole, history = run(Loader(), **LAYOUTS[layout])
+    first = Loader()
+    options = {"checkpoint": tmp_path, "save_every": 1} | LAYOUTS[layout]
+    run(first, callback=lambda n, *_: n == 3, **options)
+    assert first.read == 4
+    second = Loader()
+    state, resumed = run(second, **options)
+    chex.assert_trees_all_equal(state, whole)
+    np.testing.assert_array_equal(resumed["loss"], history["loss"])
+    assert second.read == 6
+
+
+def test_an_error_is_raised_at_the_step_of_its_batch(tmp_path):
+    """Steps before it are made and saved; a run that ends before it does not raise."""
+    steps = []
+    options = {"checkpoint": tmp_path, "save_every": 1}
+    with pytest.raises(OSError, match="batch 3 cannot be read"):
+        run(Loader(bad=3), callback=lambda n, *_: steps.append(n), **options)
+    assert steps == [1, 2, 3]
+    state, _ = run(Loader(bad=3), callback=lambda n, *_: n == 3)
+    assert int(state.step) == 3
+    whole, _ = run(Loader())
+    state, _ = run(Loader(), **options)
+    chex.assert_trees_all_equal(state, whole)
+
+
+def test_a_bad_batch_is_an_error_of_its_step():
+    seen = []
+    with pytest.raises(ValueError, match="leading axis of the batch must be divisible by the 8"):
+        run([X[0], X[1][:5]], mesh=data_mesh(), callback=lambda n, *_: seen.append(n))
+    assert seen == [1]
+
+
+def test_a_loader_may_overwrite_its_buffer():
+    def overwritten():
+        buffer = np.empty_like(X[0])
+        for x in X:
+            buffer[:] = x
+            yield buffer
+
+    got, want = run(overwritten()), run(X)
+    chex.assert_trees_all_equal(got, want)
+
+
+def test_a_signal_while_a_batch_is_read_ends_the_run_after_its_step(tmp_path):
+    def batches():
+        for k, x in enumerate(X):
+            if k == 2:  # read ahead in step 2
+                signal.raise_signal(signal.SIGINT)
+            yield x
+
+    state, _ = run(batches(), checkpoint=tmp_path)
+    assert int(state.step) == 2
+    state, _ = run(X, checkpoint=tmp_path)
+    chex.assert_trees_all_equal(state, run(X)[0])
+
+
+def test_a_second_signal_while_a_batch_is_read_interrupts(tmp_path):
+    def batches():
+        for k, x in enumerate(X):
+            if k == 2:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            yield x
+
+    with pytest.raises(KeyboardInterrupt):
+        run(batches())
+
+
+def test_the_batch_ahead_lies_beside_a_committed_state():
+    device = jax.devices()[3]
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = jax.device_put(step.init(jnp.zeros(3)), device)
+    state, _ = optfn.fit(step, state, X, progress=False)
+    assert state.params.devices() == {device}
+    want, _ = optfn.fit(step, step.init(jnp.zeros(3)), X, progress=False)
+    chex.assert_trees_all_equal(state.params, want.params)
