@@ -29,7 +29,6 @@ from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.jaxprs.constraints import drop_manual_constraints
 from optfn.jaxprs.sharded import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
@@ -106,7 +105,6 @@ def differentiate(
       owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
-    loss_fn = drop_manual_constraints(loss_fn)
 
     def values_at(params: Params, inputs: Inputs) -> Values:
         returned = loss_fn(params, *form.list_arguments(inputs))

@@ -193,6 +193,7 @@ class StepArguments(StepOptions):
                 "a pipeline divides its work itself",
             ),
             "shard=sharded(gather=, reduce=)": (has_packets, "workers encode what they send"),
+            "reduce_dtype": (self.reduce_dtype is not None, "the compiler adds up gradients"),
             "packed": (
                 self.packed and bool(self.mesh.explicit_axes),
                 "along explicit axes a buffer of several leaves has no sharding of each",

@@ -291,6 +291,7 @@ def test_minimize_trains_evaluates_and_resumes(tmp_path):
         ({"tables": "first/w", "shard": "params"}, 'tables .* partitioner="compiler"'),
         ({"shard": sharded("params", gather=quantize(8))}, 'gather=.* partitioner="compiler"'),
         ({"shard": sharded("params", reduce=quantize(8))}, 'reduce=.* partitioner="compiler"'),
+        ({"reduce_dtype": "float32"}, 'reduce_dtype .* partitioner="compiler"'),
         ({"mesh": mesh_of, "packed": True}, 'packed .* partitioner="compiler"'),
         (
             {"tx": optfn.chain(exchange(top_k(0.1)), optfn.sgd(0.1))},
