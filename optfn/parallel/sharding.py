@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias, TypeGuard, cast
+from typing import Any, ClassVar, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -374,17 +374,7 @@ def layout_of(
     dtype = reduce_dtype if way.reduce_dtype is None else way.reduce_dtype
     specs = {} if _is_kind(way.kind) else way.kind
     check_specs(specs, mesh)
-    along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
-    # Axes that no spec names are left for workers.
-    listed = list_specs(specs)
-    if listed and way.axis is None and tables is None:
-        named = join_axes(*itertools.chain.from_iterable(listed.values()))
-        along = Axes(name for name in along if name in named)
-    unknown = exclude_axes(along, to_axes(data_axis))
-    if unknown:
-        raise ValueError(
-            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
-        )
+    along = _choose_shard_axes(way, specs, data_axis, tables) if divides else Axes()
     of_compiler = to_axes(data_axis) if partitioner == "compiler" else Axes()
     workers = exclude_axes(data_axis, (*along, *of_compiler))
     check_workers_are_whole(specs, workers)
@@ -396,31 +386,33 @@ def layout_of(
         return AsPlaced(mesh, workers, along, compiler_axes=of_compiler)
     if shard is None:
         return Replicated(mesh, workers, along, tables, reduce_dtype=dtype)
+    common: dict[str, Any] = {"tx": tx, "reduce_dtype": dtype, "compiler_axes": of_compiler}
     if not _is_kind(way.kind):
-        return ShardBySpec(
-            mesh,
-            workers,
-            along,
-            tables,
-            way.kind,
-            tx=tx,
-            reduce_dtype=dtype,
-            compiler_axes=of_compiler,
-        )
+        return ShardBySpec(mesh, workers, along, tables, way.kind, **common)
     # What is gathered once in a step is divided between steps: every way is then ShardParams.
     kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
-    return kind(
-        mesh,
-        workers,
-        along,
-        tables,
-        way.whole,
-        gather_compressor=way.gather,
-        reduce_compressor=way.reduce,
-        tx=tx,
-        reduce_dtype=dtype,
-        compiler_axes=of_compiler,
-    )
+    common |= {"gather_compressor": way.gather, "reduce_compressor": way.reduce}
+    return kind(mesh, workers, along, tables, way.whole, **common)
+
+
+def _choose_shard_axes(
+    way: Sharded, specs: Specs, data_axis: AxisName, tables: Pattern | None
+) -> Axes:
+    """Return the axes that divide params or state: those of `axis=`, else all data axes.
+
+    With PartitionSpecs and without tables, data axes that no spec names are left for workers.
+    """
+    along = Axes(way.axis or to_axes(data_axis))
+    listed = list_specs(specs)
+    if listed and way.axis is None and tables is None:
+        named = join_axes(*itertools.chain.from_iterable(listed.values()))
+        along = Axes(name for name in along if name in named)
+    unknown = exclude_axes(along, to_axes(data_axis))
+    if unknown:
+        raise ValueError(
+            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
+        )
+    return along
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
