@@ -72,14 +72,14 @@ def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
     return mark_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def mean_over_shard_groups(
+def mean_over_workers(
     x: Updates, metrics: PyTree, workers: Workers, dtype: DType | None = None
 ) -> tuple[Updates, PyTree]:
     """Return the means over workers of gradients and of metrics; each device sends its shards.
 
     A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
     between the devices that keep the same shard. Leaves without a gradient (float0, integers) stay
-    as they are. If a worker is one device, this is `mean_over_workers` of both.
+    as they are. If a worker is one device, this is `mean_over_axes` of both.
 
     Args:
       x: the gradients, a tree with the paths of the params.
@@ -88,16 +88,16 @@ def mean_over_shard_groups(
       dtype: in what dtype gradients are added and sent; None: their own. Means have their own.
     """
     if dtype is not None:
-        wide, metrics = mean_over_shard_groups(cast_floats(x, dtype), metrics, workers)
+        wide, metrics = mean_over_workers(cast_floats(x, dtype), metrics, workers)
         return _cast_like(wide, x), metrics
     axes, group = workers
     if group is None or not axes:
-        means: tuple[Updates, PyTree] = mean_over_workers((x, metrics), axes)
+        means: tuple[Updates, PyTree] = mean_over_axes((x, metrics), axes)
         return means
     # shard_map takes no arrays of dtype float0.
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
     specs = group.specs_of(arrays), P()
-    mean = group.shard_map(lambda *values: mean_over_workers(values, axes), specs, specs)
+    mean = group.shard_map(lambda *values: mean_over_axes(values, axes), specs, specs)
     arrays, metrics = mean(arrays, metrics)
     return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), metrics
 
@@ -107,20 +107,18 @@ def mean_over_shard_groups(
 SMALL_BYTES = 65536
 
 
-def mean_over_workers(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
+def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> PyTree:
+    """Return the mean along axes of each floating-point leaf, and the sum of each integer leaf.
 
-    The sum of integers has at least 32 bits. The mean of a row-sparse leaf has the rows of all
-    workers. A PRNG key becomes worker 0's key. Masked leaves and float0 pass through. Small leaves
-    share one all-reduce. Without axes there is only one worker, and `x` passes through.
-
-    Real floating-point leaves are added and sent in `dtype`, or in their own if it is None; the
-    means have the dtypes of the leaves.
+    The axes may be worker axes or shard axes. The sum of integers has at least 32 bits. The mean of
+    a row-sparse leaf has the rows of all devices. A PRNG key becomes the first device's key. Masked
+    leaves and float0 pass through. Small leaves share one all-reduce. Without axes `x` passes
+    through. Gradients are added and sent in `dtype`, or in their own if it is None.
     """
     if not axis_name:
         return x
     if dtype is not None:
-        return _cast_like(mean_over_workers(cast_floats(x, dtype), axis_name), x)
+        return _cast_like(mean_over_axes(cast_floats(x, dtype), axis_name), x)
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
     small: dict[int, jax.Array] = {}
     for i, leaf in enumerate(leaves):

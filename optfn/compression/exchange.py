@@ -16,7 +16,7 @@ import optax
 from optfn import core
 from optfn.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
 from optfn.collectives.devices import ONE_WORKER, Devices, Workers
-from optfn.collectives.means import mean_over_shard_groups, zeros_like_mean
+from optfn.collectives.means import mean_over_workers, zeros_like_mean
 from optfn.collectives.packets import check_compressor
 from optfn.compression.agreement import (
     agree,
@@ -251,7 +251,7 @@ def _average_dense(
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
-    return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
+    return mean_over_workers(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
 def _init_residuals(options: _Options, params: Params) -> ExchangeState:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_over_shard_groups
+from optfn.collectives.means import mean_over_workers
 from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, DType, Leaf, OptState, PyTree, Updates
@@ -28,7 +28,7 @@ from optfn.state.per_worker import (
     has_per_worker_state,
     join_exchange_axes,
 )
-from optfn.state.placement import specs_of
+from optfn.state.placement import specs_over_workers
 
 
 def shard_map_step(
@@ -44,7 +44,7 @@ def shard_map_step(
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: P(), state)
-        placed = replicated._replace(opt_state=specs_of(state.opt_state, worker_axes))
+        placed = replicated._replace(opt_state=specs_over_workers(state.opt_state, worker_axes))
         split = jax.tree.map(lambda x: batch_spec(x, worker_axes), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may run over axes that do not split the batch. They must be bound too.
@@ -170,7 +170,7 @@ def reduce_gradients(
     """
     axes = workers.axes
     if not axes or not has_exchange(opt_state):
-        return *mean_over_shard_groups(grads, metrics, workers, dtype), {}
+        return *mean_over_workers(grads, metrics, workers, dtype), {}
     remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
@@ -182,7 +182,7 @@ def reduce_gradients(
         some = tree.map_named(select, grads)
         of_all = metrics if names == axes else None
         over = workers._replace(axes=names)
-        means, of_all = mean_over_shard_groups(some, of_all, over, dtype)
+        means, of_all = mean_over_workers(some, of_all, over, dtype)
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"workers": workers}

@@ -44,7 +44,7 @@ from optfn.parallel.data_parallel import copy_to_devices, refuse_exchange, repli
 from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
 from optfn.state.per_worker import check_wrappers, join_exchange_axes, map_divided
-from optfn.state.placement import spec_over_workers, specs_of, widen_init
+from optfn.state.placement import spec_over_workers, specs_over_workers, widen_init
 from optfn.wrappers.attributes import mark_stacked_params
 
 
@@ -161,7 +161,7 @@ class Layout:
         array of another shape is divided along its first dimension that the shard axes divide.
         """
         if not self.is_divided:
-            return specs_of(state, self.worker_axes)
+            return specs_over_workers(state, self.worker_axes)
         check_wrappers("the optimizer", state)
         owners = self._specs_by_path(params)
 

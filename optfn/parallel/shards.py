@@ -23,7 +23,7 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.gathers import all_gather_shards
-from optfn.collectives.means import mean_over_workers, mean_scatter
+from optfn.collectives.means import mean_over_axes, mean_scatter
 from optfn.collectives.mesh import are_in_order, shard_map
 from optfn.collectives.packets import MIN_SIZE, all_gather_packets
 from optfn.core import tree
@@ -166,7 +166,7 @@ def scatter_gradients(
 
     names, dtype = layout.shard_axes, layout.reduce_dtype
     # One call for all whole leaves, so that the small ones share an all-reduce.
-    means = mean_over_workers(tree.map(select_whole, grads, gradient_specs), names, dtype)
+    means = mean_over_axes(tree.map(select_whole, grads, gradient_specs), names, dtype)
     return tree.map(scatter, grads, means, params, specs, gradient_specs)
 
 

@@ -58,7 +58,7 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns auxiliary data too.
       transform: a transformation of the loss after its lookups, such as a `recompute` of names in
         it. A segment that is recomputed cannot contain a lookup.
-      owners: the workers that keep the rows of the tables. `make_train_step` with
+      owners: the devices that keep the rows of the tables. `make_train_step` with
         `shard_tables=True` passes it, inside a `shard_map` over shards of the tables; gradients of
         tables are then shards of the mean.
 

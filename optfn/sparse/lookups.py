@@ -132,7 +132,7 @@ class TracedLoss:
       program: the program.
       paths: for each of its inputs the path of the table that it is, or None.
       values: the inputs that it was traced with.
-      owners: the workers that keep the rows, if the inputs have shards of tables; None if these
+      owners: the devices that keep the rows, if the inputs have shards of tables; None if these
         are whole.
 
     tables: the numbers of the inputs that are tables.

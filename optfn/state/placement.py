@@ -33,7 +33,7 @@ from optfn.state.per_worker import check_wrappers, has_per_worker_state
 PER_WORKER_KEY = "per_worker"
 
 
-def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
+def specs_over_workers(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state:
     over the workers' axes if per-worker or sliced, else P()."""
     check_wrappers("the optimizer", opt_state)
@@ -72,7 +72,7 @@ def state_specs(
     """
     tx = core.check_transform("state_specs: tx", tx)
     meshes.check_axis_names("axis_name", axis_name, optional=True)
-    return specs_of(jax.eval_shape(tx.init, params), axis_name)
+    return specs_over_workers(jax.eval_shape(tx.init, params), axis_name)
 
 
 def widen_init(

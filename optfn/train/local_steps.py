@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_or_first, mean_over_workers
+from optfn.collectives.means import mean_or_first, mean_over_axes
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
@@ -280,7 +280,7 @@ def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
     wrappers report combine as each of them says (`Report.rounds`).
     """
     values = combine_microbatches({k: metrics[k] for k in ("loss", "aux") if k in metrics})
-    reduced = mean_over_workers(values, workers.axes)
+    reduced = mean_over_axes(values, workers.axes)
     if "learning_rate" in metrics:
         # Workers differ in the rate only if a guard has skipped a step of some of them.
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
-from optfn.collectives.means import mean_or_first, mean_over_shard_groups, mean_over_workers
+from optfn.collectives.means import mean_or_first, mean_over_axes, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.sharded import gather_params, is_sharded_param
@@ -102,7 +102,7 @@ def differentiate(
       gather: how the params of the loss are gathered from a device's shards, if params are
         divided; gradients are with respect to the shards.
       tables: leaves that are only looked up; see `sparse.value_and_grad`.
-      owners: the workers that keep the rows of tables, if these are sharded.
+      owners: the devices that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
@@ -334,7 +334,7 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
     A key that the loss has not changed is the key of `inputs`, in which no device is folded.
     """
     names = layout.shard_axes
-    loss, aux = mean_over_workers((values.loss, values.aux), names)
+    loss, aux = mean_over_axes((values.loss, values.aux), names)
     state = restore_unchanged_keys(values.model_state, own.model_state, inputs.model_state)
     return Values(loss, mean_or_first(state, names), aux)
 
@@ -375,11 +375,11 @@ def make_value_fn(
     @jax.custom_vjp
     def loss(params: Params) -> jax.Array:
         at_params = inputs._replace(params=params)
-        return mean_over_workers(objective.value(at_params).loss, workers.axes)
+        return mean_over_axes(objective.value(at_params).loss, workers.axes)
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(inputs._replace(params=params))
-        grads, mean = mean_over_shard_groups(grads, values.loss, workers, reduce_dtype)
+        grads, mean = mean_over_workers(grads, values.loss, workers, reduce_dtype)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:

@@ -18,7 +18,7 @@ from jax import lax
 from optfn import core
 from optfn.collectives.axes import Axes, is_spec, restrict_spec
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_or_first, mean_over_shard_groups
+from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.collectives.mesh import constrain_sharding
 from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
@@ -112,7 +112,7 @@ def make_worker_step(
         #    arrays. If the optimizer reads no "grad", XLA removes this computation.
         mean = grads
         if exchanges_itself:
-            mean, _ = mean_over_shard_groups(grads, (), workers, reduce_dtype)
+            mean, _ = mean_over_workers(grads, (), workers, reduce_dtype)
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
         extra["value_fn"] = make_value_fn(objective, workers, inputs, reduce_dtype)
         if may_give_rows(state.opt_state):
