@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import pods
 from optfn.distributed import Chip, StepEstimate
 from optfn.estimate.communication import KINDS
-from optfn.estimate.step import estimate_schedule
+from optfn.estimate.step_estimate import estimate_schedule
 
 HEAD = "compute ms | communication ms | exposed ms | step ms | exposed % | MFU %"
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A",

@@ -10,7 +10,7 @@ from optfn.compression.power_sgd import power_sgd
 from optfn.compression.quantize import quantize
 from optfn.compression.top_k import top_k
 from optfn.estimate.chips import Chip
-from optfn.estimate.step import StepEstimate, estimate_step
+from optfn.estimate.step_estimate import StepEstimate, estimate_step
 from optfn.parallel.fingerprint import compare_replicas
 from optfn.parallel.scans import scan_layers
 from optfn.parallel.sharding import init_state, sharded

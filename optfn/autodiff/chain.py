@@ -68,8 +68,7 @@ def _is_loss_chain(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) 
 
 
 def equal_segments(n: int, segments: str | int) -> Segmentation:
-    """Divide n functions into √n, n or a given number of equal segments;
-    the first may be longer by one."""
+    """Divide n functions into √n, n or a given number of segments, some longer by one."""
     if isinstance(segments, str):
         if segments not in ("sqrt", "each"):
             raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")

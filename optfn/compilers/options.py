@@ -42,7 +42,7 @@ _OVERLAP_OF_GPUS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
-    """Return the compiler options that hide more communication on the chips of a mesh; else {}.
+    """Return compiler options that hide more communication, for GPUs and known TPUs; else {}.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. What follows is inferred from compiled

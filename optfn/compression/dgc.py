@@ -303,8 +303,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
 def _average_and_clip(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
-    """Average gradients over `reduce_axis_name`, if any,
-    and clip compressed leaves while `compressing`; others stay."""
+    """Average leaves over `reduce_axis_name`, if any; clip each compressed one if `compressing`."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         # The norm of a sum of N independent gradients grows by √N (§3.2 of the paper), so each

@@ -316,8 +316,10 @@ class BlockSearch(Search):
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest;
-        blocks of one entry bisect over all entries. See `extract`."""
+        """Return values and indices of each segment's k largest magnitudes; blocks of 1 bisect.
+
+        See `extract`.
+        """
         if self.block > 1:
             return super().largest(arrays, k)
         # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.

@@ -97,7 +97,7 @@ class Sending:
 def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Average leaves that are not compressed: arrays in one all-reduce, row-sparse leaves as rows.
+    """Average uncompressed leaves, arrays at once, row-sparse ones as rows; 0 if `nonfinite`.
 
     Means are 0 if `nonfinite`; compressed and masked leaves stay as they are.
     """

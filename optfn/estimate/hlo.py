@@ -135,8 +135,8 @@ class Program:
     computations: their instructions by name, in the order in which they run.
     entry: the name of the computation that a call runs.
     num_partitions: the number of devices.
-    is_scheduled: whether the order is that of a schedule.
-    has_cycles: whether its compiler estimates cycles of instructions, as that of a TPU does.
+    is_scheduled: whether the order is a schedule.
+    has_cycles: whether its compiler estimates cycles of instructions, as a TPU's does.
     """
 
     def __init__(self, text: str) -> None:

@@ -84,6 +84,7 @@ class Torus:
         return Time(_busiest_bytes(x, spans) / self.chip.link + hops * self.chip.latency)
 
     def _spans(self, group: Sequence[int]) -> list[Span]:
+        """Return a group's Span along each axis: 2 directions if it closes a ring, else 1."""
         found = []
         for k, length in enumerate(self.lengths):
             along = sorted({self.places[device][k] for device in group})

@@ -114,7 +114,7 @@ class Schedule:
                     yield from self._collectives(called)
 
     def seconds(self, x: Instruction, home: Computation, totals: Totals) -> float:
-        """Return the seconds of compute of an instruction, and count its FLOPs."""
+        """Count FLOPs; return the seconds of estimated cycles, else of HBM traffic or products."""
         self._check(x)
         if x.opcode in FREE or x.target in _NAMES:
             return 0.0
@@ -164,6 +164,7 @@ class _Walk:
         self.held: dict[str, list[Transfer]] = {}
 
     def totals(self) -> Totals:
+        """Visit all instructions of the body, and return their totals."""
         for x in self.body.values():
             self.visit(x)
         return self.clocks.finish()

@@ -48,7 +48,7 @@ _ELEMENTWISE = (
     *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"),
     *("neg", "mul", "add", "sub", "div"),
 )
-# The name of a gathered array in a program, and that of the results of a layer of `scan_layers`.
+# The name of a gathered array in a program, and the name of the results of a `scan_layers` layer.
 _GATHERED = "optfn.gathered"
 LAYER = "optfn.layer"
 
@@ -225,7 +225,7 @@ def is_sharded_param(x: object) -> bool:
 
 
 def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[Value]:
-    """Return the results of an equation.
+    """Run an equation; ShardedParams enter its jaxpr or wait where they can, else are gathered.
 
     Args:
       equation: the equation.
@@ -260,7 +260,7 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
 
 
 def _run_jaxpr(jaxpr: Jaxpr, operands: Sequence[Value], by_name: bool) -> list[Value]:
-    """Return the results of a jaxpr; `operands` are its constants and arguments."""
+    """Return the results of a jaxpr, gathered; its constants and arguments may be ShardedParams."""
     values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
     values = run_equations(jaxpr.eqns, values, rule=partial(_run_equation, by_name=by_name))
     return gather_params(read(values, jaxpr.outvars), by_name)

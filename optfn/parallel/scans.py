@@ -69,6 +69,7 @@ class LeafShard:
 
         A second call returns the same array, so that its gradient is reduced once.
         """
+        # The loss may read a param in several places, of which each would add a reduce-scatter.
         if dtype not in self._gathered:
             self._gathered[dtype] = gather_shard(
                 self.array, self.divisions, self.slices, self.layout, self.step, dtype
@@ -187,6 +188,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
         )
 
     def body(x: PyTree, layer: PyTree) -> tuple[PyTree, None]:
+        # By this name `jaxprs/sharded.py` finds the layer; elsewhere the name does nothing.
         return checkpoint_name(fn(layer, x), LAYER), None
 
     return lax.scan(body, x, layers)[0]

@@ -54,6 +54,7 @@ class Remaining:
             self._draw()
 
     def _draw(self) -> Batch:
+        """Take and count the batch read ahead, set its epoch; raise an error read instead."""
         drawn = self._ahead.pop()
         if isinstance(drawn, Exception):
             raise drawn

@@ -148,7 +148,7 @@ class Evaluator:
         return self.options.patience is not None or self.options.keep_best
 
     def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
-        """Record an evaluation; an extra one was only made because an earlier run ended there."""
+        """Record the value of step n: the best, or one without improvement unless it is extra."""
         self.monitored[n] = value
         if not is_extra:
             self.no_better += 1

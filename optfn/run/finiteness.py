@@ -33,7 +33,7 @@ def are_finite(state: OptState) -> bool:
 
 
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
-    """Tell whether the last loss of a history is finite, or may be that of a step left out.
+    """Tell whether the last loss of a history is finite, or may belong to a step left out.
 
     True too for an optimizer with a guard, and without a loss.
     """

@@ -103,7 +103,7 @@ def count_examples(batch: Batch) -> int | None:
 
 
 def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics as text, such as "loss 0.043120 rate 0.001"; bytes are per step."""
+    """Return epoch, loss, rate, bytes per step and evaluations as text; leave out other metrics."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:

@@ -168,7 +168,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
-    """Return each array on the host, as `count` workers keep it; a replicated array stays as it is.
+    """Return arrays for `count` workers: means repeated, slices padded anew, shared ones kept.
 
     See `rescale_residuals`.
     """

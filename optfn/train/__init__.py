@@ -9,7 +9,8 @@ axis is a shard axis, and there are no worker axes:
 3. The backward pass of `parallel/shards.gather_shard` reduce-scatters each gradient: the mean over
    the devices, as a shard. `scatter_gradients` all-reduces those of leaves that stay whole.
 4. `worker_step`, outside of the `shard_map`, sees whole arrays, which the compiler divides: the
-   norm of a clip is that of all shards. Without worker axes `reduce_gradients` changes nothing.
+   norm of a clip is the norm over all shards. Without worker axes `reduce_gradients` changes
+   nothing.
 5. `tx.update` is as in `optfn.core`. `gather_new_params` gathers nothing here; with "state", all.
 6. `composition._place_state` pads the new state, and constrains it to the specs of the layout.
 """

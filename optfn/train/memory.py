@@ -30,8 +30,8 @@ from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import find_whole_matrices
 from optfn.state.per_worker import Exchanged, find_exchange_axes
-from optfn.train.gathers import LeafGathers, find_gathers
 from optfn.train.local_steps import LocalSteps
+from optfn.train.loss_gathers import LeafGathers, find_gathers
 
 
 class MemoryPlan(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from optfn.distributed import Chip, StepEstimate, estimate_step
-from optfn.estimate.step import estimate_schedule
+from optfn.estimate.step_estimate import estimate_schedule
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 CHIPS = {
