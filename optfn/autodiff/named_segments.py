@@ -24,6 +24,14 @@ from optfn.jaxprs.equations import (
 )
 
 
+def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of values; raise a TypeError unless they are a sequence of some strings."""
+    is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
+    if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
+        raise TypeError(f"{argument} must be a sequence of names; got {names!r}")
+    return tuple(names)
+
+
 def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
@@ -37,10 +45,7 @@ def recompute_function(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function with {argument}; got {fn!r}")
-    is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
-    if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
-        raise TypeError(f"{argument} must be a sequence of names; got {names!r}")
-    names = tuple(names)
+    names = check_names(argument, names)
 
     @functools.wraps(fn)
     def run_segments(*args: PyTree, **kwargs: PyTree) -> PyTree:
