@@ -116,7 +116,13 @@ def differentiate(
 
     def make_program(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
         params = inputs.params if gather is None else gather.wrap(inputs)
-        return LossProgram(lambda params: fn(params, inputs), params, tables, owners)
+        leaves, structure = jax.tree.flatten(inputs)
+
+        def loss(params: Params) -> Any:
+            # A LossProgram may call it twice, and equinox marks a State that fn reads as used.
+            return fn(params, jax.tree.unflatten(structure, leaves))
+
+        return LossProgram(loss, params, tables, owners)
 
     transform = None
     if recompute is not None:
