@@ -147,6 +147,7 @@ def one_cycle(
         phases = [up, (total_steps - 1, peak, last)]
 
     def schedule(i: int) -> float:
+        i = min(i, total_steps - 1)  # torch has no rates beyond its last step; here the rate stays
         start = 0.0
         for end, a, b in phases:
             if i <= end:
