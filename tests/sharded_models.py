@@ -7,7 +7,7 @@ specs_of(params) the PartitionSpecs of params.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +24,8 @@ def constrain(x, *spec):
 
 def linen_boxes():
     """A scanned model of flax linen with boxes as params, and constraints on activations."""
+
+    linen = pytest.importorskip("flax.linen")
 
     class Layer(linen.Module):
         @linen.compact
@@ -51,6 +53,8 @@ def linen_boxes():
 def linen_logical():
     """A model of flax linen with logical names, which rules map to axes."""
 
+    linen = pytest.importorskip("flax.linen")
+
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -73,6 +77,8 @@ def linen_logical():
 
 def nnx_metadata():
     """A model of flax nnx with shardings in the metadata of its params."""
+
+    nnx = pytest.importorskip("flax.nnx")
 
     class Net(nnx.Module):
         def __init__(self, rngs):
