@@ -62,8 +62,14 @@ def copy_to_host(tree: PyTree) -> PyTree:
         if isinstance(x, jax.Array):
             groups.setdefault(frozenset(x.sharding.device_set), []).append(x)
     copies: dict[int, jax.Array] = {}
-    for arrays in groups.values():
-        made = _copier(tuple(map(_to_host_sharding, arrays)))(arrays)
+    in_mesh = not jax.sharding.get_abstract_mesh().empty
+    for devices, arrays in groups.items():
+        shardings = [_to_host_sharding(x) for x in arrays]
+        if in_mesh and len(devices) == 1:
+            # Under jax.set_mesh, jit of JAX 0.12 refuses arrays on other devices, as counters.
+            made = jax.device_put(arrays, shardings, may_alias=False)
+        else:
+            made = _copier(tuple(shardings))(arrays)
         copies |= dict(zip(map(id, arrays), made, strict=True))
     return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
 
