@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optfn.estimate.hlo import Instruction, read_arrays
+from optfn.estimate.hlo import Instruction, read_arrays, read_integers
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 Group = tuple[int, ...]
@@ -84,7 +84,7 @@ def read_group(x: Instruction) -> Group:
     """
     line = x.attributes
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return _read_integers(listed[1])
+        return read_integers(listed[1])
     if ranged := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         numbers = _number_devices(ranged[3], ranged[4])
         return tuple(numbers.reshape(int(ranged[1]), int(ranged[2]))[0].tolist())
@@ -100,16 +100,16 @@ def read_group(x: Instruction) -> Group:
 def _group_along_axes(axes: str, shape: str | None, order: str | None, chosen: str) -> Group:
     sizes = re.findall(r"'([^']+)'=(\d+)", axes)
     dims = ",".join(n for _, n in sizes)
-    numbers = _number_devices(shape or dims, order).reshape(_read_integers(dims))
+    numbers = _number_devices(shape or dims, order).reshape(read_integers(dims))
     names = re.findall(r"'([^']+)'", chosen)
     first = tuple(slice(None) if name in names else 0 for name, _ in sizes)
     return tuple(numbers[first].ravel().tolist())
 
 
 def _number_devices(shape: str, order: str | None) -> np.ndarray:
-    sizes = _read_integers(shape)
+    sizes = read_integers(shape)
     numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
-    return numbers.transpose(_read_integers(order)) if order else numbers
+    return numbers.transpose(read_integers(order)) if order else numbers
 
 
 def _find_connected(pairs: Pairs) -> Group:
@@ -118,7 +118,3 @@ def _find_connected(pairs: Pairs) -> Group:
     while more := [set(pair) for pair in pairs if len(found & set(pair)) == 1]:
         found.update(*more)
     return tuple(sorted(found))
-
-
-def _read_integers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))

@@ -54,7 +54,7 @@ class Array(NamedTuple):
         # "1,0:T(8,128)": the axes from minor to major, and the tile of the minor ones.
         if tile := re.search(r"T\(([\d,]+)\)", self.layout):
             minor = [int(x) for x in self.layout.split(":")[0].split(",") if x]
-            for axis, size in zip(minor, reversed(_read_integers(tile[1])), strict=False):
+            for axis, size in zip(minor, reversed(read_integers(tile[1])), strict=False):
                 sizes[axis] = -(-sizes[axis] // size) * size
         return math.prod(sizes) * BITS[self.dtype] / 8
 
@@ -62,7 +62,7 @@ class Array(NamedTuple):
 def read_arrays(shape: str) -> list[Array]:
     """Return the arrays of a type, also of a tuple; tokens are left out."""
     return [
-        Array(dtype, _read_integers(dims), layout)
+        Array(dtype, read_integers(dims), layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
         if dtype not in ("token", "opaque")
     ]
@@ -278,5 +278,6 @@ def split_tuple(shape: str) -> list[str]:
     return parts
 
 
-def _read_integers(text: str) -> tuple[int, ...]:
+def read_integers(text: str) -> tuple[int, ...]:
+    """Return the integers of a list such as "4,8"; of an empty text none."""
     return tuple(int(x) for x in text.split(",") if x)

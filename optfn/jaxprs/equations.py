@@ -182,6 +182,11 @@ def find_called_jaxpr(equation: Equation) -> Jaxpr | None:
     return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
 
 
+def find_call_constants(equation: Equation) -> list[Value]:
+    """Return the values that the jaxpr of `find_called_jaxpr` takes before its operands, if any."""
+    return [*getattr(_get_jaxpr(equation), "consts", ())]
+
+
 def _get_jaxpr(equation: Equation) -> Any:
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 

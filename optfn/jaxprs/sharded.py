@@ -35,6 +35,7 @@ from optfn.jaxprs.equations import (
     bind,
     bindings,
     count_scan_groups,
+    find_call_constants,
     find_called_jaxpr,
     read,
     run_equations,
@@ -239,8 +240,7 @@ def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[V
         return [waiting]
     inner = find_called_jaxpr(equation)
     if name in JITTED and inner is not None:
-        closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        return _run_jaxpr(inner, [*getattr(closed, "consts", ()), *operands], by_name)
+        return _run_jaxpr(inner, [*find_call_constants(equation), *operands], by_name)
     if name in CHECKPOINTS:
         return _run_checkpoint(equation, operands)
     if name == "scan":
@@ -331,9 +331,9 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
         return _run_jaxpr(jaxpr, operands, by_name=False)
     (call,) = calls
     values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
-    closed: Any = call.params["jaxpr"]
-    inner: Jaxpr = getattr(closed, "jaxpr", closed)
-    arguments = [*getattr(closed, "consts", ()), *read(values, call.invars)]
+    inner = find_called_jaxpr(call)
+    assert inner is not None  # a jit or a checkpoint
+    arguments = [*find_call_constants(call), *read(values, call.invars)]
     values |= bindings(call.outvars, _run_without_outer_call(inner, arguments))
     names = [e for e in jaxpr.eqns if e is not call]
     values = run_equations(names, values, rule=run_on_shards)
@@ -367,8 +367,7 @@ def _run_with_checkpoint(equation: Equation, *operands: Value) -> list[Value]:
     inner = find_called_jaxpr(equation)
     if equation.primitive.name not in JITTED or inner is None:
         return run_on_shards(equation, *operands)
-    closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return _run_body(inner, [*getattr(closed, "consts", ()), *operands])
+    return _run_body(inner, [*find_call_constants(equation), *operands])
 
 
 def _delay_in(equation: Equation, values: Environment) -> ShardedParam | None:

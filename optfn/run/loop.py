@@ -21,7 +21,7 @@ from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.train.ineffective import warn_of_schedules
 from optfn.train.options import StepOptions, accept_fields
-from optfn.train.state import TrainState
+from optfn.train.state import TrainState, is_train_state
 from optfn.train.step import make_train_step, wait_on_cpus
 
 
@@ -93,10 +93,6 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
         type; or `callback` returns a state.
     """
     return _Run(options).finish()
-
-
-def _is_train_state(x: object) -> bool:
-    return isinstance(x, TrainState)
 
 
 class _Run:
@@ -206,7 +202,7 @@ class _Run:
         values = to_python_numbers(metrics)
         self.watch.see(values["loss"])
         answer = callback(self.n, self.state, values)
-        if any(map(_is_train_state, jax.tree.leaves([answer], is_leaf=_is_train_state))):
+        if any(map(is_train_state, jax.tree.leaves([answer], is_leaf=is_train_state))):
             raise TypeError(
                 f"callback returned {checks.show(answer)}. It cannot replace the state; return "
                 "True to end the run, else None. To change the state between steps, end the run, "

@@ -37,7 +37,7 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 def check_params(params: Params) -> None:
     """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes."""
-    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_train_state)):
+    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=is_train_state)):
         raise TypeError(
             "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
             "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
@@ -53,7 +53,8 @@ def check_params(params: Params) -> None:
         )
 
 
-def _is_train_state(x: object) -> bool:
+def is_train_state(x: object) -> bool:
+    """Tell whether `x` is a TrainState."""
     return isinstance(x, TrainState)
 
 
