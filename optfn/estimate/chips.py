@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Constants of a chip, by which `estimate_step` turns a schedule into seconds.
+    """Constants of a chip; with them `estimate_step` turns a schedule into seconds.
 
     Args:
       name: for messages.
@@ -45,7 +45,7 @@ class Chip:
     network: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a constant."""
+        """Raise a ValueError for a constant that is out of range."""
         for field in ("flops", "hbm", "link", "links", "efficiency"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"Chip: {field} must be positive, got {getattr(self, field)!r}")

@@ -1,4 +1,4 @@
-"""Two clocks, of compute and of the links, and what of a transfer compute waits for."""
+"""Two clocks, of compute and of the links, and the time that compute waits for transfers."""
 
 import dataclasses
 from collections import defaultdict
@@ -16,7 +16,7 @@ class Transfer:
 
     Attributes:
       kind: its kind.
-      seconds: what it takes of the links.
+      seconds: how long it uses its links.
       sent: bytes that a device sends.
       lanes: the lanes of the torus that it uses, None for all links.
       is_carried: whether it moves only while an instruction that carries it runs.
@@ -49,7 +49,7 @@ class Totals:
       seconds: from begin to end: compute + exposed.
       compute: seconds of compute.
       communication: seconds of the links.
-      exposed: seconds for which compute waits for the links.
+      exposed: seconds that compute waits for the links.
       sent: bytes that a device sends.
       count: collectives.
       asynchronous: collectives that begin at one instruction and end at another.
@@ -68,7 +68,7 @@ class Totals:
     recomputed: float = 0.0
 
     def add(self, other: "Totals", times: int = 1) -> None:
-        """Add what another schedule takes when it runs so often."""
+        """Add `times` times the sums of another schedule."""
         for field in dataclasses.fields(self):
             more: Any = getattr(other, field.name)
             if isinstance(more, dict):
@@ -96,7 +96,10 @@ class Clocks:
         self.flying.append(transfer)
 
     def compute(self, seconds: float, carried: Iterable[Transfer] = ()) -> None:
-        """Let compute run for so long, and the links beside it; `carried` move one by one."""
+        """Advance both clocks by an instruction's seconds of compute.
+
+        The links first move the `carried` transfers, one by one, and then the rest.
+        """
         self.totals.compute += seconds
         self.totals.seconds += seconds
         for transfer in carried:
@@ -106,13 +109,16 @@ class Clocks:
         self._advance(seconds)
 
     def loop(self, body: Totals, times: int) -> None:
-        """Let a body run so often; transfers from before it have the links while it sends none."""
+        """Add `times` iterations of a loop; earlier transfers move while its body sends nothing."""
         idle = max(0.0, body.seconds - sum(body.communication.values()))
         self._advance(idle * times)
         self.totals.add(body, times)
 
     def wait(self, transfer: Transfer) -> None:
-        """Stop compute until a transfer is done, and before it those that hold its links."""
+        """Stop compute until a transfer is done, and all earlier transfers on the same links.
+
+        A transfer that has already been waited for costs nothing.
+        """
         if transfer not in self.flying:
             return
         earlier = self.flying[: self.flying.index(transfer)]
@@ -124,12 +130,13 @@ class Clocks:
         self.flying.remove(transfer)
 
     def finish(self) -> Totals:
-        """Wait for what is on its way, and return the sums."""
+        """Wait for all transfers that are on their way, and return the sums."""
         for transfer in [*self.flying]:
             self.wait(transfer)
         return self.totals
 
     def _expose(self, transfer: Transfer) -> None:
+        """Stop compute until a transfer is done, and count these seconds as exposed."""
         left = transfer.left
         self.totals.exposed[transfer.kind] += left
         self.totals.seconds += left
@@ -137,8 +144,11 @@ class Clocks:
         transfer.left = 0.0
 
     def _advance(self, seconds: float) -> None:
-        """Let the links work for so long, on what came first."""
-        ahead: list[tuple[Transfer, float]] = []  # those that use links, and until when
+        """Move the transfers for so many seconds; on a shared link the earlier ones go first.
+
+        Carried transfers do not move.
+        """
+        ahead: list[tuple[Transfer, float]] = []  # earlier transfers, and when each frees its links
         for transfer in self.flying:
             if transfer.is_carried or transfer.left <= 0:
                 continue

@@ -19,8 +19,8 @@ _MESH = re.compile(
 class Collective(NamedTuple):
     """A collective of some devices.
 
-    num_bytes: of the whole array: what an all-gather gives, a reduce-scatter takes, and any other
-      takes and gives.
+    num_bytes: of the whole array: the result of an all-gather, the operand of a reduce-scatter, and
+      both of any other collective.
     group: the devices of one group, by their places in the mesh.
     pairs: of a permutation, (from, to).
     is_one_ring: whether its algorithm is a ring in one dimension of the torus at a time.
@@ -34,7 +34,8 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The bytes that a device of a ring sends."""
+        """The bytes that a device sends in a ring: twice (n − 1)/n of the array for an all-reduce,
+        all of it for a permutation, else (n − 1)/n."""
         n = len(self.group)
         if self.kind == "collective-permute":
             return self.num_bytes
@@ -98,6 +99,14 @@ def read_group(x: Instruction) -> Group:
 
 
 def _group_along_axes(axes: str, shape: str | None, order: str | None, chosen: str) -> Group:
+    """Return the first group of a collective along the `chosen` axes of a mesh.
+
+    Args:
+      axes: the names and sizes of all axes, "'x'=4, 'y'=2".
+      shape: the sizes of the array of device numbers, "4,2"; None for the sizes of the axes.
+      order: the permutation of its dimensions, "1,0"; None for none.
+      chosen: the quoted names of the axes of the collective.
+    """
     sizes = re.findall(r"'([^']+)'=(\d+)", axes)
     dims = ",".join(n for _, n in sizes)
     numbers = _number_devices(shape or dims, order).reshape(read_integers(dims))
@@ -107,13 +116,14 @@ def _group_along_axes(axes: str, shape: str | None, order: str | None, chosen: s
 
 
 def _number_devices(shape: str, order: str | None) -> np.ndarray:
+    """Return 0, 1, … in an array of `shape`, with its dimensions permuted by `order`, if given."""
     sizes = read_integers(shape)
     numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
     return numbers.transpose(read_integers(order)) if order else numbers
 
 
 def _find_connected(pairs: Pairs) -> Group:
-    """Return the devices that a permutation connects with the first of its pairs."""
+    """Return the first pair's devices, and all devices that further pairs link to them."""
     found = set(pairs[0])
     while more := [set(pair) for pair in pairs if len(found & set(pair)) == 1]:
         found.update(*more)

@@ -8,7 +8,7 @@ import functools
 
 from optfn.estimate.hlo import Computation, Instruction, Program, read_arrays
 
-# Instructions that neither compute nor move: names, views, and the ends of what has a start.
+# Instructions that neither compute nor move: names, views, and the ends of asynchronous ones.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all",
     "opt-barrier", "optimization-barrier", "add-dependency", "partition-id", "replica-id",
@@ -24,7 +24,7 @@ class Traffic:
 
     def __init__(self, program: Program) -> None:
         self.computations = program.computations
-        self._of_fusion = functools.cache(self._fusion_bytes)
+        self._of_fusion = functools.cache(self._count_fusion_bytes)
 
     def num_bytes(self, x: Instruction, home: Computation) -> float:
         """Return the bytes that an instruction of the computation `home` moves."""
@@ -45,20 +45,23 @@ class Traffic:
             written = min(written, results)
         return sum(reads) + written
 
-    def _fusion_bytes(self, name: str) -> tuple[dict[int, float], float]:
-        """Return the bytes that a fusion reads of operands of which it reads slices, and writes."""
+    def _count_fusion_bytes(self, name: str) -> tuple[dict[int, float], float]:
+        """Return the bytes that a fusion reads of each operand, if only slices, and that it writes.
+
+        An operand that is read whole has no entry.
+        """
         body = self.computations[name]
         within = {}
         for x in body.values():
             if x.opcode == "parameter":
-                found = self._sliced(body, x.name)
+                found = self._count_read_slices(body, x.name)
                 if found is not None:
                     within[int(x.argument)] = found
         root = next(x for x in body.values() if x.is_root)
-        return within, self._written(body, root)
+        return within, self._count_written(body, root)
 
-    def _sliced(self, body: Computation, name: str) -> float | None:
-        """Return the bytes that are read of a value in a fusion, None for all of it."""
+    def _count_read_slices(self, body: Computation, name: str) -> float | None:
+        """Return the bytes of the slices that a fusion reads of a value; None if it reads all."""
         total = 0.0
         for x in body.values():
             for i in (i for i, operand in enumerate(x.operands) if operand == name):
@@ -68,7 +71,7 @@ class Traffic:
                 elif x.opcode in ("dynamic-update-slice", "scatter") and i == 0:
                     read = 0.0
                 elif x.opcode in VIEWS:
-                    read = self._sliced(body, x.name)
+                    read = self._count_read_slices(body, x.name)
                 elif x.opcode == "fusion":
                     read = self._of_fusion(x.called[0])[0].get(i)
                 if read is None:
@@ -76,16 +79,17 @@ class Traffic:
                 total += read
         return total
 
-    def _written(self, body: Computation, x: Instruction) -> float:
-        """Return the bytes that a fusion writes with result x: of an update in place, its slice."""
+    def _count_written(self, body: Computation, x: Instruction) -> float:
+        """Return the bytes that a fusion writes for its result x; an update in place writes only
+        its slice."""
         if x.opcode == "dynamic-update-slice":
             return _total(body[x.operands[1]].shape)
         if x.opcode == "scatter":
             return _total(body[x.operands[-1]].shape)
         if x.opcode == "tuple":
-            return sum(self._written(body, body[name]) for name in x.operands)
+            return sum(self._count_written(body, body[name]) for name in x.operands)
         if x.opcode == "bitcast":
-            return self._written(body, body[x.operands[0]])
+            return self._count_written(body, body[x.operands[0]])
         if x.opcode == "fusion":
             return self._of_fusion(x.called[0])[1]
         return _total(x.shape)

@@ -19,7 +19,7 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # the number of a memory that is not the main one
-_NO_ESTIMATE = 2**63 - 1  # what the compiler writes for work of a sparse core
+_NO_ESTIMATE = 2**63 - 1  # the compiler writes it for work of a sparse core
 _PASSED_ON = {"copy", "bitcast", "copy-done", "copy-start", "optimization-barrier"}
 
 
@@ -49,7 +49,7 @@ class Array(NamedTuple):
 
     @property
     def tiled_bytes(self) -> float:
-        """The bytes with the padding of tiles, in any memory."""
+        """The bytes in any memory, with the dimensions of a tile rounded up to whole tiles."""
         sizes = list(self.shape)
         # "1,0:T(8,128)": the axes from minor to major, and the tile of the minor ones.
         if tile := re.search(r"T\(([\d,]+)\)", self.layout):
@@ -109,14 +109,14 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str:
-        """The name of what a custom call runs, "" for any other instruction."""
+        """The name of the function that a custom call runs, "" for any other instruction."""
         return self.attribute("custom_call_target").strip('"')
 
     @property
     def result(self) -> str:
-        """The type of what it gives; a start gives (operands, results, …), and this is the second.
+        """The type of its results; a start's type is (operands, results, …), so take the second.
 
-        An all-reduce-start gives its results alone, or as the others do.
+        The type of an all-reduce-start may also be that of its results alone.
         """
         is_start = self.opcode.endswith(("-start", "custom-call-update"))
         results_only = self.opcode == "all-reduce-start" and not self.shape.startswith("((")
@@ -126,13 +126,13 @@ class Instruction(NamedTuple):
 
 
 Computation = dict[str, Instruction]
-State = Callable[[int], int | None]  # the integers of a tuple, None for those that are not known
+State = Callable[[int], int | None]  # the integers of a tuple by place, None for an unknown one
 
 
 class Program:
     """A compiled program.
 
-    computations: their instructions by name, in the order in which they run.
+    computations: the instructions of each by name, in the order of their execution.
     entry: the name of the computation that a call runs.
     num_partitions: the number of devices.
     is_scheduled: whether the order is a schedule.
@@ -190,7 +190,7 @@ class Program:
         return lambda i: self._read_integer(x.operands[i], home, outer)
 
     def _read_sides(self, condition: Computation, state: State) -> tuple[int | None, int | None]:
-        """Return both sides of a condition `counter < bound`, None for what is not known."""
+        """Return both sides of a condition `counter < bound`, None for an unknown side."""
         root = _root(condition)
         if root.opcode == "fusion":
             state = self._read_state(root, condition, state)
@@ -202,7 +202,7 @@ class Program:
         return counter, bound
 
     def _read_integer(self, name: str, home: Computation, state: State) -> int | None:
-        """Return the value of an integer, given those of the parameter; None if it is not known."""
+        """Return the value of an integer, None if it is not known; `state` has the parameter's."""
         x = home.get(name)
         if x is None:
             return None
@@ -232,6 +232,7 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _read_instruction(line: str) -> Instruction | None:
+    """Return the instruction in a line of a program's text; None if the line has none."""
     found = _INSTRUCTION.match(line)
     if not found:
         return None

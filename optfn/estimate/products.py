@@ -9,7 +9,7 @@ import numpy as np
 
 from optfn.estimate.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
 
-# What the compilers put into the name of an operation that runs again in the backward pass.
+# The compilers mark an operation that runs again in the backward pass in its name.
 _RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
 
 
@@ -44,6 +44,7 @@ def is_gemm(x: Instruction) -> bool:
 
 
 def _dot_flops(x: Instruction, home: Computation, contracted: tuple[int, ...]) -> float:
+    """Return 2·size of the result·size of the `contracted` dimensions of the left operand."""
     lhs = _operand_array(x, home, 0)
     summed = math.prod(lhs.shape[i] for i in contracted)
     return 2 * read_arrays(x.shape)[0].size * summed
@@ -52,8 +53,8 @@ def _dot_flops(x: Instruction, home: Computation, contracted: tuple[int, ...]) -
 def _convolution_flops(x: Instruction, home: Computation) -> float:
     """Return the FLOPs of a convolution, as a TPU writes all products.
 
-    A batch of products is a convolution with holes or padding: only the pairs of places count in
-    which neither is.
+    A batch of products is a convolution with holes or padding, so only pairs of a kernel's place
+    and an entry count, none with a hole or with padding.
     """
     lhs, rhs, result = (
         _operand_array(x, home, 0),

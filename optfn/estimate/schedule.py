@@ -1,6 +1,6 @@
 """The walk through a schedule, instruction by instruction, on the two clocks.
 
-What a compiler writes for a collective:
+A compiler writes a collective in one of these forms:
 
 * `all-gather`: synchronous. Compute waits.
 * `all-gather-start` … `all-gather-done`, and `async-start`, `call-start` or `fusion-start` around
@@ -23,7 +23,7 @@ from optfn.estimate.hlo import Computation, Instruction, Program
 from optfn.estimate.links import Time
 from optfn.estimate.products import find_products, is_gemm
 
-# What passes on its operand, and so the collective that this is the result of.
+# Instructions that pass on their operand: a collective that ends in it is still on its way.
 _PASSES_ON = {
     "get-tuple-element",
     "bitcast",
@@ -35,7 +35,7 @@ _PASSES_ON = {
 _WRAPPERS = {"async", "call", "fusion", "custom-call"}
 # Copies to fast memory, which the compiler places beside the products that need them.
 _PREFETCHES = {"copy-start", "copy-done", "slice-start", "slice-done"}
-# Custom calls that only name what they are given.
+# Custom calls that only name or annotate their operands.
 _NAMES = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
     "GatherScatterIndicesBitpacked", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape",
@@ -92,7 +92,7 @@ class Schedule:
         return _Walk(self, self.program.entry).totals()
 
     def transfer(self, x: Instruction, home: str, settings: str = "") -> Transfer:
-        """Return the collective of an instruction as a transfer."""
+        """Return the transfer of a collective: its seconds and lanes by the links, its bytes."""
         collective = read_collective(x, home, self.program.num_partitions, settings)
         seconds, lanes = self.time(collective)
         return Transfer(collective.kind, seconds, collective.sent, lanes)
@@ -106,6 +106,10 @@ class Schedule:
         ]
 
     def _collectives(self, name: str) -> Iterator[tuple[Instruction, str]]:
+        """Yield each collective that a computation runs, and the computation that contains it.
+
+        Loops are left out, because each runs its collectives in a walk of its own.
+        """
         for x in self.program.computations.get(name, {}).values():
             if _kind(x):
                 yield x, name
@@ -114,7 +118,11 @@ class Schedule:
                     yield from self._collectives(called)
 
     def seconds(self, x: Instruction, home: Computation, totals: Totals) -> float:
-        """Count FLOPs; return the seconds of estimated cycles, else of HBM traffic or products."""
+        """Return an instruction's seconds of compute, and add its FLOPs to `totals`.
+
+        They are the cycles that a TPU's compiler estimates; else the time of its bytes in HBM or of
+        its products, whichever is longer. An instruction that only names or views takes none.
+        """
         self._check(x)
         if x.opcode in FREE or x.target in _NAMES:
             return 0.0
@@ -154,7 +162,7 @@ def _kind(x: Instruction) -> str:
 class _Walk:
     """The walk through one computation, from idle links.
 
-    `held` has the transfers of which an instruction is the start, a carrier or a part.
+    `held` has the transfers of each instruction that starts them, carries them or passes them on.
     """
 
     def __init__(self, schedule: Schedule, name: str) -> None:
@@ -170,7 +178,11 @@ class _Walk:
         return self.clocks.finish()
 
     def visit(self, x: Instruction) -> None:
-        """Let an instruction run."""
+        """Advance the clocks by one instruction, by the rule of its opcode.
+
+        Called computations are walked; a start sends transfers off, and its done waits for them; a
+        synchronous collective stops compute; prefetches take nothing; anything else computes.
+        """
         base = x.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         if x.opcode in ("while", "conditional", "call"):
             self.visit_called(x)
@@ -196,18 +208,19 @@ class _Walk:
         return [*found.values()]
 
     def compute(self, x: Instruction, carried: list[Transfer] | None = None) -> None:
-        """Let an instruction's own work run."""
+        """Advance the clocks by an instruction's own compute; `carried` move beside it."""
         seconds = self.schedule.seconds(x, self.body, self.clocks.totals)
         self.clocks.compute(seconds, carried or ())
 
     def run(self, transfers: list[Transfer]) -> None:
-        """Run synchronous collectives."""
+        """Start collectives, and stop compute until they are done."""
         for transfer in transfers:
             self.clocks.start(transfer, is_asynchronous=False)
             self.clocks.wait(transfer)
 
     def send(self, x: Instruction, transfers: list[Transfer]) -> None:
-        """Send asynchronous collectives off, unless they are to be synchronous."""
+        """Start asynchronous collectives; if the compiler or the check makes them synchronous,
+        stop compute until they are done."""
         self.held[x.name] = transfers
         for transfer in transfers:
             self.clocks.start(transfer, is_asynchronous=True)
@@ -215,7 +228,8 @@ class _Walk:
                 self.clocks.wait(transfer)
 
     def visit_called(self, x: Instruction) -> None:
-        """Run a loop's body as often as it runs, the longest branch, or what a call calls."""
+        """Walk the body of a loop and add all its iterations; the longest branch of a conditional;
+        or the computation of a call."""
         if x.opcode == "while":
             body = x.attribute("body").lstrip("%")
             times = self.schedule.program.trips(x, self.body)
@@ -227,9 +241,10 @@ class _Walk:
             self.clocks.loop(max(branches, key=lambda totals: totals.seconds), 1)
 
     def visit_start(self, x: Instruction) -> None:
-        """Send off what a start begins: a collective, or work beside other work.
+        """Start the collectives of a start instruction; without any, add its compute.
 
-        Work of another core or stream counts where it begins, as if it held up all other work.
+        Compute of another core or stream counts where it starts, as if nothing ran beside it.
+        Collectives of a sparse core wait for an update, if there is one.
         """
         if _kind(x):
             self.send(x, [self.schedule.transfer(x, self.name)])
@@ -243,12 +258,12 @@ class _Walk:
             self.send(x, transfers)
 
     def has_update(self, x: Instruction) -> bool:
-        """Tell whether an update follows, which sends off what a sparse core has loaded."""
+        """Tell whether an update follows, which starts the program that a sparse core loaded."""
         updates = (y for y in self.body.values() if y.opcode == "custom-call-update")
         return any(x.name in y.operands for y in updates)
 
     def work(self, x: Instruction) -> None:
-        """Let work run that a start begins."""
+        """Add the compute of a start: of the computations that it calls, or else its own."""
         if x.opcode == "fusion-start":
             self.compute(x)
         elif x.called:
@@ -258,14 +273,15 @@ class _Walk:
             self.compute(x)
 
     def visit_update(self, x: Instruction) -> None:
-        """Send off what an update sends off, if it is not on its way."""
+        """Start the collectives that a sparse core has loaded, unless they are on their way."""
         transfers = self.transfers_of(x)
         if x.opcode == "custom-call-update" and not any(t in self.clocks.flying for t in transfers):
             self.send(x, transfers)
         self.held[x.name] = transfers
 
     def visit_fusion(self, x: Instruction) -> None:
-        """Run a fusion, which may begin, carry, end or be a collective."""
+        """Advance the clocks by a fusion: it starts, carries or ends a collective of a TensorCore,
+        or it computes and runs the collectives inside it synchronously."""
         inside = [y for _, y in self.schedule.program.inside(x) if y.opcode == "custom-call"]
         targets = {y.target for y in inside}
         if "AsyncCollectiveStart" in targets:
@@ -287,5 +303,6 @@ class _Walk:
 
 
 def _is_carrier(x: Instruction) -> bool:
+    """Tell whether a TPU's fusion moves an asynchronous collective beside its own work."""
     is_named = any(name.startswith("async_collective_fusion") for name in x.called)
     return is_named or "continuation_config" in x.attributes

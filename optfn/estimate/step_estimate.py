@@ -31,20 +31,20 @@ class LoopEstimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """What a compiled step takes on each chip, inferred from its schedule.
+    """The seconds, bytes and FLOPs of a compiled step on each chip, inferred from its schedule.
 
     Attributes:
       chip: the constants of the chip.
       seconds: of a step: compute, and the communication that compute waits for.
       compute: seconds of compute.
       communication: seconds of the links, by kind of collective.
-      exposed: seconds for which compute waits for the links, by kind.
+      exposed: seconds that compute waits for the links, by kind.
       sent: bytes that a chip sends, by kind, in rings.
       count: collectives, by kind.
-      asynchronous: those of them that can overlap compute, by kind.
+      asynchronous: the collectives among them that can overlap compute, by kind.
       flops: FLOPs of all products.
-      recomputed_flops: those of them that run again in the backward pass, under `jax.checkpoint`.
-        What a pipeline computes in its bubbles is not among them.
+      recomputed_flops: FLOPs of products that run again in the backward pass, under
+        `jax.checkpoint`. Products in the bubbles of a pipeline are not among them.
       kept: bytes of params, state and batch; None for text, which does not say it.
       temporaries: bytes beside them; None for text.
       loops: the loops of the step.
@@ -105,22 +105,22 @@ def estimate_step(
 
     The compiler's schedule is read with two clocks, of compute and of the links. A synchronous
     collective stops compute. An asynchronous collective runs from its start to its end, after those
-    that began before; what is left of it at its end is exposed: compute waits for it. The body of a
-    loop is read once, from idle links, and counts as often as the loop runs; of a conditional the
-    longest branch counts.
+    that began before; if it has not finished there, compute waits for it, and this time is exposed.
+    The body of a loop is read once, from idle links, and counts as often as the loop runs; of a
+    conditional the longest branch counts.
 
-    Compute on a TPU is what the compiler estimates for each instruction. On a GPU it is the time of
-    the FLOPs or of the bytes of each kernel, whichever is longer. A collective takes a latency, and
-    the time of the bytes that a ring sends through the links that it uses.
+    The time of compute on a TPU is the compiler's estimate for each instruction. On a GPU it is the
+    time of the FLOPs or of the bytes of each kernel, whichever is longer. A collective takes a
+    latency, and the time of the bytes that a ring sends through the links that it uses.
 
-    It cannot know: how much slower products are while links write to the memory; real latencies;
-    the share of a GPU that NCCL takes; jitter of other chips; what the host and the input take; by
-    which links a permutation goes, for which it takes the shortest way. The cycles of a TPU are its
-    compiler's estimates. No figure of it was compared with a run on a TPU or GPU. So take it to
-    choose between programs for the same chips, not for a date.
+    The estimate cannot know: how much slower products are while links write to the memory; real
+    latencies; the share of a GPU that NCCL takes; jitter of other chips; the time of the host and
+    the input; the way of a permutation, for which it assumes the shortest. The cycles of a TPU are
+    its compiler's estimates. No figure was compared with a run on a TPU or GPU. So use the estimate
+    to choose between programs for the same chips, not to predict when a run ends.
 
     Args:
-      compiled: what `step.lower(...).compile()` gives, or its `as_text()`.
+      compiled: the result of `step.lower(...).compile()`, or its `as_text()`.
       chip: None to recognise the chip by the devices of the program; a name: "v5e", "v5p", "v6e",
         "h100", for text of a TPU also with its slice, "v5e:4x4"; or a `Chip` of constants.
 
@@ -158,6 +158,7 @@ def estimate_schedule(text: str, chip: Chip, *, synchronous: bool = False) -> St
 
 
 def _make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
+    """Return the totals of a schedule and of its loops, with the compiler's figures of memory."""
     totals = schedule.totals()
     loops = [
         LoopEstimate(
@@ -193,10 +194,15 @@ def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
 
 
 def _make_links(program: Program, chip: Chip, devices: list[Any]) -> Switch | Torus:
-    """Return the links between the devices of a program, or say what is missing."""
+    """Return the links between the devices of a program: a torus if the chip has rings, else a
+    switch.
+
+    Raises:
+      ValueError: the text has no schedule, no cycles for a TPU, or another number of chips.
+    """
     if not program.is_scheduled:
         raise ValueError(
-            "estimate_step: the text has no schedule; it must be that of a compiled program, "
+            "estimate_step: the text has no schedule; it must be the text of a compiled program, "
             "step.lower(...).compile().as_text()"
         )
     if chip.clock is not None and not program.has_cycles:
