@@ -66,8 +66,8 @@ def enter(
         narrow = partial(_narrow, name, new)
         return structure.unflatten(map(narrow, structure.flatten_up_to(new), grads, like))
 
-    entering = structure.unflatten(map(_widen, grads, dtypes))
-    wide = None if params is None else structure.unflatten(map(_widen, like, dtypes))
+    entering = structure.unflatten(map(_cast_or_mask, grads, dtypes))
+    wide = None if params is None else structure.unflatten(map(_cast_or_mask, like, dtypes))
     return entering, wide, leave
 
 
@@ -86,8 +86,8 @@ def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
     return wide_p if is_fit else None
 
 
-def _widen(x: Leaf, dtype: DType | None) -> Leaf:
-    """Return x in this dtype; a masked leaf for None."""
+def _cast_or_mask(x: Leaf, dtype: DType | None) -> Leaf:
+    """Return x in this dtype; for None, a masked leaf in the place of x."""
     return numerics.cast(x, dtype) if dtype else MASKED
 
 

@@ -89,7 +89,7 @@ class Schedule:
 
     def totals(self) -> Totals:
         """Return the sums of a call."""
-        return _Walk(self, self.program.entry).totals()
+        return _ScheduleWalk(self, self.program.entry).totals()
 
     def transfer(self, x: Instruction, home: str, settings: str = "") -> Transfer:
         """Return the transfer of a collective: its seconds and lanes by the links, its bytes."""
@@ -159,7 +159,7 @@ def _kind(x: Instruction) -> str:
     return kind if kind in KINDS else ""
 
 
-class _Walk:
+class _ScheduleWalk:
     """The walk through one computation, from idle links.
 
     `held` has the transfers of each instruction that starts them, carries them or passes them on.
@@ -233,11 +233,11 @@ class _Walk:
         if x.opcode == "while":
             body = x.attribute("body").lstrip("%")
             times = self.schedule.program.trips(x, self.body)
-            totals = _Walk(self.schedule, body).totals()
+            totals = _ScheduleWalk(self.schedule, body).totals()
             self.schedule.loops.append(Loop(body, totals, times))
             self.clocks.loop(totals, 1 if times is None else times)
         else:
-            branches = [_Walk(self.schedule, name).totals() for name in x.called]
+            branches = [_ScheduleWalk(self.schedule, name).totals() for name in x.called]
             self.clocks.loop(max(branches, key=lambda totals: totals.seconds), 1)
 
     def visit_start(self, x: Instruction) -> None:
@@ -268,7 +268,7 @@ class _Walk:
             self.compute(x)
         elif x.called:
             for name in x.called:
-                self.clocks.loop(_Walk(self.schedule, name).totals(), 1)
+                self.clocks.loop(_ScheduleWalk(self.schedule, name).totals(), 1)
         else:
             self.compute(x)
 

@@ -136,6 +136,7 @@ def _is_flat(specs: Specs) -> bool:
 
 
 def _to_spec(path: object, x: object) -> P:
+    """Return the PartitionSpec of an entry: its own, a NamedSharding's, P() for a masked leaf."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

@@ -65,6 +65,7 @@ def _check_schedules(
 
 
 def _sample_schedule(name: str, schedule: Schedule, at: np.ndarray) -> np.ndarray:
+    """Return a schedule's rates at the steps `at`; a ValueError unless it gives scalars."""
     values = np.asarray(jax.vmap(lambda i: jnp.asarray(schedule(i), jnp.float32))(at))
     if values.shape != at.shape:
         raise ValueError(

@@ -103,6 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def _format_page(title: str, body: Iterable[str]) -> str:
+    """Return an HTML page with the lines of its body; its policy forbids it to load anything."""
     head = (
         '<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -115,6 +116,7 @@ def _format_page(title: str, body: Iterable[str]) -> str:
 
 
 def _format_facts(facts: Mapping[str, object]) -> str:
+    """Return an HTML table with a row for each name and value."""
     rows = (
         f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in facts.items()
@@ -149,6 +151,7 @@ def _format_number(x: float) -> str:
 
 
 def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return an HTML table of numbers; the first cell of each row is its name."""
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:

@@ -57,6 +57,7 @@ class RunReport:
             self.since = time.monotonic()
 
     def _write(self, end: str) -> None:
+        """Write the page, with `end` as the way the run ended; process 0 alone, once it has losses."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return

@@ -108,6 +108,7 @@ class Remaining:
         return self._before_ahead if self._ahead else self._position()
 
     def _position(self) -> Position | None:
+        """Return the iterator's position after its last batch; None if it has no state."""
         if isinstance(self._iterator, StatefulIterator):
             return Position(self._pass, self._iterator.get_state())
         return None

@@ -131,13 +131,7 @@ def write_checkpoint(
     directory = to_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     wait_for_writes(directory)
-    if is_remote(directory) and sharded is False:
-        raise ValueError(
-            f"sharded=False writes a file, but the store of {directory} takes only directories: "
-            "pass sharded=True"
-        )
-    if sharded is None:
-        sharded = is_remote(directory) or is_directory_default(state)
+    sharded = _choose_sharded(directory, state, sharded)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
@@ -162,7 +156,26 @@ def write_checkpoint(
     return path
 
 
+def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:
+    """Return whether to write a directory: as given, else as the store and the state need it.
+
+    A remote store needs it, and so does a state with arrays divided over devices, with orbax.
+
+    Raises:
+      ValueError: sharded=False for a store that takes only directories.
+    """
+    if is_remote(directory) and sharded is False:
+        raise ValueError(
+            f"sharded=False writes a file, but the store of {directory} takes only directories: "
+            "pass sharded=True"
+        )
+    if sharded is None:
+        return is_remote(directory) or is_directory_default(state)
+    return sharded
+
+
 def _find_step(state: PyTree) -> int:
+    """Return the field or key `step` of a state; a TypeError unless it is a scalar integer."""
     step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
     if not tree.is_array(step) or step.shape or not np.issubdtype(step.dtype, np.integer):
         raise TypeError(
@@ -188,7 +201,7 @@ def load_checkpoint(
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
-      state: a TrainState, or what else was saved, of the same run, as a template.
+      state: a template: a TrainState of the same run, or another tree like the one that was saved.
       strict: as in `restore_checkpoint`.
       only: as in `restore_checkpoint`.
 
@@ -206,7 +219,8 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
     """Return only the parameters in a checkpoint, for inference or to fine-tune them.
 
     If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
-    `params`: pass the model that the run began with, and you get it with what was trained.
+    `params`: pass the model that the run began with; the result has its frozen and the checkpoint's
+    trained parameters.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
@@ -274,9 +288,8 @@ def restore_checkpoint(
         template, and `strict` is ignored. Names are as in `state_dict`, but step, params and
         model_state lack "train/".
 
-    Frozen params that the checkpoint lacks (`save_frozen=False`) are the template's, which must be
-    those that the run began with: their checksums are compared. The result shares them with the
-    template.
+    Frozen params that the checkpoint lacks (`save_frozen=False`) are taken from the template. Their
+    checksums must be those of the run. The result shares these arrays with the template.
 
     With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
     were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run
@@ -284,7 +297,7 @@ def restore_checkpoint(
 
     Raises:
       ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
-        params of the template are not those of the run.
+        params of the template differ from the run's.
     """
     wait_for_writes()
     place = to_path(directory)

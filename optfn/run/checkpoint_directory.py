@@ -24,7 +24,7 @@ from optfn.core.tree import list_names
 from optfn.core.types import PyTree
 from optfn.parallel.fingerprint import begin_fingerprints, begin_finite_check, fingerprints
 from optfn.run.background import copy_to_host
-from optfn.run.directory_arrays import read_arrays
+from optfn.run.directory_arrays import read_directory
 from optfn.run.finiteness import select_params
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import to_logical, unwrap_tables
@@ -163,7 +163,7 @@ class OrbaxDirectory:
         """
         templates = dict(arrays_with_names(unwrap_tables(unpack_state(template))))
         always = _HEADER, _CHECKSUMS
-        saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
+        saved = read_directory(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
         extra = about["beside"]

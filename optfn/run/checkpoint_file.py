@@ -73,7 +73,10 @@ class NpzFile:
             }
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a file has no mark; one that cannot be opened passes, for `read`."""
+        """Tell whether a file lacks the mark of params or a loss that is not finite.
+
+        A file that cannot be opened passes: `read` raises its error.
+        """
         try:
             with zipfile.ZipFile(path) as file:
                 return f"{NONFINITE}.npy" not in file.namelist()
@@ -114,7 +117,8 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
     """Return an entry of a zip file; raise unless it has as many bytes as its npy header says."""
-    with file.open(name) as stream:  # the header first: read_array allocates what it promises
+    # The header first: read_array allocates as much as the header says, before it reads any data.
+    with file.open(name) as stream:
         is_first = npy.read_magic(stream) == (1, 0)
         header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
         shape, _, dtype = header(stream)

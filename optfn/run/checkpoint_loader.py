@@ -1,4 +1,4 @@
-"""Reading of checkpoints: what a file or a directory has, in the place of a template's arrays."""
+"""Reading of checkpoints: the arrays of a file or a directory replace those of a template."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ from optfn.train.changes import Changes, Misfit
 from optfn.train.loading import load_named, to_host
 from optfn.train.packed_state import make_placeholders, unpack_state
 from optfn.train.state import TrainState
-from optfn.train.state_dict import ABOUT, check_names
+from optfn.train.state_dict import ABOUT, check_array_names
 
 HISTORY = "history/"
 _TRAIN = "train"  # the first word of the names of a TrainState
@@ -45,11 +45,11 @@ def check_tree(who: str, state: PyTree) -> None:
     names = [name for name, _ in arrays_with_names(shapes)]
     if "" in names:
         raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
-    check_names(names, _RESERVED)
+    check_array_names(names, _RESERVED)
 
 
 def to_key_data(x: Leaf) -> Leaf:
-    """Return the data of a typed PRNG key, which no file keeps; any other leaf as it is."""
+    """Return the data of a typed PRNG key, because files keep no keys; any other leaf as it is."""
     return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
 
 
@@ -110,7 +110,7 @@ class Loader(NamedTuple):
         return self.only is None or re.fullmatch(self.only, name) is not None
 
     def _is_read(self, name: str) -> bool:
-        """Tell whether an array is read: what lies beside the state, or is selected.
+        """Tell whether an array is read: an entry beside the state always, else if it is selected.
 
         Numbers of workers are read too, because conversions need them.
         """
@@ -120,7 +120,7 @@ class Loader(NamedTuple):
         """Warn of changed names where loading is not strict; return the state and the history.
 
         Raises:
-          ValueError: frozen params, which the checkpoint lacks, are not those of its run.
+          ValueError: the checkpoint lacks its frozen params, and the template's differ from them.
         """
         state, history, changes = loaded
         # Not in `load`: all processes take part in checksums, and one of them may load again.
@@ -148,7 +148,8 @@ def _public_name(name: str) -> str:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return the hint which argument loads what fits; "" for an error that no argument avoids."""
+    """Return the hint which argument loads the arrays that fit; "" if no argument avoids the
+    error."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:

@@ -28,7 +28,7 @@ _Region: TypeAlias = tuple[tuple[int, int], ...]
 _Finish: TypeAlias = Callable[[], Leaf]
 
 
-def read_arrays(
+def read_directory(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
     """Return the selected arrays of a directory by name.

@@ -196,11 +196,13 @@ def _select_params(state: TrainState, average: bool | str) -> Params:
 
 
 def _read_average(state: TrainState, average: bool | str) -> Params:
+    """Return the averaged params of a state: of the average with this name, or of the only one."""
     name = average if isinstance(average, str) else None
     return averaged_params(state.opt_state, state.params, name=name)
 
 
 def _check_number(who: str, key: str, value: Any) -> float:
+    """Return a number that `who` returned as a float; raise a TypeError if it is not a scalar."""
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
@@ -263,6 +265,7 @@ def over_batches(
 
 
 def _check_num_examples(batch: Batch) -> int:
+    """Return the length of the leading axis of a batch; a ValueError if its arrays differ."""
     count = count_examples(batch)
     if count is None:
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))

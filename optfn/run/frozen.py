@@ -76,7 +76,7 @@ def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dic
     if entry not in saved:
         return {}
     named = dict(arrays_with_names(to_logical(unpack_state(template))))
-    return {name: named[name] for name in _decode(saved[entry]) if name in named}
+    return {name: named[name] for name in _decode_entry(saved[entry]) if name in named}
 
 
 def compare_frozen(
@@ -100,7 +100,7 @@ def compare_frozen(
     Raises:
       ValueError: an array differs; the error names it.
     """
-    known = _decode(entry)
+    known = _decode_entry(entry)
     found = select_frozen({FROZEN: entry}, FROZEN, template)
     compared = _describe_arrays({k: x for k, x in found.items() if is_selected(k)})
     different = [shown(name) for name, facts in compared.items() if facts != known[name]]
@@ -108,12 +108,14 @@ def compare_frozen(
         raise ValueError(_explain(where, different))
 
 
-def _decode(entry: np.ndarray) -> dict[str, list[Any]]:
+def _decode_entry(entry: np.ndarray) -> dict[str, list[Any]]:
+    """Return the dtype, shape and checksum of each frozen param, from a checkpoint's entry."""
     decoded: dict[str, list[Any]] = json.loads(np.asarray(entry).tobytes())
     return decoded
 
 
 def _explain(where: object, different: Collection[str]) -> str:
+    """Return the error text for params whose checksums differ from those saved at `where`."""
     return (
         f"{where} was saved without its frozen params (save_frozen=False), and "
         f"{tree.list_names(list(different))} of your params are not those that it was saved "

@@ -43,8 +43,9 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
       **StepOptions
       **LoopOptions
 
-    It returns what `fit` returns: the trained parameters are `state.params`, and `history` maps
-    names such as "loss" to arrays. It raises the errors of `make_train_step` and `fit`.
+    It returns (state, history) as `fit` does: the trained parameters are `state.params`, and
+    `history` maps names such as "loss" to arrays. It raises the errors of `make_train_step` and
+    `fit`.
     """
     a = arguments
     with_state = a.model_state is not None
@@ -186,6 +187,7 @@ class _Run:
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
+        """Evaluate the state, keep it if it is the best so far, and return the numbers."""
         values = self.evaluator(self.n, self.state)
         self.best.consider(self.state)
         return values

@@ -45,11 +45,11 @@ def _step_of(path: Path) -> int:
 
 
 def remove_oldest(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints until `keep` finite ones are left; the one just written stays.
+    """Remove the oldest finite checkpoints beyond `keep`, all earlier ones that are not finite, and
+    the remains of killed processes; `path`, just written, stays.
 
-    The one just written may not be the newest, if the run went back to an earlier step. All others
-    that are not finite are removed: they do not count, so that they remove no finite one. What a
-    process left when it was killed, incomplete or replaced, is removed too.
+    `path` may not be the newest, if the run went back to an earlier step. A checkpoint that is not
+    finite does not count, so that it never displaces a finite one.
     """
     earlier = [found for found in list_checkpoints(path.parent) if found != path]
     finite = [found for found in earlier if is_finite(found)]
@@ -70,11 +70,11 @@ def is_finite(path: Path) -> bool:
 def find_newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
-    """Return the path of the newest intact checkpoint, and the result of `read`, or None.
+    """Return the path of the newest intact checkpoint, and the result of `read`; None without any.
 
-    It is None if there is no checkpoint. Each that is passed over is warned of. One that is intact,
-    but from another run, ends the search: earlier ones are of that run too. One that is not finite
-    is read only if no finite one can be read.
+    A warning names each checkpoint that is passed over. An intact one from another run ends the
+    search, because earlier ones are of that run too. One that is not finite is read only if no
+    finite one can be read.
 
     Args:
       directory: where the run saves.

@@ -100,7 +100,7 @@ class LoopOptions:
         resumes takes these params from `params` or `state`, and refuses others by name.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
       on_nonfinite: the consequence of a loss that is NaN or infinite. "warn": you get one warning,
-        with the first such step and what helps. "stop": the run ends with a FloatingPointError,
+        with the first such step and remedies. "stop": the run ends with a FloatingPointError,
         which says the same, once the log is written. The loop finds such a loss when it reads
         losses, for the bar, the log, a callback, a save, or the history. If tx leaves steps out
         whose gradients are not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
@@ -159,6 +159,8 @@ class FitArguments(LoopOptions):
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
+        """Raise an error for an option of evaluations that is wrong, or useless without `evaluate`;
+        warn if `monitor` looks like a number that should rise, and `mode` is not given."""
         if self.mode is not None:
             checks.choice("mode", self.mode, ("min", "max"))
         words = set(re.split(r"[^a-z0-9]+", str(self.monitor).lower()))

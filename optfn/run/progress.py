@@ -72,6 +72,7 @@ class Progress:
             print(text, file=self.file, flush=True)
 
     def _print_line(self) -> None:
+        """Print the last step and its metrics, unless that was done."""
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
             self.seen(float(metrics["loss"]))
@@ -79,6 +80,7 @@ class Progress:
             print(f"step {self.printed} {text}", file=self.file, flush=True)
 
     def _set_postfix(self, metrics: dict[str, Any]) -> None:
+        """Show metrics behind the bar, with the examples per second since the last call."""
         text = format_metrics(metrics, self.per_call)
         self.seen(float(metrics["loss"]))
         now = time.monotonic()  # once the device has computed the metrics

@@ -1,4 +1,4 @@
-"""TracedLoss in a loss: where the program that JAX traces reads rows of tables."""
+"""The lookups of a loss: where the program that JAX traces reads rows of tables."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,14 +32,14 @@ from optfn.sparse.tables import count_rows, lookup_rows
 # Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
 _COMMUTING = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
 _LOOKUPS = ("gather", "dynamic_slice", "slice")
-# Where a product with the whole table begins.
+# The first equation of a product with the whole table.
 _PRODUCTS = ("dot_general", "transpose")
 # The params of equations that run functions.
 _BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
 
 
 class _Source(NamedTuple):
-    """What a variable is: a table after some casts, or other operations of `_COMMUTING`."""
+    """The origin of a variable: a table, and the operations of `_COMMUTING` that were applied."""
 
     table: Variable
     casts: tuple[Equation, ...]
@@ -57,7 +57,7 @@ class _Lookup(NamedTuple):
 
     @property
     def mode(self) -> GatherScatterMode:
-        """What is read for ids out of range. Slices move into the table, as `CLIP` does."""
+        """How ids out of range are read. Slices read the nearest row, as `CLIP` does."""
         mode: GatherScatterMode = self.equation.params.get("mode", GatherScatterMode.CLIP)
         return mode
 
@@ -116,7 +116,8 @@ class _Lookup(NamedTuple):
         return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), numbers.offset_dims)
 
     def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
-        """Return the rows that have the gradients of the ids; `num_rows` where these have none."""
+        """Return for each id the row that gets its gradient: the nearest for `CLIP`; in any other
+        mode `num_rows`, which is padding, for ids out of range."""
         if self.mode == GatherScatterMode.CLIP:
             return jnp.clip(ids, 0, num_rows - 1)
         return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
@@ -151,12 +152,12 @@ class TracedLoss:
         self._program = _with_lookups_before_checkpoints(program, paths, values)
         self._owners = owners
         self.tables = [i for i, path in enumerate(paths) if path is not None]
-        path_of = _tables(self._program, paths)
-        self._sources = _sources(self._program, path_of)
+        path_of = _map_table_paths(self._program, paths)
+        self._sources = _find_sources(self._program, path_of)
         casts = {id(e) for source in self._sources.values() for e in source.casts}
         live = [e for e in self._program.find_live_equations() if id(e) not in casts]
         self._equations = live
-        self._lookups = _lookups(self._program, live, self._sources, path_of)
+        self._lookups = _find_lookups(self._program, live, self._sources, path_of)
 
     def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the ids and the rows of each lookup, by the equations that these depend on."""
@@ -197,7 +198,7 @@ class TracedLoss:
                     (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
                 )
         variables_of = {i: self._program.inputs[i] for i in self.tables}
-        return {i: _rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
+        return {i: _join_rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
 
     def _values_of(self, inputs: Sequence[Value]) -> Environment:
         """Return the values of the inputs, and of casts of tables, which lookups read uncast."""
@@ -214,26 +215,27 @@ def _within(ids: jax.Array, count: int) -> jax.Array:
     return inside.astype(jnp.int32)
 
 
-def _tables(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:
+def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:
     """Return the path of each table, by its variable."""
     return {v: p for v, p in zip(program.inputs, paths, strict=True) if p is not None}
 
 
-def _sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
+def _find_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
     """Return the variables of a program that are tables or casts of tables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
-        if equation.primitive.name in _COMMUTING and (used := _used(equation, found)):
+        if equation.primitive.name in _COMMUTING and (used := _find_used_tables(equation, found)):
             source = found[used[0]]
             found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
     return found
 
 
-def _used(equation: Equation, sources: dict[Variable, _Source]) -> list[Variable]:
+def _find_used_tables(equation: Equation, sources: dict[Variable, _Source]) -> list[Variable]:
+    """Return the operands of an equation that are tables or casts of tables, each once."""
     return [v for v in variables(equation.invars) if v in sources]
 
 
-def _lookups(
+def _find_lookups(
     program: Equations,
     equations: Sequence[Equation],
     sources: dict[Variable, _Source],
@@ -243,20 +245,20 @@ def _lookups(
 
     Args:
       program: the program.
-      equations: those of its equations that may use tables.
+      equations: the equations of the program that may use tables.
       sources: the variables that are tables or casts of them.
       path_of: the path of each table.
     """
     found = []
     for equation in equations:
-        used = _used(equation, sources)
+        used = _find_used_tables(equation, sources)
         if used and not (used == equation.invars[:1] and _is_lookup(equation)):
-            raise _misuse(equation, path_of[sources[used[0]].table])
+            raise _make_misuse_error(equation, path_of[sources[used[0]].table])
         if used:
             found.append(_Lookup(equation, sources[used[0]]))
     for v in variables(program.outputs):
         if v in sources:
-            raise _dense_use(path_of[sources[v].table], "it is returned")
+            raise _make_dense_use_error(path_of[sources[v].table], "it is returned")
     return found
 
 
@@ -279,7 +281,7 @@ def _is_lookup(equation: Equation) -> bool:
     return 0 in numbers.start_index_map and not numbers.operand_batching_dims
 
 
-def _misuse(equation: Equation, path: str) -> TypeError:
+def _make_misuse_error(equation: Equation, path: str) -> TypeError:
     """Return the error for an equation that uses a table in another way than to look rows up."""
     name, where = equation.primitive.name, source_info_util.summarize(equation.source_info)
     if not equation.params.keys().isdisjoint(_BODIES):
@@ -291,10 +293,11 @@ def _misuse(equation: Equation, path: str) -> TypeError:
         name += ": a matrix product, as of a tied or one-hot embedding, has a gradient in all rows"
     elif name in _LOOKUPS:
         name = f"{name} of other parts than whole rows, one for each integer id"
-    return _dense_use(path, f"{name}; {where}")
+    return _make_dense_use_error(path, f"{name}; {where}")
 
 
-def _dense_use(path: str, use: str) -> TypeError:
+def _make_dense_use_error(path: str, use: str) -> TypeError:
+    """Return the error for a table at `path` that the loss uses as a whole, in the way `use`."""
     return TypeError(
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
@@ -304,25 +307,25 @@ def _dense_use(path: str, use: str) -> TypeError:
 def _with_lookups_before_checkpoints(
     program: Equations, paths: Sequence[str | None], values: Sequence[Any]
 ) -> Equations:
-    """Return a program whose checkpoints get rows, which are looked up before, and no table.
+    """Return a program that looks rows up before its checkpoints, which then get no table.
 
-    The arguments are those of `TracedLoss`.
+    The arguments are the same as for `TracedLoss`.
     """
-    tables = _tables(program, paths)
-    sources = _sources(program, tables)
+    tables = _map_table_paths(program, paths)
+    sources = _find_sources(program, tables)
     instead = {}
     for e in program.equations:
-        if e.primitive.name in CHECKPOINTS and (used := _used(e, sources)):
+        if e.primitive.name in CHECKPOINTS and (used := _find_used_tables(e, sources)):
             path_of = {v: tables[sources[v].table] for v in used}
             inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
-            instead[id(e)] = partial(_run_checkpoint, e, inner)
+            instead[id(e)] = partial(_run_checkpoint_on_rows, e, inner)
     return program.retrace(instead, values) if instead else program
 
 
-def _run_checkpoint(
+def _run_checkpoint_on_rows(
     equation: Equation, paths: Sequence[str | None], *operands: Value
 ) -> list[Value]:
-    """Return the results of a checkpoint, with its lookups before it."""
+    """Return the results of a checkpoint; its lookups run first, so that it gets rows as inputs."""
     jaxpr: Any = find_called_jaxpr(equation)
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
     inner = TracedLoss(body, paths, operands)
@@ -340,8 +343,8 @@ def _run_checkpoint(
     return jax.tree.leaves(run([operands[i] for i in dense], rows))
 
 
-def _rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
-    """Return the gradient of a table.
+def _join_rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
+    """Return the row-sparse gradient of a table, from all its lookups; one row of padding for none.
 
     Args:
       table: the shape and dtype of the table.

@@ -51,7 +51,7 @@ class ShardedTable:
         self.stored, self.owners, self.num_rows = stored, owners, num_rows
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Devices, int]]:
-        """Return the stored array with its key, and the static data."""
+        """Return the stored array with its key, and as static data the owners and the row count."""
         key = jax.tree_util.GetAttrKey("stored")
         return [(key, self.stored)], (self.owners, self.num_rows)
 
@@ -264,10 +264,10 @@ def _exchange_rows(
 
 
 def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
-    """Return the places of rows at this device:
-    in its stored rows, and in its natural block; (N, ⌈count/N⌉) each.
+    """Return the places of the rows that this device exchanges with each device k, (N, ⌈count/N⌉):
+    its stored rows that belong to k's natural block, and the rows of its own block that k stores.
 
-    Row k of each has the places of the rows that device k has in the other order.
+    The first are places in its stored rows, the second in its block; `count` stands for none.
     """
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
     stored, _ = _pair_places(owners, me, all_devices, len(shard))
@@ -278,13 +278,13 @@ def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Arra
 def _to_physical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange blocks of rows in natural order for the rows that each device keeps."""
     stored, block = _find_places(shard, owners)
-    return _all_to_all(shard, owners, block, stored)
+    return _send_rows(shard, owners, block, stored)
 
 
 def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
     """Exchange the rows that each device keeps for its block of rows in natural order."""
     stored, block = _find_places(shard, owners)
-    return _all_to_all(shard, owners, stored, block)
+    return _send_rows(shard, owners, stored, block)
 
 
 def _pair_places(
@@ -305,7 +305,7 @@ def _pair_places(
     return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)
 
 
-def _all_to_all(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
+def _send_rows(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
     """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`; others are 0."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)

@@ -149,7 +149,10 @@ class _Rounds(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, owners: Devices, per_owner: int) -> "_Rounds":
-        """Return the rounds for increasing ids, (n,); all workers must call it."""
+        """Divide increasing ids, (n,), by owner, and find the fullest owner of any worker.
+
+        All workers must call it, because they agree on the number of rounds.
+        """
         firsts = np.arange(owners.size + 1, dtype=np.int32) * np.int32(per_owner)
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
@@ -196,10 +199,11 @@ class _Rounds(NamedTuple):
 
 
 def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the sizes that a round may have: eighths of the capacity, at least eight ids apart.
+    """Return the possible numbers of ids for an owner in a round: up to eight equal steps to the
+    capacity, of some eight ids or more.
 
-    If a batch repeats ids, fewer are sent than the capacity allows for. Each size is compiled by
-    itself, which is worth it for eight ids or more.
+    If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
+    itself, and a difference of fewer than eight ids is not worth a program.
     """
     most = _count_capacity(ids, workers)
     count = min(8, -(-most // 8))

@@ -35,8 +35,9 @@ class TrainState(NamedTuple):
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
 
-def check_params(params: Params) -> None:
-    """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes."""
+def check_initial_params(params: Params) -> None:
+    """Raise a TypeError unless params are arrays and at least one is floating-point; an empty tree
+    passes."""
     if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=is_train_state)):
         raise TypeError(
             "TrainStep.init: params must be the parameters alone; got a TrainState, which init "

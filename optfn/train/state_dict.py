@@ -95,11 +95,11 @@ def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
       ValueError: the names do not tell the arrays apart, or not every file keeps them.
     """
     named = list(arrays_with_names(opt_state))
-    check_names([name for name, _ in named])
+    check_array_names([name for name, _ in named])
     return dict(named)
 
 
-def check_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
+def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
     """Raise a ValueError unless arrays with these names can be saved, in any form.
 
     Args:

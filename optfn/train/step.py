@@ -44,7 +44,13 @@ from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
 from optfn.train.order import warn_of_order
-from optfn.train.state import TrainState, check_params, copy, copy_repeated, replicate_counters
+from optfn.train.state import (
+    TrainState,
+    check_initial_params,
+    copy,
+    copy_repeated,
+    replicate_counters,
+)
 
 # Calls whose flags may still be unknown at the next call.
 _STEPS_AHEAD = 3
@@ -109,7 +115,7 @@ class TrainStep:
             error has the line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
-        check_params(params)
+        check_initial_params(params)
         self._check_model_state(model_state)
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
@@ -180,7 +186,7 @@ class TrainStep:
 
         It takes the arguments of `lower`.
         """
-        check_params(params)
+        check_initial_params(params)
         self._check_model_state(model_state)
         given = jax.tree.map(_shape_of, (params, model_state, convert_batch(batch)))
         layout = self.layout and self.layout.follow(params)

@@ -127,8 +127,7 @@ def make_worker_step(
         )
         if exchanges_itself:
             metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
-        new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
-        return new_state, metrics
+        return TrainState(core.next_step(state.step), params, opt_state, model_state), metrics
 
     return step
 

@@ -158,7 +158,7 @@ def ftrl_proximal(
         rate_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
-        rate, rate_state = rates.advance(lr, state.rate)
+        rate, rate_state = rates.advance_rate(lr, state.rate)
         # Once for the three passes.
         updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 

@@ -92,7 +92,7 @@ def init_plateau(learning_rate: Scalar) -> LearningRateState:
     return PlateauLearningRateState(core.first_step(), rate)
 
 
-def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Array, RateState]:
+def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Array, RateState]:
     """Return the rate of this step, a scalar of the state's dtype, and the state after it."""
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
@@ -155,7 +155,7 @@ def scale_by_learning_rate(
         rate_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
-        rate, new = advance(lr, state.rate)
+        rate, new = advance_rate(lr, state.rate)
         factor = rate_factor(rate_factors, updates)
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=factor)
         return updates, ScaleByLearningRateState(new)

@@ -71,7 +71,7 @@ def accumulate(
         if params is not None:
             errors.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
-        add = partial(_add_gradient, state.micro_step == 0)
+        add = partial(_add_to_total, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -125,9 +125,9 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _add_gradient(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
-    """Return a leaf's total plus g, or g at the first micro-step;
-    a leaf without sums returns its total as it is."""
+def _add_to_total(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
+    """Return a leaf's total plus g, or g at the first micro-step; a leaf that is not summed keeps
+    its total."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total

@@ -89,7 +89,7 @@ def dynamic_loss_scale(
         # Unscaled gradients are float32; without params only the gradients tell the dtype of an
         # update.
         if params is None:
-            updated = tree.map(_cast_like, updates, updated)
+            updated = tree.map(_cast_update, updates, updated)
         bad = guarded.consecutive > 0
         good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
         grows = good_steps == interval
@@ -117,7 +117,7 @@ def _unscale(grads: Updates, scale: jax.Array) -> Updates:
     return tree.map(unscale, grads)
 
 
-def _cast_like(like: Leaf, u: Leaf) -> Leaf:
+def _cast_update(like: Leaf, u: Leaf) -> Leaf:
     """Cast an update to the dtype of the gradient `like`; the update of an integer leaf stays."""
     return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
 
