@@ -32,6 +32,7 @@ The package, from the ground up:
 * `optfn.train` is the training step, `optfn.run` the loop around it, and `optfn.plot` draws.
 """
 
+# No import needs an extra: `plot` imports matplotlib, and `run` orbax, when they use it.
 from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
@@ -83,6 +84,7 @@ from optfn.wrappers.metrics import metrics, record_metrics
 from optfn.wrappers.nonfinite import skip_nonfinite
 from optfn.wrappers.spikes import skip_spikes
 
+# Type checkers take a name that is imported here, but not listed, as private.
 __all__ = [
     "Packed",
     "ParamAttr",

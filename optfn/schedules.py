@@ -387,7 +387,7 @@ def one_cycle(
     Args:
       peak: the highest rate, ≥ 0; torch's max_lr.
       total_steps: T, ≥ 1.
-      pct_start: p, in [0, 1]: the fraction of the steps in which the rate rises; with three phases
+      pct_start: p, in [0, 1]: the rate rises during this fraction of the steps; with three phases
         in [0, 0.5].
       anneal: "cosine" or "linear"; torch's anneal_strategy.
       div_factor: d, > 0.

@@ -49,7 +49,7 @@ def estimate_costs(
     pairs = zip(residuals, backward.inputs, strict=False)
     read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]
     written = _find_materialized(forward.equations, [*y_leaves, *read_from_memory])
-    saved = _find_sources(forward, variables(residuals), written) - arguments
+    saved = _find_fusion_inputs(forward, variables(residuals), written) - arguments
     outputs = set(variables(y_leaves)) - arguments
     for_y = forward.find_equations(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
@@ -125,10 +125,10 @@ def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     return equation.primitive.name in primitives
 
 
-def _find_sources(
+def _find_fusion_inputs(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
-    """Return the materialized variables and inputs that fusions read to compute `targets`."""
+    """Return the inputs and the `written` variables that fusions read to compute `targets`."""
     sources = set(targets)
     for equation in reversed(program.equations):
         for computed in sources.intersection(equation.outvars) - written:

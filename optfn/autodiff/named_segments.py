@@ -89,7 +89,7 @@ def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
             later.update(variables(equation.invars))
         results = list(itertools.chain.from_iterable(e.outvars for e in equations))
         outputs = [a for a in results if a in later]
-        # jax.checkpoint saves its arguments: a segment gets only what it reads.
+        # jax.checkpoint saves its arguments, so a segment gets only the values that it reads.
         operands = itertools.chain.from_iterable(e.invars for e in equations)
         reads = set(variables(operands)).difference(results)
         segments.append(_Segment(equations, [a for a in available if a in reads], outputs))

@@ -1,6 +1,6 @@
 """Collectives over the axes of a mesh.
 
-`axes` and `mesh` say what JAX knows of a mesh, `devices` who takes part. `means`, `gathers` and
-`packets` (compressed) are the collectives, which `torus` runs dimension by dimension. The layers of
-a tensor-parallel model have `tensor_parallel`.
+`axes` and `mesh` read and set JAX's mesh, its axes and shardings; `devices` says which devices take
+part. `means`, `gathers` and `packets` (compressed) are the collectives, and `torus` runs them
+dimension by dimension. `tensor_parallel` is for the layers of a tensor-parallel model.
 """

@@ -85,7 +85,7 @@ def mean_over_workers(
       x: the gradients, a tree with the paths of the params.
       metrics: arrays that are whole on each device, such as the loss.
       workers: the workers; their axes may be a part of the axes of a step.
-      dtype: in what dtype gradients are added and sent; None: their own. Means have their own.
+      dtype: the dtype for adding and sending gradients; None: their own. Means have their own.
     """
     if dtype is not None:
         wide, metrics = mean_over_workers(cast_floats(x, dtype), metrics, workers)
@@ -190,9 +190,9 @@ def mean_scatter(
       divisions: how the mean is divided, over some of `names`.
       names: the axes of the mean.
       mesh: the mesh of these axes.
-      compressor: what encodes the slices that are sent; None sends them as they are.
+      compressor: encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.
-      dtype: in what dtype a real array without a compressor is added and sent; None: its own. The
+      dtype: the dtype for adding and sending a real array without a compressor; None: its own. The
         mean has the dtype of x.
     """
     given = x.dtype

@@ -256,7 +256,7 @@ def packet_bytes(
     They are `exact` without a compressor, and for an array too small for packets.
 
     Args:
-      compressor: what makes the packets; None sends the array as it is.
+      compressor: makes the packets; None sends the array as it is.
       size: the number of elements of the array.
       shards: into how many shards devices divide it.
       exact: the bytes that the device sends if the array is sent as it is.

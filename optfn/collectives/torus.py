@@ -86,6 +86,7 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
       names: the mesh axes.
       dimension: a dimension of x that the number of devices divides.
     """
+    # The transpose of `all_gather_along`, so the axes come in reversed order.
     for i, name in reversed(list(enumerate(names))):
         pieces, along = _split_dimension(x, names[:i], dimension)
         for number, phase in enumerate(phases(name, _SCATTERED)):

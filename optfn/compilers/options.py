@@ -45,22 +45,22 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     """Return compiler options that hide more communication, for GPUs and known TPUs; else {}.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
-    not the default, because nobody has run them on a chip. What follows is inferred from compiled
-    programs: FSDP of Llama 2 7B with `scan_layers`, 2,048 tokens a chip, and the milliseconds of a
-    step of 32 layers in which a chip waits for links.
+    not the default, because nobody has run them on a chip. The following figures are inferred from
+    compiled programs: the milliseconds of a step, waits for links included, of FSDP of Llama 2 7B
+    (32 layers) with `scan_layers` and 2,048 tokens a chip.
 
     * TPU v5p and v6e: gathers and reduce-scatters run on the sparse cores, one at a time. On
       v5p:4x4x4 a step takes 507 ms for 695, on v6e:4x4 471 for 594. Costs: 2 to 5 % more memory
       for temporaries.
-    * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
-      16. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
+    * TPU v5e: reduce-scatters are fused with products, and a kernel gets 32 MB of VMEM instead of
+      16 for it. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
       compilation, and products of padded arrays, which take back half of the gain.
     * GPUs: up to 4 collectives run at the same time, for 1. On 8 H100 a step takes 264 ms for 281.
       Costs: buffers of several collectives at a time.
     * CPUs, and chips that are not listed: {}.
 
-    The options are for the compiler that was installed in those measurements. A step drops those
-    that another compiler does not know, with a warning.
+    The options are for the compiler of these measurements. A step drops the options that another
+    compiler does not know, with a warning.
 
     Raises:
       TypeError: `mesh` is not a mesh of devices.

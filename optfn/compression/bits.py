@@ -32,6 +32,8 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
       fields: flat uint32 arrays; entries are below 2^width.
       widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
+    # No digit of this width crosses the end of an entry or of a word, so that packing needs only
+    # reshapes and shifts.
     digit = math.gcd(32, *widths)
     digits = []
     for x, width in zip(fields, widths, strict=True):

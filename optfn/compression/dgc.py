@@ -243,8 +243,9 @@ def _accumulate_and_send_shards(
     state: DeepGradientCompressionState,
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Return directions and the next state:
-    dense leaves by their mean, compressed leaves by their phase."""
+    """Return directions and the next state: dense leaves take the momentum of their mean, and
+    compressed leaves send their largest entries, or all entries before the ramp; if any worker's
+    gradient is not finite, directions are 0 and moments stay."""
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)

@@ -223,8 +223,8 @@ def _exchange_entries(
     index: jax.Array,
     leaves: Leaves,
 ) -> Leaves:
-    """Exchange entries: the directions are their means,
-    and residuals keep what the packet did not hold."""
+    """Exchange entries: the directions are their means, and each residual keeps its entries less
+    the values that the packet holds for them."""
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.round_values(values)
     # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.

@@ -133,9 +133,9 @@ def exchange(
 
     Put it in front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, if the link
     between your workers is slow. It replaces the dense mean of the gradients. All workers get the
-    same direction, bit for bit. With `error_feedback=1` packets lose nothing: what they sent and
-    the residual add up to the sum of the updates, in float32. The direction has the dtype of the
-    updates; where that is bfloat16, the rounding of the mean is not kept.
+    same direction, bit for bit. With `error_feedback=1` packets lose nothing: all packets so far
+    and the residual add up to the sum of the updates, in float32. The direction has the dtype of
+    the updates; where that is bfloat16, the rounding of the mean is not kept.
 
     `make_train_step` with a mesh passes it the gradients of each worker. In a step that you write,
     call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX
@@ -340,8 +340,8 @@ def _mean_of_shards(
         # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
-        # 3. The other leaves send residual + update, and keep in the residual what their packets
-        # lack.
+        # 3. The other leaves send residual + update. Their residuals keep the difference between
+        # this sum and the packets.
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
         pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]

@@ -66,8 +66,8 @@ def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
 
 
 def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
-    """Return the k-th largest of each segment, int32 (segments,),
-    found bit by bit from the highest.
+    """Return the k-th largest magnitude of each segment, int32 (segments,), by bisection: one pass
+    for each of 31 bits.
 
     Args:
       m: magnitudes as rows, (rows, …), with −1 for padding.
@@ -233,7 +233,13 @@ class Search(abc.ABC):
     def _entries(
         self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices in the segment of the entries at k[i] bits of each segment."""
+        """Return the values of entries, and their indices in their segments.
+
+        Args:
+          arrays: float32, flat.
+          bit: the positions of the entries in a packed mask, k[i] for segment i, in one flat array.
+          k: the number of entries of each segment.
+        """
         width = 32 * self.segments.words
         row, inside = bit // width, bit % width
         in_array = inside + jnp.asarray(self.segments.row_starts)[row]
@@ -243,8 +249,8 @@ class Search(abc.ABC):
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
-        """Return segments of `room` entries, for candidates:
-        as many per array as given, or rows of whole words per chunk."""
+        """Return segments with room for the candidates: `room` entries for each array; for chunks
+        the largest `room`, in whole words of 32."""
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
@@ -316,9 +322,8 @@ class BlockSearch(Search):
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of each segment's k largest magnitudes; blocks of 1 bisect.
-
-        See `extract`.
+        """Return values and indices of each segment's k largest magnitudes, as `extract` does; if
+        blocks have one entry, by bisection over all entries instead of a summary.
         """
         if self.block > 1:
             return super().largest(arrays, k)
@@ -327,7 +332,10 @@ class BlockSearch(Search):
         return self._entries(arrays, _find_set_bits(words, k, self.segments), k)
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return the maxima of blocks of distant entries, because large ones are often adjacent."""
+        """Return the largest magnitude of each block of entries, as rows of int32.
+
+        A block has distant entries, because large ones are often adjacent and would share a block.
+        """
         block, missing = self.block, -self.segments.row % self.block
 
         def maxima(m: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from optfn.compression.segments import RowChunks, Segments
 from optfn.compression.values import ValueFormat
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity: `k`, an array, cannot be hashed
 class PacketFormat:
     """The encoding of the entries of several segments; static.
 

@@ -58,8 +58,8 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Return fn(rows, *per_chunk) of a flat array cut into rows (chunks,
-        length), joined along the chunks.
+        """Cut a flat array into rows (chunks, length), and return fn(rows, *per_chunk), which has
+        an entry for each chunk along its first axis.
 
         A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
         whole array would copy it.
@@ -155,8 +155,8 @@ class RowChunks:
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk, (count,), in a shape that broadcasts to the leaf:
-        (…, 1), or the leaf's if rows are cut."""
+        """Repeat the numbers of chunks, (count,), for each row of the leaf, (…, 1); for each of its
+        elements if a row has several chunks."""
         if not self.rows:
             return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
@@ -179,8 +179,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """For each array, its rows as `Chunks`;
-        all rows have one length, the last of an array may be shorter."""
+        """For each array, `Chunks` that cut it into rows. All arrays have the same row length; only
+        the last row of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]

@@ -73,7 +73,9 @@ class Sending:
     def _send_accumulated(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
-        """Send accumulated residuals by the route; return leaves with means and new residuals."""
+        """Exchange residuals, which have the updates in them: slice by slice through owners for the
+        route "parts", else by all-reduces or one all-gather; return leaves with means and the new
+        residuals."""
         if self.route == "parts":
             return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
 

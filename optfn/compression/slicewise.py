@@ -59,7 +59,7 @@ def slicewise_mean(
     means, packets, _ = mean_scatter_slices(slices, encode_slices, decode, axis_name)
     # 3. The sender keeps the difference between its slices and their packets, (N, …).
     residuals = jax.vmap(subtract_sent)(slices, packets)
-    # 4. The owner adds to the mean what it did not publish of earlier means.
+    # 4. The owner adds the rest of earlier means, which its packets lacked, to this mean.
     published = [_slice_of_owner(leaf, workers, worker) for leaf in leaves]
     totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
     # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, …), the same

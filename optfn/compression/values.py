@@ -44,8 +44,8 @@ class ValueFormat(NamedTuple):
         return chunks.map(self._scales, x) if self.has_scale else jnp.zeros(0, jnp.float32)
 
     def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return mean|x| for 1 bit, the scale of `_two_bit_scales` for 2,
-        else max|x| over the largest code."""
+        """Return the scale of each chunk: max|x| over the largest code; without random rounding
+        mean|x| for 1 bit and `_two_bit_scales` for 2."""
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
             return divide(chunks.sum(jnp.abs(x)), counts)
@@ -76,22 +76,22 @@ class ValueFormat(NamedTuple):
         if self.bits == 2:
             return 2 * negative + _is_large(x, s).astype(jnp.uint32)
         # A chunk of zeros has s = 0; by 1 instead, its codes are 0 and not NaN.
-        return self._code_of_integer(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
+        return self._encode_integers(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
-    def _code_of_integer(self, ratio: jax.Array) -> jax.Array:
-        """Return rounded x/s in two's complement of `bits` bits,
-        uint32, clipped to the largest code."""
+    def _encode_integers(self, whole: jax.Array) -> jax.Array:
+        """Return integers, given as float32, in two's complement of `bits` bits, uint32; those
+        beyond ± the largest code are clipped to it."""
         # max|x|/s may exceed the largest integer by a rounding error.
         largest = _LARGEST[self.bits]
-        ratio = jnp.clip(ratio, -largest, largest)
-        code = lax.bitcast_convert_type(ratio.astype(jnp.int32), jnp.uint32)
+        whole = jnp.clip(whole, -largest, largest)
+        code = lax.bitcast_convert_type(whole.astype(jnp.int32), jnp.uint32)
         return code & np.uint32((1 << self.bits) - 1)
 
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
         """Return the codes of values rounded at random to one of the two next to x/s."""
         ratio = divide(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
-            return self._code_of_integer(_round_at_random(ratio, noise))
+            return self._encode_integers(_round_at_random(ratio, noise))
         # Number the values 0, 1, … in increasing order, from −s to s.
         last = 2**self.bits - 1
         place = jnp.clip((ratio + 1) * np.float32(last / 2), 0, last)

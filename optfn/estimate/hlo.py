@@ -116,7 +116,7 @@ class Instruction(NamedTuple):
     def result(self) -> str:
         """The type of its results; a start's type is (operands, results, …), so take the second.
 
-        The type of an all-reduce-start may also be that of its results alone.
+        The type of an all-reduce-start may also have its results alone.
         """
         is_start = self.opcode.endswith(("-start", "custom-call-update"))
         results_only = self.opcode == "all-reduce-start" and not self.shape.startswith("((")

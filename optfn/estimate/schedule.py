@@ -237,6 +237,7 @@ class _ScheduleWalk:
             self.schedule.loops.append(Loop(body, totals, times))
             self.clocks.loop(totals, 1 if times is None else times)
         else:
+            # The program does not say which branch runs; the longest bounds the time.
             branches = [_ScheduleWalk(self.schedule, name).totals() for name in x.called]
             self.clocks.loop(max(branches, key=lambda totals: totals.seconds), 1)
 
@@ -297,6 +298,7 @@ class _ScheduleWalk:
             self.compute(x, self.held[x.name])
         else:
             transfers = self.schedule.transfers_inside(x, x.attributes)
+            # Without an estimate of cycles, the time of a fusion around a collective is the links'.
             if not transfers or x.cycles is not None:
                 self.compute(x)
             self.run(transfers)

@@ -115,7 +115,7 @@ def estimate_step(
 
     The estimate cannot know: how much slower products are while links write to the memory; real
     latencies; the share of a GPU that NCCL takes; jitter of other chips; the time of the host and
-    the input; the way of a permutation, for which it assumes the shortest. The cycles of a TPU are
+    the input; the way of a permutation, assumed to be the shortest. The cycles of a TPU are
     its compiler's estimates. No figure was compared with a run on a TPU or GPU. So use the estimate
     to choose between programs for the same chips, not to predict when a run ends.
 

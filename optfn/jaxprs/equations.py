@@ -160,17 +160,17 @@ def type_of(atom: Atom) -> Any:
 
 
 def variables(atoms: Iterable[Atom]) -> list[Variable]:
-    """Return those of `atoms` that are not literals, each once."""
+    """Return the variables among `atoms`, each once; literals are left out."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, jex.Literal)))
 
 
 def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
-    """Return the values of `atoms`."""
+    """Return the values of `atoms`: a literal's own, a variable's in the environment."""
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 
 def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
-    """Return the environment in which variables have these values: the inverse of `read`."""
+    """Return an environment that gives variables these values: the inverse of `read`."""
     return dict(zip(names, values, strict=True))
 
 
@@ -192,10 +192,8 @@ def _get_jaxpr(equation: Equation) -> Any:
 
 
 def count_scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many operands of a scan are constants, which come first, and how many carries.
-
-    None if this version of JAX has params of a scan in an unknown form.
-    """
+    """Return how many operands of a scan are constants, which come first, and how many are carries;
+    None if this version of JAX has the params of a scan in an unknown form."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     if "ft_in" in params:  # JAX 0.12: the operands as a tree of constants, carry and elements
@@ -213,7 +211,7 @@ def split_operands(
 
 
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
-    """Return the results of an equation for these values of its arguments."""
+    """Run the primitive of an equation on other values of its arguments; return the results."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
@@ -226,10 +224,11 @@ def run_equations(
     overrides: Mapping[int, Override] | None = None,
     rule: Rule | None = None,
 ) -> Environment:
-    """Add the results of `equations` to the values of variables, and return these.
+    """Run equations by their overrides, else by `rule`, else as they are; return `values`, with
+    their results added.
 
-    The arguments are those of `Equations.run`. What is traced keeps the lines and the named scopes
-    of the equations, which errors and profiles show.
+    The arguments are the same as for `Equations.run`. Traced operations keep the lines and the
+    named scopes of the equations, which errors and profiles show.
     """
     for equation in equations:
         override = (overrides or {}).get(id(equation), partial(rule or bind, equation))
@@ -242,7 +241,7 @@ def run_equations(
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
-    """Run a jaxpr equation by equation, including those of jitted functions in it."""
+    """Run a jaxpr equation by equation, and the jitted functions in it the same way."""
     values = bindings(closed.jaxpr.constvars, closed.consts)
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)
@@ -323,7 +322,7 @@ class _Scan(NamedTuple):
         return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
 
     def close_over_carries(self, positions: set[int]) -> set[int]:
-        """Return `positions` and those of all carries that these outputs depend on."""
+        """Return `positions`, and the positions of all carries that these outputs depend on."""
         while True:
             needed = self.body.find_dependencies(self.outputs(positions))
             carries = range(len(self.init))

@@ -82,7 +82,8 @@ def first_matches(
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
-    """Return what a pattern's function says of a name; a TypeError unless it is a bool."""
+    """Tell whether a function that serves as a pattern chooses a name; a TypeError unless it
+    returns a bool."""
     chosen = pattern(name)
     if not isinstance(chosen, bool):
         raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")

@@ -57,7 +57,8 @@ def _broadcast_units(
 def _broadcast_tensors(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
-    """Broadcast as TPUs want it: tensor by tensor, or along the stacked axes of a leaf."""
+    """Return an array of `shape` with each tensor's number in all its elements: for a leaf by a
+    broadcast along its stacked axes, for a flat buffer tensor by tensor."""
     # Units of a few elements would be padded to the 128 lanes of a TPU, so broadcast each tensor.
     if len(shape) > 1:
         stacked = layout.runs[0].shape[: layout.runs[0].stacked]

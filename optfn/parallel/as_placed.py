@@ -16,7 +16,7 @@ from optfn.parallel.mesh_layout import Layout
 
 @dataclasses.dataclass(frozen=True)  # equal for equal specs, so that jit compiles once for them
 class AsPlaced(Layout):
-    """Params keep the PartitionSpecs with which they come; state follows them.
+    """Params keep the PartitionSpecs of the arrays that the user passes; state follows them.
 
     specs: the path and the spec of each leaf; None if they are unknown, because the params are
       traced along axes that are left to the compiler.
@@ -30,7 +30,8 @@ class AsPlaced(Layout):
         return self.specs is not None
 
     def follow(self, params: Params) -> "AsPlaced":
-        """Return the layout of these params; leaves that do not lie on the mesh become whole."""
+        """Return the layout with the specs of these params, and P() for a leaf that does not lie on
+        the mesh; of traced params, whose specs are unknown, the layout as it is."""
         if checks.is_traced(params) and not self.mesh.explicit_axes:
             return self
         specs = [(str(place), _spec_on(self.mesh, x)) for place, x in tree.items(params)]

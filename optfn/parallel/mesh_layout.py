@@ -59,9 +59,9 @@ class Layout:
     gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
       that are reduced, over the shard axes; None sends arrays as they are.
     tx: the optimizer, whose attributes of parameters say which leading axes count layers.
-    reduce_dtype: in what dtype gradients are added and sent over the shard axes; None: their own.
-    compiler_axes: the data axes over which the compiler divides the loss; none if each device runs
-      the loss on its own examples, inside `shard_map`.
+    reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
+    compiler_axes: the data axes if the compiler divides the loss over them; none if each device
+      runs the loss on its own examples, inside `shard_map`.
     """
 
     mesh: Mesh

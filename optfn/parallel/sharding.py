@@ -107,9 +107,9 @@ def sharded(
       kind: "state", "params", or the PartitionSpecs of params, as a tree or by patterns of paths
         (`shard` of `make_train_step`).
       axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
-        None: all of them, or with PartitionSpecs those that they name. Along the
-        remaining data axes each group of devices is a worker; workers average or exchange their
-        gradients in each step or every `local_steps`.
+        None: all of them, or with PartitionSpecs the axes that they name. Along the remaining data
+        axes each group of devices is a worker; workers average or exchange their gradients in each
+        step or every `local_steps`.
       whole: a pattern of paths of stacked leaves (in a `Stacked`, or with the attribute
         `ParamAttr(stacked=1)` in `tx`), which are divided along the axis of layers,
         so that each matrix is whole on one device. Rules that treat matrices whole, such as
@@ -126,9 +126,9 @@ def sharded(
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients. With "state",
         params are then divided as well.
-      reduce_dtype: in what dtype gradients are added and sent over `axis`, such as "float32" for
-        bfloat16 params; None: as the `reduce_dtype` of the step says. Packets of `reduce` are as
-        the compressor makes them.
+      reduce_dtype: the dtype for adding and sending gradients over `axis`, such as "float32" for
+        bfloat16 params; None: the `reduce_dtype` of the step. It does not change the packets of
+        `reduce`.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
     as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
@@ -389,7 +389,7 @@ def layout_of(
     common: dict[str, Any] = {"tx": tx, "reduce_dtype": dtype, "compiler_axes": of_compiler}
     if not _is_kind(way.kind):
         return ShardBySpec(mesh, workers, along, tables, way.kind, **common)
-    # What is gathered once in a step is divided between steps: every way is then ShardParams.
+    # Params that are gathered once in a step are divided between steps: the layout of "params".
     kind = ShardParams if way.is_gathered_once else KINDS[way.kind]
     common |= {"gather_compressor": way.gather, "reduce_compressor": way.reduce}
     return kind(mesh, workers, along, tables, way.whole, **common)
@@ -398,7 +398,7 @@ def layout_of(
 def _choose_shard_axes(
     way: Sharded, specs: Specs, data_axis: AxisName, tables: Pattern | None
 ) -> Axes:
-    """Return the axes that divide params or state: those of `axis=`, else all data axes.
+    """Return the axes that divide params or state: the given `axis=`, else all data axes.
 
     With PartitionSpecs and without tables, data axes that no spec names are left for workers.
     """

@@ -1,4 +1,4 @@
-"""Shards of params and gradients (FSDP, ZeRO): what each device gathers and what it scatters.
+"""Shards of params and gradients (FSDP, ZeRO).
 
 A device gathers the params that its loss needs, and sends each shard of its gradient to the device
 that keeps this shard.
@@ -36,9 +36,9 @@ def _run_on_compiler_slices(
 ) -> Callable[..., jax.Array]:
     """Return a function that runs fn(array, step) on each slice that the compiler's axes make.
 
-    They are the axes of the mesh besides data axes, such as those of tensor parallelism; if none
-    divides the array, the function is `fn`. Without this, the compiler would gather the slices
-    along its own axes before each collective.
+    The compiler's axes are the mesh axes besides data axes, such as an axis of tensor parallelism;
+    if none divides the array, the function is `fn`. Without this, the compiler would gather the
+    slices along its own axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -89,7 +89,7 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
-      dtype: the dtype of the result, in which the array is sent; None keeps its dtype. Packets are
+      dtype: the dtype of the result; the array is sent in it. None keeps the shard's. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
     forward, reduce = (

@@ -65,7 +65,7 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
 def _find_longest_prefixes(
     listed: Mapping[Any, P], params: Params
 ) -> tuple[dict[str, P], list[str], list[str]]:
-    """Return the spec of the longest path in `listed` with which the path of each leaf begins.
+    """Return for each leaf the spec of the longest path in `listed` that its own path begins with.
 
     Returns:
       The specs by path; the leaves without a spec, which masked leaves may lack; and the paths that

@@ -339,7 +339,7 @@ class _RavelledStages:
     def _backward(
         self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
     ) -> BackwardResult:
-        """Run stage i's backward between trees; `backward` ravels what it returns."""
+        """Run stage i's backward between trees; `backward` ravels its results."""
 
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:

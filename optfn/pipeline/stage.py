@@ -174,8 +174,8 @@ class _ResidualProgram:
         return y, read(values, self.stashed)
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
-        """Compute again what depends only on the weights;
-        return y (None if it is not kept) and all residuals."""
+        """Return y (None if it is not kept) and all residuals: compute those that depend only on
+        the weights again, and take the others from the stash."""
         values = self._run_on_weights(weights) | bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)

@@ -250,8 +250,10 @@ class _Pipeline:
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Run the pipeline on one device and return its loss and gradients;
-        `shapes` belong to params or their shards."""
+        """Run the pipeline on this device; return the loss and gradients, averaged over the batch.
+
+        `shapes` are the shapes of the params, or of this device's shards of them.
+        """
         m = self.plan.num_microbatches
 
         def split(x: jax.Array) -> jax.Array:

@@ -40,6 +40,7 @@ pre { overflow: auto; max-height: 30rem; font-size: .8rem } svg { width: 100%; h
 """
 
 # A browser that reads this requests nothing, whatever the names in the page are.
+# A report has text from a run in it: the browser must run no script, and load nothing, from it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 

@@ -37,9 +37,10 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
         sent_factor, sent_unit = _choose_unit(plan.sent)
         text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent per step"
         ax.text(x, y, text, va="center", fontsize="small")
+    # Room for the text behind the longest bar; matplotlib warns of an axis of length 0.
     ax.set(xlabel=f"{unit} on each device", xlim=(0, 1.35 * end.max() or 1))
     ax.grid(visible=False, axis="y")
-    ax.invert_yaxis()
+    ax.invert_yaxis()  # matplotlib puts the first bar at the bottom
     ax.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
@@ -74,6 +75,7 @@ def recompute(
     largest = max(x for x, _ in [*named.values(), *line])
     factor, unit = _choose_unit(largest)
     if line:
+        # The line goes by memory, in whatever order the budgets were tried.
         xs, ys = np.array(sorted(line)).T
         ax.plot(xs / factor, ys / once, "o-", label="byte budgets")
     for (x, y), names in _merge_marks(named, (0.01 * largest, 0.005 * once)).items():

@@ -57,7 +57,8 @@ class RunReport:
             self.since = time.monotonic()
 
     def _write(self, end: str) -> None:
-        """Write the page, with `end` as the way the run ended; process 0 alone, once it has losses."""
+        """Write the page, with the words `end` for how the run ended; only process 0 writes it, and
+        not before the first loss."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return

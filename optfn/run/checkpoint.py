@@ -130,6 +130,7 @@ def write_checkpoint(
             checks.flag(name, value)
     directory = to_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    # The last save may still be written, and if it has failed, its error is due now.
     wait_for_writes(directory)
     sharded = _choose_sharded(directory, state, sharded)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
@@ -143,6 +144,7 @@ def write_checkpoint(
             )
         state, entry = frozen.leave_out(state)
         entries |= entry
+    # Copies: the caller may go on with its history while a thread writes it.
     beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
     write = backend.writer(
         path,
@@ -150,6 +152,7 @@ def write_checkpoint(
         beside,
         is_loss_finite=is_last_finite,
     )
+    # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):
         wait_for_writes(directory)
@@ -289,7 +292,7 @@ def restore_checkpoint(
         model_state lack "train/".
 
     Frozen params that the checkpoint lacks (`save_frozen=False`) are taken from the template. Their
-    checksums must be those of the run. The result shares these arrays with the template.
+    checksums must match the run's. The result shares these arrays with the template.
 
     With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
     were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run

@@ -1,4 +1,4 @@
-"""Reading of checkpoints: the arrays of a file or a directory replace those of a template."""
+"""Reading of checkpoints: arrays of a file or a directory in the place of a template's."""
 
 import re
 from pathlib import Path

@@ -73,9 +73,8 @@ class LossWatch:
         """Do nothing, as a target of a log."""
 
     def check(self) -> None:
-        """Warn once, or raise if `stops`, of the first loss that is not finite.
-
-        Nothing happens if no such loss has been read, or the optimizer leaves such steps out.
+        """Warn once of the first loss that is not finite, or raise if `stops`; nothing happens if
+        none has been read, or the optimizer leaves such steps out.
 
         Raises:
           FloatingPointError: there is such a loss, and it ends the run.

@@ -35,6 +35,7 @@ class FrozenParams:
 
         If no param is frozen, the state passes unchanged, and the entry is {}.
         """
+        # Attributes go by the paths of leaves, and several leaves share a buffer: unpack first.
         whole: TrainState = to_logical(unpack_state(state))
         attrs = attributes_of(self.tx, whole.params)
         frozen = {path for path, attr in attrs.items() if not attr.trainable}
@@ -51,6 +52,7 @@ class FrozenParams:
                 for params in (whole.params, rest)
             )
             left_out = {name: x for name, x in arrays.items() if name not in kept}
+            # A checkpoint has arrays only, so the text becomes bytes.
             text = json.dumps(_describe_arrays(left_out))
             self._entry = {FROZEN: np.frombuffer(text.encode(), np.uint8)}
         return whole._replace(params=rest), self._entry

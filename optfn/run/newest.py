@@ -45,8 +45,8 @@ def _step_of(path: Path) -> int:
 
 
 def remove_oldest(path: Path, keep: int) -> None:
-    """Remove the oldest finite checkpoints beyond `keep`, all earlier ones that are not finite, and
-    the remains of killed processes; `path`, just written, stays.
+    """Remove the oldest finite checkpoints beyond `keep`, all that are not finite, and the remains
+    of killed processes; `path`, just written, stays in any case.
 
     `path` may not be the newest, if the run went back to an earlier step. A checkpoint that is not
     finite does not count, so that it never displaces a finite one.

@@ -82,6 +82,7 @@ class Saver:
             return restore_checkpoint(directory, state)
         found = list_checkpoints(directory)
         is_shared = processes.has_state_on_all_processes(state)
+        # All processes must raise: the others would wait for ever in their next collective.
         if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
@@ -108,6 +109,7 @@ class Saver:
         Nothing happens without a directory.
         """
         if self.directory is not None:
+            # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
             stands = position.encode_position(
                 batches.position(), processes.has_state_on_all_processes(state)
@@ -132,6 +134,7 @@ class _Clock:
         self._restart()
 
     def _restart(self) -> None:
+        # Look at once: the time of the first call tells how many calls the interval has room for.
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:

@@ -154,6 +154,7 @@ class TracedLoss:
         self.tables = [i for i, path in enumerate(paths) if path is not None]
         path_of = _map_table_paths(self._program, paths)
         self._sources = _find_sources(self._program, path_of)
+        # A cast of a table would make a whole array: lookups read the table, and cast the rows.
         casts = {id(e) for source in self._sources.values() for e in source.casts}
         live = [e for e in self._program.find_live_equations() if id(e) not in casts]
         self._equations = live

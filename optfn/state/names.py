@@ -124,7 +124,7 @@ def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
 def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
     """Yield (name, state) for each chosen state; states inside a chosen one are left out.
 
-    A name is what the names of the state's arrays begin with in `arrays_with_names`.
+    In `arrays_with_names`, the names of this state's arrays begin with its name.
     """
     return _walk(state, chosen)
 

@@ -240,6 +240,7 @@ def _check_before(who: str, chain: OptState) -> None:
         covered: set[str] = set()
         for mark in find_nodes(Exchanged, chain[i + 1 :]):
             covered |= _find_exchanged(mark)
+        # The name of an array that follows a parameter ends with the path of the parameter.
         ends = tuple(name and f"/{name}" for name in covered)
         paths = [] if has_exchange(link) else _find_floating(link)
         kept = [path for path in paths if f"/{path}".endswith(ends)]
@@ -303,8 +304,8 @@ def _has_rows_trait(state: OptState) -> bool:
 
 
 def _passes_rows(state: OptState) -> bool:
-    """Tell whether updates that are Rows pass through a state's transform:
-    all its links, or what it wraps."""
+    """Tell whether Rows pass through a state's transform: every link of a chain, or a wrapper and
+    all that it wraps, must declare that its updates may be Rows."""
     if _is_chain(state):
         return all(map(_passes_rows, state))
     return _has_rows_trait(state) and _passes_rows(state._asdict().get("inner_state", ()))

@@ -45,7 +45,7 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
 
     Args:
       axis_name: the axes of the workers, for per-worker arrays that name none.
-      entry: what is known of the array.
+      entry: the facts about the array.
       x: the array, or its shape.
     """
     if entry.kept == "per_worker":
@@ -199,8 +199,8 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
 
 
 def _to_host(x: object) -> object:
-    """Return an array on the host, a typed key on its first device;
-    one that this process cannot read as it is."""
+    """Copy an array to the host, or a typed key to the first device; an array that this process
+    cannot read stays as it is."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
     if is_key(x):

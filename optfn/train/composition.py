@@ -99,9 +99,9 @@ def compile_step(
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> Any:
-    """Return the jitted step; its arguments are those of `compose_step`.
+    """Return the jitted step (state, batch) -> (state, metrics); see `compose_step`.
 
-    If params stay where they come, it takes their layout as well: (state, batch, layout).
+    If params keep their placement, it takes their layout as well: (state, batch, layout).
     """
     compose = functools.partial(compose_step, loss_fn, tx, options)
     step = compose(layout, local)
@@ -177,7 +177,7 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
     """Return the PartitionSpec of each array of a stored state.
 
-    Those of params and optimizer state are the layout's; all other arrays are replicated.
+    The layout divides params and optimizer state; all other arrays are replicated.
     """
     return jax.tree.map(lambda x: P(), state)._replace(
         params=layout.param_specs(state.params),

@@ -27,12 +27,12 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 
 
 def _find_frozen(tx: object, params: Params) -> set[str]:
-    """Return the paths of leaves that attributes freeze,
-    by trainable=False or a rate factor of 0; none of foreign ones."""
+    """Return the paths of leaves that attributes freeze, by trainable=False or a rate factor of 0,
+    in an optimizer, its chain or its wrappers; other libraries' optimizers freeze none."""
     if not isinstance(tx, core.Transform):
         return set()
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
-    # of muon is neither: it trains only some leaves, so what it freezes says nothing of the rest.
+    # of muon is neither: it trains only some leaves, and its attributes freeze no leaf of muon's.
     _, positional, named = tx.call
     found: set[str] = set()
     for part in (*positional, named.get("tx")):

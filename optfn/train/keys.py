@@ -46,7 +46,8 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
 
 
 def restore_unchanged_keys(new: PyTree, folded: PyTree, old: PyTree) -> PyTree:
-    """Replace each key that the loss returned as it got it by the key from before; others stay.
+    """Undo the fold of each key that the loss returned unchanged: return the key from before it;
+    other leaves stay.
 
     Args:
       new: the model state that the loss returned.

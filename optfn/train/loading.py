@@ -151,7 +151,8 @@ def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     one's padding, keep any other.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
-    is padded for the number of workers. All other arrays, and what does not fit, stay as they are.
+    is padded for the number of workers. All other arrays, and arrays that do not fit, stay as they
+    are.
     """
     shape = np.shape(value)
     if entry.kept == "per_worker" and np.size(value) == leaf.size:

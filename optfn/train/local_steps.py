@@ -138,11 +138,8 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Return params, outer state and model state after an outer step,
-        and the bytes sent, as metrics.
-
-        If the pseudo-gradient of any worker is not finite, all three stay as they are in `state`.
-        """
+        """Return params, outer state and model state after an outer step, or from `state` if the
+        pseudo-gradient of any worker is not finite; and the bytes sent, as metrics."""
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)

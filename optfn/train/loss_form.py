@@ -13,7 +13,7 @@ from optfn.core.types import Batch, Params, PyTree
 
 
 class Inputs(NamedTuple):
-    """The arrays from which a step computes its loss and gradients.
+    """The arrays that a step computes its loss and gradients from.
 
     `shard_map` takes arrays as arguments only, so the step and the loss factor are here as well,
     and one tree of PartitionSpecs divides them all.
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     key: the random key of the loss; None if the loss takes no key.
     step: the number of the training step, int32; each microbatch has a number of its own. It
       numbers packets, so that a compressor rounds each of them at random in another way.
-    loss_factor: the factor by which the step scales gradients, for `dynamic_loss_scale`; else None.
+    loss_factor: the step multiplies gradients by it, for `dynamic_loss_scale`; else None.
     """
 
     params: Params
@@ -94,6 +94,8 @@ class LossForm:
         new, aux = None, rest
         if self.has_model_state:
             new, aux = self._check_pair(who, rest) if self.has_aux else (rest, None)
+            # A model state may be a pair itself. A first element with the arrays of the model
+            # state shows that the second is aux.
             is_pair = isinstance(rest, tuple) and len(rest) == 2
             if not self.has_aux and is_pair and tree.paths(rest[0]) == tree.paths(model_state):
                 raise TypeError(
@@ -148,6 +150,7 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
     for place, b, a in tree.items(old, new):
         if tree.is_masked(b):
             continue
+        # As arrays: a Python number has the dtype that JAX gives it.
         a, b = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(b))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(

@@ -69,6 +69,7 @@ def scan_batch(
 
     def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
         number, arrays = numbered
+        # A scalar of the batch has no slices, and is the same in all of them.
         microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
         return fn(carry, microbatch, number)
 

@@ -57,7 +57,7 @@ class StepOptions:
       mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
         axis of the batch is split over them, and the loss is their mean. Pass batches as host
         arrays of all examples, the same in every process, or as global arrays.
-      data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
+      data_axis: the axis of the mesh, or a tuple of axes; the batch is split over them. An
         optimizer that exchanges gradients itself, such as `dgc_momentum`, does so over its
         `axis_name`; over the remaining data axes its gradients are averaged.
       recompute: names of values in `loss_fn` that are kept for the backward pass. Everything
@@ -103,23 +103,24 @@ class StepOptions:
         these devices, and gradients are sent back to them. In `TrainState.params` such a leaf is an
         `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
       compiler_options: options of XLA for the step, as `jax.jit` takes them: a mapping from names
-        to values, such as `optfn.distributed.overlap_options(mesh)`. Those that the installed
-        compiler does not know are dropped, with a warning. Inside another `jax.jit`, which must
-        have them instead, JAX refuses such a step. None: XLA's own.
-      reduce_dtype: in what dtype gradients are added and sent where devices take their mean: in
+        to values, such as `optfn.distributed.overlap_options(mesh)`. Options that the installed
+        compiler does not know are dropped, with a warning. Inside another `jax.jit`, JAX refuses
+        such a step: pass the options to the outer jit. None: XLA's own.
+      reduce_dtype: the dtype for adding and sending gradients where devices take their mean: in
         all-reduces and reduce-scatters, over shards and over workers. "float32" keeps the digits
         of a sum of bfloat16 gradients over many devices, and sends twice the bytes; the mean is
-        rounded to the dtype of its parameter. None: the dtype of the gradient. Packets, rows of
-        tables, what a pipeline or a `value_and_grad` sums itself, and what the compiler sums along
-        axes besides `data_axis` stay as they are; pseudo-gradients of local steps are float32 in
-        any case. See docs/precision.md.
+        rounded to the dtype of its parameter. None: the dtype of the gradient. It does not change
+        packets, rows of tables, the sums of a pipeline or a `value_and_grad`, and the compiler's
+        sums along axes besides `data_axis`; pseudo-gradients of local steps are float32 in any
+        case. See docs/precision.md.
       partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
         own examples, and the step sends params and gradients. "compiler": `loss_fn` sees all
         examples, as on one device, and XLA divides the work by the placements of params and batch
         and the sharding constraints in the model, over all axes of the mesh. `shard` places params
-        and state; without it params keep the NamedShardings with which they come, and state follows
-        them. What needs workers is refused: an optimizer that exchanges gradients, `local_steps`,
-        compressors of `sharded`, divided tables and `value_and_grad`; see docs/models.md.
+        and state; without it params keep the NamedShardings that you give them, and state follows
+        them. Options that need workers are refused: an optimizer that exchanges gradients,
+        `local_steps`, compressors of `sharded`, divided tables and `value_and_grad`; see
+        docs/models.md.
     """
 
     has_aux: bool = False

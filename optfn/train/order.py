@@ -151,7 +151,10 @@ class _Walk:
         return after
 
     def _report(self, message: str, form: str) -> None:
-        """Record a warning, or behind masters raise it; nothing if the link may have no leaves."""
+        """Record a warning, or raise it as an error if the update is the difference to masters.
+
+        Nothing is reported where we only guess the leaves of a link, because it may have none.
+        """
         if not self._is_certain:
             return
         if form == forms.DIFFERENCE:
@@ -161,8 +164,16 @@ class _Walk:
     def _follow_wrapper(
         self, wrapper: tuple[str, str], state: OptState, before: FormsByPath, tx: Any, text: str
     ) -> FormsByPath:
-        """Return the forms after a wrapper, which `wrapper` names by its effect and its field of
-        the inner state."""
+        """Return the forms of updates after a wrapper: the forms after its inner transformation,
+        changed by the wrapper's effect.
+
+        Args:
+          wrapper: the effect, such as "masked" or "sometimes", and the field of the inner state.
+          state: the state of the wrapper.
+          before: the updates before it.
+          tx: the inner transformation, where it is known.
+          text: the optimizer that the state belongs to, as the user wrote it.
+        """
         way, field = wrapper
         inner, name = getattr(state, field), text or _show_link(state)
         if way in forms.KINDS:  # the wrapper reads the update, so it must take its form
@@ -229,10 +240,11 @@ class _Walk:
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:
-        """Return unknown forms for all leaves, after a look at the states inside an unknown one.
+        """Return unknown forms for all leaves of an unknown link; report it behind an average, and
+        the problems of states inside it.
 
-        We report the link only if it stands behind an average. It probably changes the update then;
-        about any other form nothing can be said.
+        A link behind an average probably changes the update. About any other form nothing can be
+        said.
         """
         link = type(state).__name__
         link = "a link without a state" if link == "EmptyState" else f"the link of {link}"

@@ -1,4 +1,4 @@
-"""The factor by which a step scales its gradients, for optimizers with `dynamic_loss_scale`."""
+"""The multiplication of gradients by a loss factor, for optimizers with `dynamic_loss_scale`."""
 
 import jax
 import jax.numpy as jnp

@@ -91,7 +91,7 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh on which the step runs."""
+        """The mesh that the step runs on; None without one."""
         return None if self.layout is None else self.layout.mesh
 
     def init(self, params: Params, model_state: PyTree = None) -> TrainState:
@@ -123,6 +123,7 @@ class TrainStep:
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
         warn_if_nothing_compressed(state.opt_state)
+        # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
         if self.local is None:
             warn_of_order("tx", self.tx, state.opt_state, params)
         else:
@@ -144,6 +145,7 @@ class TrainStep:
             state = TrainState(step, params, opt_state, model_state)
             return replicate_counters(copy_repeated(state))
         layout = layout or self.layout.follow(params)
+        # Tables in the params of an earlier state have the stored order of their rows.
         params = layout.place_params(to_logical(params))
         if layout.tables is not None:
             owners = Devices(layout.mesh, layout.shard_axes)
@@ -230,6 +232,7 @@ class TrainStep:
         self.check_state(state)
         flags = self._check_flags(state)
         batch = convert_batch(batch)
+        # Only at the first call: the comparison is a collective of all processes.
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
@@ -265,7 +268,8 @@ class TrainStep:
             _raise_flags(reports.get_flags(state.opt_state))
 
     def _check_flags(self, state: TrainState) -> set[str]:
-        """Raise the errors of `check`, without waiting for flags that keep their value once set.
+        """Raise the errors of `check`; read a flag that keeps its value once it is set from the
+        metrics of earlier calls, so that nothing waits for the last one.
 
         To read such a flag from the state of the last call would end the overlap of the host's work
         with the work of the devices. We read it from the metrics of earlier calls instead, as soon
@@ -312,7 +316,7 @@ class TrainStep:
         """Raise a ValueError if a state is committed to other devices than the mesh has.
 
         Args:
-          x: an array of the state, by which all others are judged.
+          x: one array of the state; all its arrays lie on the same devices.
         """
         here = x.sharding.device_set
         if x.committed and here != self._devices:

@@ -87,7 +87,7 @@ def make_worker_step(
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
-      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
+      reduce_dtype: the dtype for averaging gradients over the workers; None: their own.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:

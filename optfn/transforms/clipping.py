@@ -82,7 +82,7 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
 
     Source: fluid.clip.GradientClipByNorm.
     """
-
+    # Imported here: a first use of `clip_by_global_norm` need not read about several tensors.
     from optfn.leaves import tensors
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:

@@ -79,8 +79,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
 @_compiled
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Round float32 to one of the two next bfloat16 numbers:
-    away from zero if the noise exceeds what is cut off.
+    """Round float32 to one of the two next bfloat16 numbers: away from zero if the noise and the
+    16 lower bits of x add up to 2¹⁶ or more, else toward zero.
 
     Args:
       x: float32.

@@ -70,7 +70,8 @@ def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
 
 
 def init(learning_rate: Scalar | Schedule) -> RateState:
-    """Return the initial state, which shows the rate of step 0; its type says what drives the rate.
+    """Return the initial state, which shows the rate of step 0; its type tells whether a number
+    sets the rate, or a schedule or an array.
 
     Raises:
       ValueError: a schedule is negative or not finite at step 0, or an array is.
@@ -97,6 +98,7 @@ def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[ja
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
+        # Imported here: a first use with a number need not read about schedules.
         from optfn.transforms.scheduled import evaluate_schedule
 
         rate = evaluate_schedule(

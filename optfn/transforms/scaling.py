@@ -35,6 +35,7 @@ def trust_ratio(
     """
     coeff, weight_decay, eps = (numerics.scalar(x, p_norm) for x in (coeff, weight_decay, eps))
     valid = (p_norm > 0) & (u_norm > 0) & (p_norm < jnp.inf)
+    # A divisor of 1 where the quotient is not taken: 0/0 would make its derivative NaN.
     denominator = jnp.where(valid, u_norm + weight_decay * p_norm + eps, 1)
     return jnp.where(valid, coeff * p_norm / denominator, 1)
 

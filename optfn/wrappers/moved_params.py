@@ -85,7 +85,8 @@ def _error(names: list[str], number: int) -> ValueError:
 
 
 def raise_if_moved(masters: Params, number: jax.Array) -> None:
-    """Raise the error of `error_of_moved`, also within a jitted program that runs on a CPU.
+    """Raise an error that names the moved leaf, also in a jitted program on a CPU; in a program for
+    a TPU or GPU do nothing. `number` is the leaf's number from 1, 0 for none.
 
     Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
     one, and a GPU would wait for the host in each step. There updates become NaN.
