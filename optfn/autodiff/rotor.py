@@ -124,7 +124,8 @@ class Rotor:
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
     def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
-        """Shift FLOPs by memory by `occupied` bytes, and set them to ∞ below `peak` bytes."""
+        """Return the FLOPs for each amount of memory, of which `occupied` bytes are taken: entry m
+        is `flops` at m less these, and ∞ for less than `peak` bytes."""
         shift = min(UNITS + 1, math.ceil(occupied / self.unit))
         shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf

@@ -62,10 +62,8 @@ def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
 
 
 def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Concatenate the rows of all arrays of a dtype, (rows, size),
-    and return the function that undoes this.
-
-    All dtypes of 32 bits share a bucket.
+    """Concatenate the rows of all arrays of a dtype to a bucket, (rows, size), and return the
+    buckets and the function that undoes this; all dtypes of 32 bits share a bucket.
 
     Args:
       x: a tree of arrays (rows, …), all with the same number of rows.

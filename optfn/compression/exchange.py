@@ -94,8 +94,8 @@ class _Options(Sending):
         return join_axes(self.axis_name, self.group and self.group.axes)
 
     def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
-        """Return each leaf's compressor; None, for a dense exchange, if no pattern matches,
-        it is small or wide, or refused."""
+        """Return the compressor of each leaf; None, for a dense exchange, if no pattern chooses
+        one, the compressor refuses the leaf, or it is masked, below `min_size` or float64."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):

@@ -118,7 +118,8 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return fn's number for each chunk, (count,); 0 chunks for an empty leaf.
+        """Reduce each chunk to a number by `fn`; return the numbers, (count,), none for an empty
+        leaf.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.

@@ -46,7 +46,8 @@ class Collective(NamedTuple):
 def read_collective(
     x: Instruction, computation: str, num_partitions: int, settings: str = ""
 ) -> Collective:
-    """Return the collective of an instruction such as all-gather or all-gather-start.
+    """Return the kind, bytes, devices and pairs of a collective, from its instruction, all-gather
+    or all-gather-start.
 
     Args:
       x: the instruction.
@@ -77,7 +78,8 @@ def read_pairs(x: Instruction) -> Pairs:
 
 
 def read_group(x: Instruction) -> Group:
-    """Return the devices of the first group, () for all, of a permutation those that it connects.
+    """Return the devices of a collective's first group; () for a group of all devices; of a
+    permutation the devices that it connects with its first pair.
 
     The forms are {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0), a permuted range;  and
     mesh['a'=2,'b'=4] {'b'}, groups along axes, also with devices in another order, as in

@@ -230,7 +230,7 @@ def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]
 
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
-    """Return the buffer of the leaves' cotangents."""
+    """Return the cotangent of a buffer: the cotangents of its leaves, joined."""
     del residual
     (x,) = _join_leaves(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)

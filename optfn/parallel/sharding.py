@@ -233,7 +233,8 @@ class ShardState(Layout):
         return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True; raise a ValueError if layers need padding and there are worker axes."""
+        """Divide a leaf by layers (True), with padding if needed; a ValueError if it is needed and
+        there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "

@@ -105,6 +105,7 @@ def dgc_ramp(
     ax = style_axes(ax)
     ax.step(step, share, where="post")
     ax.set(xlabel="step", ylabel="entries sent, %", yscale="log")
+    # From an infinite share before step 0, so that the first share has a label too.
     for at in np.flatnonzero(np.diff(share, prepend=np.inf)):
         ax.annotate(
             f"{share[at]:.3g} %",

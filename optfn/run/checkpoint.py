@@ -241,6 +241,7 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
     if isinstance(params, TrainState):
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait_for_writes()
+    # The loader selects params alone; the other fields only make the names of a TrainState.
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
     loader = Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
 

@@ -39,10 +39,8 @@ ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 
 def is_directory_default(state: PyTree) -> bool:
-    """Tell whether a state is saved as a directory by default.
-
-    It is if arrays besides per-worker ones are divided over devices, and orbax is installed.
-    """
+    """Tell whether a state is saved as a directory by default: if devices divide an array besides
+    per-worker ones, and orbax is installed."""
 
     def is_divided(x: Any) -> bool:
         named = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)

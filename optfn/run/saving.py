@@ -155,7 +155,8 @@ class _Clock:
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
-    """Warn if a learning rate, a number or an array, differs from the checkpoint's; of one only."""
+    """Warn of the first learning rate that differs from the checkpoint's, whose rate counts if it
+    is a number; if it is an array, the rate of tx counts."""
     for old, new in _find_changed_rates(LearningRateState, given, found):
         checks.warn(
             f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "

@@ -50,7 +50,7 @@ def value_and_grad(
     and `minimize` do this with their argument `tables`.
 
     Args:
-      loss_fn: a function (params, *args) -> loss, or (loss, aux). TracedLoss may be inside jit and
+      loss_fn: a function (params, *args) -> loss, or (loss, aux). Lookups may be inside jit and
         vmap, and inside a checkpoint, which then keeps their rows. Inside the body of a scan or a
         cond they are an error: look rows up before it, and pass them in.
       tables: a regular expression that matches the whole path of each table, or a function

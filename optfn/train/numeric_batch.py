@@ -26,6 +26,7 @@ def convert_batch(batch: Batch) -> Batch:
         batch = tree.map_named(_convert_leaf, batch)
         leaves = jax.tree.leaves(batch)
     for i, x in enumerate(leaves):
+        # Paths only for an error: to name the leaves of a batch takes longer than to check them.
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
             path = tree.array_paths(batch)[i]
             raise TypeError(

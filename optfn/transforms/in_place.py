@@ -86,8 +86,8 @@ def _run(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
-    """Run the loops on a CPU, and the plain functions elsewhere;
-    differentiable by the rule below."""
+    """Run the functions on a CPU in loops, if `due`, and plainly elsewhere; the derivative is the
+    plain functions'."""
 
     def run_in_loops(*arguments: PyTree) -> PyTree:
         # XLA would inline a loop with a known count, and fuse the passes again.
@@ -104,7 +104,8 @@ def _run_in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
-    """Run the loops where `due`; differentiable by the rule below."""
+    """Run the functions in loops, each of one iteration if `due`, else of none; the derivative is a
+    cond's."""
     return _run_in_loops(fns, due, *arguments)
 
 

@@ -103,6 +103,7 @@ def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWor
     def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
         is_private = exchanging[place.number] and not tree.is_masked(total)
         masked = optax.MaskedNode()
+        # A PerWorker is divided along its first axis, so a scalar gets one.
         return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
     shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.keep_inexact(params)))
