@@ -305,7 +305,8 @@ def _kinds(state: OptState) -> Any:
 
 
 def _state_of_no_params(unchecked: Unchecked) -> OptState:
-    """Return the state of an empty tree, whose types all its states have; None if init fails."""
+    """Return the state for an empty tree, to compare the types of states with; None if init
+    fails."""
     try:
         return jax.eval_shape(unchecked.init, ())
     except Exception:

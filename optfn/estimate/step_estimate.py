@@ -151,7 +151,7 @@ def estimate_step(
 
 
 def estimate_schedule(text: str, chip: Chip, *, synchronous: bool = False) -> StepEstimate:
-    """Return the estimate of a program's text, if asked with every collective synchronous."""
+    """Return the estimate of a program's text; if `synchronous`, every collective stops compute."""
     program = Program(text)
     links = _make_links(program, chip, [])
     return _make_estimate(Schedule(program, chip, links.time, synchronous), None)

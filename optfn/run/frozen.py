@@ -88,7 +88,7 @@ def compare_frozen(
     is_selected: Callable[[str], bool],
     shown: Callable[[str], str],
 ) -> None:
-    """Raise unless the frozen params of a template are those that a checkpoint was saved beside.
+    """Raise unless the frozen params of a template have the checksums that a checkpoint lists.
 
     In a run of several processes, all must call it.
 

@@ -83,8 +83,8 @@ def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
-    """Send each row's gradient to its owner;
-    return the mean over devices of the rows that this one keeps.
+    """Send each row's gradient to its owner; return the mean over devices of the gradients of the
+    rows that this device keeps.
 
     It runs inside `shard_map`.
 
