@@ -128,6 +128,7 @@ C = TypeVar("C", bound="ShownAsCall")
 class ShownAsCall(BaseCompressor):
     """A compressor whose `repr` is the call that made it."""
 
+    # Not compared: the same compressor may be written in several ways.
     call: str = dataclasses.field(default="", compare=False, kw_only=True)
 
     def __repr__(self) -> str:

@@ -95,7 +95,7 @@ class _Options(Sending):
 
     def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf; None, for a dense exchange, if no pattern chooses
-        one, the compressor refuses the leaf, or it is masked, below `min_size` or float64."""
+        one, the compressor refuses the leaf, or it is masked, small or wider than float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):

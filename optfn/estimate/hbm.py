@@ -33,6 +33,7 @@ class Traffic:
             ends = [end for end in read_arrays(x.shape) if end.shape][:2]
             sizes = [end.tiled_bytes for end in ends]
             return min(sizes, default=0) * sum(end.hbm_bytes > 0 for end in ends)
+        # Of the larger operand of these, only the slice is read or overwritten.
         if x.opcode in SLICES:
             return 2 * _total(x.shape)
         if x.opcode == "dynamic-update-slice":

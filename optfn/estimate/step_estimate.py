@@ -137,6 +137,7 @@ def estimate_step(
         )
     devices = [] if isinstance(compiled, str) else _find_devices(compiled)
     constants = Chip.of(chip) if isinstance(chip, str) else chip
+    # Also with a given chip: `recognize_chip` refuses a program of CPUs, which has no schedule.
     if devices and (constants is None or devices[0].platform == "cpu"):
         recognized = recognize_chip(devices)
         constants = constants or recognized
@@ -187,6 +188,7 @@ def _make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
 def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
     """Return the devices of a program, in the order of its mesh."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        # Partition i of a program runs on device i of its mesh, whatever the numbers of devices.
         if isinstance(sharding, jax.sharding.NamedSharding):
             return [*sharding.mesh.devices.flat]
         return sorted(sharding.device_set, key=lambda device: device.id)

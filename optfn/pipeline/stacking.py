@@ -86,6 +86,7 @@ def stack_stages(
             f"{mesh.shape[axis_name]} devices with virtual_stages={v} stages each. A stage may "
             "consist of several layers"
         )
+    # Placed here, because a step that had to move the stages would be compiled a second time.
     spec = PartitionSpec(None, axis_name) if v > 1 else PartitionSpec(axis_name)
     return jax.device_put(stacked, NamedSharding(mesh, spec))
 

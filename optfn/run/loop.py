@@ -210,6 +210,7 @@ class _Run:
                 "True to end the run, else None. To change the state between steps, end the run, "
                 "change the state that fit returns, and pass it to fit again"
             )
+        # A comparison of metrics may give a boolean of NumPy or JAX instead of True.
         if isinstance(answer, np.bool_ | np.ndarray | jax.Array):
             return answer.dtype == bool and bool(answer)
         return answer is True

@@ -184,6 +184,7 @@ class FitArguments(LoopOptions):
                 )
         elif self.evaluate_every is not None:
             checks.count("evaluate_every", self.evaluate_every)
+        # Without evaluations these options would have no effect.
         for name in ("evaluate_average", "evaluate_every", "patience", "keep_best"):
             if getattr(self, name) not in (None, False) and self.evaluate is None:
                 raise ValueError(f"{name} needs evaluate, a function of params")

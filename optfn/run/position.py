@@ -49,6 +49,7 @@ def encode_position(position: Position | None, is_shared: bool) -> dict[str, np.
     if not any(texts):
         return {}
     content = "[" + ", ".join(text or "null" for text in texts) + "]"
+    # A checkpoint has arrays only, so the text becomes bytes.
     return {BATCHES: np.frombuffer(content.encode(), np.uint8)}
 
 
