@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
-.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers tables outputs docs docs-serve release clean
+.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers zoo tables outputs docs docs-serve release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,10 @@ scale: $(VENV)/.demo ## compile steps for 512 devices: no cost grows with them
 tables: $(VENV)/.demo ## write the rows and pages that follow from code and JSON files
 	$(BIN)/python -m docs.tables
 	$(BIN)/python -m benchmarks.pages
+
+# A library that is not installed, as keras here, keeps its outcomes.
+zoo: $(VENV)/.test ## train each small model with each ability, and keep what works; then make tables
+	PYTHONPATH=.:tests $(BIN)/python -m zoo.matrix
 
 # What the programs of the documentation print, below each of them. PAGES="tour.md" runs these pages.
 outputs: $(VENV)/.test ## write what the programs of the docs print; PAGES="tour.md" chooses

@@ -147,6 +147,40 @@ def together() -> dict[str, str]:
     return rows
 
 
+def models() -> dict[str, Any]:
+    """Return what tests/zoo/matrix.json says of the small models and of abilities of the step."""
+    found: dict[str, Any] = json.loads((ROOT / "tests/zoo/matrix.json").read_text())
+    return found
+
+
+def idioms() -> dict[str, str]:
+    """Return the rows of the small models: what each shows of its library."""
+    return {name: f"| {name} | {entry['idiom']} |" for name, entry in models()["models"].items()}
+
+
+def abilities() -> dict[str, str]:
+    """Return the rows of abilities: the models of each library with which a step has them."""
+    found = models()
+    libraries = dict.fromkeys(name.split()[0] for name in found["models"])
+    return {
+        asked.strip("`"): f"| {asked} | {' | '.join(_cell(found, x, ability) for x in libraries)} |"
+        for ability, asked in found["abilities"].items()
+    }
+
+
+def _cell(found: dict[str, Any], library: str, ability: str) -> str:
+    """Return "✓", "–" where the ability applies to no model, or the models that stop."""
+    outcomes = {
+        name.split()[1]: entry["outcomes"][ability]
+        for name, entry in found["models"].items()
+        if name.split()[0] == library and not entry["outcomes"][ability].startswith("–")
+    }
+    stops = [idiom for idiom, outcome in outcomes.items() if outcome != "agrees"]
+    if not outcomes:
+        return "–"
+    return f"not {', '.join(stops)}" if stops else "✓"
+
+
 def tables() -> list[tuple[str, str, dict[str, str]]]:
     """Return for each table its page, how its head begins, and its rows by name."""
     optimizers, when = named("optfn.optimizers"), reasons()
@@ -155,6 +189,8 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
         ("README.md", "| optimizer | fluid class |", classes),
         ("docs/choose.md", "| update | v5e |", costs()),
         ("docs/distributed.md", "| what a step refuses | why |", together()),
+        ("docs/models.md", "| model | what it shows |", idioms()),
+        ("docs/models.md", "| ability | linen |", abilities()),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A subclass of keras.Optimizer for any transformation, on keras' backend JAX."""
+"""A subclass of keras.Optimizer for any transformation, on keras' backend JAX; keras in the zoo."""
 
 import os
 
@@ -7,7 +7,9 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import keras
 import numpy as np
+import pytest
 from clients import assert_same_run, with_rules
+from zoo.matrix import PAIRS, outcome, read
 
 
 class Transformation(keras.optimizers.Optimizer):
@@ -54,3 +56,8 @@ def test_a_model_fitted_through_a_subclass(rule):
         return model.get_weights()
 
     assert_same_run(run, rule, 0.01)
+
+
+@pytest.mark.parametrize("model, name", [pair for pair in PAIRS if pair[0].startswith("keras")])
+def test_the_outcome_of_a_model_is_that_of_the_matrix(model, name):
+    assert outcome(model, name) == read()["models"][model]["outcomes"][name]
