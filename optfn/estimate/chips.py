@@ -95,6 +95,12 @@ _KINDS = {
 }  # fmt: skip
 
 
+def find_chip(device_kind: str) -> Chip | None:
+    """Return the constants of a kind, as `device.device_kind` names it; None if it is unknown."""
+    name = "h100" if "H100" in device_kind else _KINDS.get(device_kind)
+    return None if name is None else CHIPS[name]
+
+
 def recognize_chip(devices: Sequence[Any]) -> Chip:
     """Return the constants of the devices of a program."""
     platform, kind = devices[0].platform, devices[0].device_kind
@@ -104,9 +110,9 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
             "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
             "docs/will-it-fit.md"
         )
-    name = "h100" if "H100" in kind else _KINDS.get(kind)
-    if name is None:
+    chip = find_chip(kind)
+    if chip is None:
         raise ValueError(
             f"estimate_step: no constants are known for {kind!r}; pass chip=Chip(...) with them"
         )
-    return CHIPS[name]
+    return chip
