@@ -181,7 +181,8 @@ def data_mesh(
     """Return a mesh with one axis over the first `num_workers` devices, for data-parallel training.
 
     Chips of TPUs stand in the order of their torus, so that the groups of a collective are rings of
-    neighbours; JAX lists them by hosts. CPUs and GPUs keep their order.
+    neighbours; JAX lists them by hosts. Where no dimension of the torus is a ring, as on 4 × 4 of
+    v5e, they keep their order, and so do CPUs and GPUs.
 
     Args:
       num_workers: the number of devices; None: all devices of all processes.

@@ -22,7 +22,7 @@ from optfn.collectives.axes import Axes
 from optfn.collectives.gathers import all_gather
 from optfn.collectives.mesh import shard_map
 from optfn.distributed import data_mesh, exchange, quantize, scan_layers, sharded
-from optfn.estimate.links import list_places
+from optfn.estimate.links import list_mesh_places, list_places
 
 
 @pytest.fixture
@@ -71,10 +71,11 @@ def test_the_boxes_of_several_axes():
     assert [torus.find_box(devices, axis) for axis in (0, 1)] == [(4,), ()]
 
 
-def listed(*lengths, cores=1):
+def listed(*lengths, cores=1, kind="TPU v4"):
     """Return the chips of a torus as JAX lists them: by hosts of 2 × 2."""
+    about = {"platform": "tpu", "device_kind": kind, "slice_index": 0}
     return [
-        SimpleNamespace(platform="tpu", coords=(*place, 0, 0)[:3], core_on_chip=core, slice_index=0)
+        SimpleNamespace(**about, coords=(*place, 0, 0)[:3], core_on_chip=core)
         for place in list_places(lengths)
         for core in range(cores)
     ]
@@ -98,6 +99,38 @@ def test_sorted_chips_follow_the_torus(lengths, cores):
             np.testing.assert_array_equal(places[:, dimension], range(len(group)))
         found.append(len(group))
     assert found == [size for size in (*reversed(lengths), cores) if size > 1]
+
+
+def test_the_largest_phase_of_two_dimensions_spans_the_outermost_ones():
+    """The first phase of a scatter, and the last of a gather, has most of the bytes."""
+    line = torus.sort_chips(listed(4, 4, 8))
+    mesh = SimpleNamespace(devices=np.array(line, object), axis_names=("a",))
+    found = []
+    for _, groups in torus._phases_along.__wrapped__("a", mesh, 2):
+        extents = {tuple(np.ptp([line[i].coords for i in group], axis=0) + 1) for group in groups}
+        assert len(extents) == 1
+        found.append((*map(int, *extents), len(groups[0])))
+    assert found == [(1, 4, 8, 32), (4, 1, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "is_sorted"),
+    [
+        ("TPU v5 lite", (4, 4), False), ("TPU v6 lite", (8, 8), False),
+        ("TPU v5 lite", (16, 16), True), ("TPU v6 lite", (8, 16), True),
+        ("TPU v5", (6, 2, 2), False), ("TPU v5", (4, 2, 2), True), ("TPU v5", (4, 4, 4), True),
+    ],
+)  # fmt: skip
+def test_chips_on_open_lines_stay_by_hosts(kind, lengths, is_sorted):
+    chips = listed(*lengths, kind=kind)
+    by_torus = sorted(chips, key=lambda chip: chip.coords[::-1])
+    assert chips != by_torus
+    line = torus.sort_chips(chips)
+    assert line == (by_torus if is_sorted else chips)
+    # So texts of programs, which have no places, are read.
+    ring = {"TPU v5": 4}.get(kind, 16)
+    places = [chip.coords[: len(lengths)] for chip in line]
+    assert list_mesh_places(lengths, ring) == places
 
 
 def test_slices_stay_apart_and_other_devices_keep_their_order():
