@@ -6,8 +6,9 @@
 The compilers are those of `make compiled`. Each way of dividing a model is lowered by
 `TrainStep.lower` for a topology of chips, and compiled. Beside our ways is GSPMD's: the same loss
 and optimizer under `jax.jit`, with params, state and batch divided as in FSDP, and activations
-constrained to the batch's division. "Sparse cores" are the same programs, compiled with the options
-that leave gathers and scatters to the sparse cores of v5p and v6e.
+constrained to the batch's division. "Sparse cores" are the same programs, compiled with
+`optfn.distributed.overlap_options`, which leave gathers and scatters to the sparse cores of v5p and
+v6e. Meshes have the chips in the order of their torus, as `optfn.distributed.data_mesh` sorts them.
 
 * "small" is the stack of layers of `benchmarks.scale`, 8.4 M parameters, adam.
 * "7B" and "70B" are Llama 2 in bfloat16 with float32 masters, adamw, clipping by the global norm,
@@ -51,7 +52,9 @@ from benchmarks import measure, scale, targets, wire
 from benchmarks.scale import Division
 from optfn.distributed import (
     PipelineParams,
+    data_mesh,
     estimate_step,
+    overlap_options,
     pipeline_value_and_grad,
     scan_layers,
     sharded,
@@ -81,11 +84,6 @@ TOPOLOGIES = {
 SECONDS = ("compute", "communication", "exposed", "step")
 # The ending of a way whose gathers and scatters are left to the sparse cores of v5p and v6e.
 SPARSE = ", sparse cores"
-ON_SPARSE_CORES = {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
-}
 
 
 class Llama(NamedTuple):
@@ -253,7 +251,7 @@ def measured(model: str, topology: str, way: str, texts: Path | None = None) -> 
     """
     chips = targets.devices(target_of(topology))
     start = time.process_time()
-    options = ON_SPARSE_CORES if way.endswith(SPARSE) else None
+    options = overlap_options(data_mesh(devices=chips)) if way.endswith(SPARSE) else None
     program = lowered(model, way, chips).compile(options)
     seconds = time.process_time() - start
     if texts is not None:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -38,6 +37,7 @@ from benchmarks import measure, wire
 from benchmarks.sharding import layer, loss_fn
 from optfn.distributed import (
     MemoryPlan,
+    data_mesh,
     exchange,
     pipeline_value_and_grad,
     plan,
@@ -105,9 +105,10 @@ class Division(NamedTuple):
     pipeline: Callable[[Mesh], Any] | None = None
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
-        """Return a mesh of devices."""
+        """Return a mesh of devices, of a TPU's chips in the order of their torus."""
         shape = len(devices) // math.prod(self.inner.values()), *self.inner.values()
-        return Mesh(np.array(devices).reshape(shape), ("data", *self.inner))
+        chips = data_mesh(devices=devices).devices
+        return Mesh(chips.reshape(shape), ("data", *self.inner))
 
 
 def divisions(size: Size) -> dict[str, Division]:

@@ -3,10 +3,11 @@
     python -m benchmarks.schedule FILE.hlo ... --chip v5e:4x4 --loops
     python -m benchmarks.schedule --model 7B --only "FSDP*;GSPMD"
 
-The first reads texts of compiled programs (`make pods OPTIONS="--texts FOLDER"` writes some), the
-second the rows that `make pods` has kept. Columns are those of `optfn.distributed.estimate_step`:
-step is compute and exposed, the communication for which compute waits. `--loops` adds a row for one
-iteration of each loop, such as a layer's forward or backward pass.
+The first reads texts of compiled programs (`make pods OPTIONS="--texts FOLDER"` writes some), with
+chips in the order of `data_mesh`, the second the rows that `make pods` has kept. Columns are those
+of `optfn.distributed.estimate_step`: step is compute and exposed, the communication for which
+compute waits. `--loops` adds a row for one iteration of each loop, such as a layer's forward or
+backward pass.
 
 `--check` reads each text once more as if every collective were synchronous: all communication is
 exposed then, and a step is compute and communication.
@@ -21,6 +22,7 @@ from pathlib import Path
 from benchmarks import pods
 from optfn.distributed import Chip, StepEstimate
 from optfn.estimate.communication import KINDS
+from optfn.estimate.links import list_mesh_places
 from optfn.estimate.step_estimate import estimate_schedule
 
 HEAD = "compute ms | communication ms | exposed ms | step ms | exposed % | MFU %"
@@ -59,9 +61,15 @@ def file_lines(name: str, found: StepEstimate, loops: bool) -> Iterator[str]:
         yield f"| {times} × {x.name} | {inner} |"
 
 
+def estimated(text: str, chip: Chip, synchronous: bool = False) -> StepEstimate:
+    """Return the estimate of a text, whose devices are in the order of `data_mesh`."""
+    places = list_mesh_places(chip.torus, chip.ring_of) if chip.ring_of else ()
+    return estimate_schedule(text, chip, synchronous=synchronous, places=places)
+
+
 def check(text: str, chip: Chip) -> str:
     """Return what of a step is exposed and what is neither, if all collectives are synchronous."""
-    found = estimate_schedule(text, chip, synchronous=True)
+    found = estimated(text, chip, synchronous=True)
     communication = sum(found.communication.values())
     share = sum(found.exposed.values()) / communication if communication else 1.0
     rest = found.seconds - found.compute - communication
@@ -106,7 +114,7 @@ def main() -> None:
             print(line)
     for file in options.files:
         text, chip = file.read_text(), Chip.of(options.chip)
-        for line in file_lines(file.stem, estimate_schedule(text, chip), options.loops):
+        for line in file_lines(file.stem, estimated(text, chip), options.loops):
             print(line)
         if options.check:
             print(check(text, chip), file=sys.stderr)

@@ -180,6 +180,10 @@ def data_mesh(
 ) -> Mesh:
     """Return a mesh with one axis over the first `num_workers` devices, for data-parallel training.
 
+    Chips of TPUs stand in the order of their torus, so that the groups of a collective are rings of
+    neighbours; JAX lists them by hosts. Where no dimension of the torus is a ring, as on 4 × 4 of
+    v5e, they keep their order, and so do CPUs and GPUs.
+
     Args:
       num_workers: the number of devices; None: all devices of all processes.
       axis_name: the name of the axis.
@@ -199,4 +203,4 @@ def data_mesh(
     count = len(found) if num_workers is None else checks.count("num_workers", num_workers)
     if count > len(found):
         raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
-    return Mesh(np.array(found[:count]), (axis_name,))
+    return Mesh(np.array(torus.sort_chips(found[:count])), (axis_name,))

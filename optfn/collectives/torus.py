@@ -9,6 +9,14 @@ its result is at most 16 MiB. So each collective here spans fewer dimensions, an
 follow each other. Together they send the same bytes. A scatter divides along the outermost
 dimension first, and a gather joins along the innermost ones first, so that the array of a device
 stays contiguous.
+
+The last phase of a gather has nearly all bytes, so it is the one over two dimensions. On the sparse
+cores of v5p and v6e (`overlap_options`) it uses the links of both: half of the array goes along the
+first dimension and then the second, the rest the other way round. Phases in another order for every
+second leaf would not do so, because XLA runs one collective at a time: in a compiled loop no second
+one begins before the first is done. Scatters on sparse cores have an option for two dimensions too
+(`…_offload_nd_reduce_scatter` with `…_reduce_scatter_v2`), but of the matrices of Llama 2 7B on
+v6e:16x16 only those of 4096 × 4096 take it; the others become all-reduces.
 """
 
 import contextlib
@@ -16,13 +24,15 @@ import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+
+from optfn.estimate.chips import find_chip
 
 
 class PhaseOfCollective(NamedTuple):
@@ -149,18 +159,42 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
-    """Return the phases over an axis: one for each dimension of the box but the last `most`,
-    and one for these."""
+    """Return the phases over an axis: one for the first `most` dimensions of the box, which has
+    most of the bytes, and one for each other."""
     sizes = () if mesh is None else find_box(mesh.devices, mesh.axis_names.index(axis))
     if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
-    sizes = (*sizes[:-most], math.prod(sizes[-most:]))
+    sizes = (math.prod(sizes[:most]), *sizes[most:])
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     found = []
     for k, size in enumerate(sizes):
         groups = np.moveaxis(numbers, k, -1).reshape(-1, size).tolist()
         found.append(PhaseOfCollective(axis, groups))
     return found
+
+
+def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring;
+    leave other devices in their order.
+
+    JAX lists TPU chips by hosts, such as 2 × 2 of a torus of 16 × 16. In that order the first 16
+    chips fill a square instead of a ring, and the groups of the next phase leave chips out and
+    share links. In the order of the torus the groups of a phase are rings. Where all dimensions are
+    open, hosts are better: 2 × 2 chips are a ring, and 4 in a line are none. A torus of unknown
+    chips counts as closed. Slices stay one after the other.
+    """
+    if any(device.platform != "tpu" for device in devices):
+        return list(devices)
+    chip = find_chip(devices[0].device_kind)
+    ring = (chip and chip.ring_of) or 1
+    lengths = [len(set(along)) for along in zip(*(x.coords for x in devices), strict=True)]
+    if not any(length > 1 and length % ring == 0 for length in lengths):
+        return list(devices)
+
+    def place(device: Any) -> tuple[int, ...]:
+        return getattr(device, "slice_index", 0), *reversed(device.coords), device.core_on_chip
+
+    return sorted(devices, key=place)
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:

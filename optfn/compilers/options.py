@@ -17,6 +17,9 @@ _TRUE = "true"  # a string, because not all plugins of TPUs take a bool
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": _TRUE,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": _TRUE,
+    # A gather over two dimensions of the torus sends a part of the array along one first, the rest
+    # along the other first, and so uses the links of both. Without it, it stays on the TensorCore.
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": _TRUE,
     # A gather that is fused with a product stays on the TensorCore.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
 }
@@ -49,11 +52,11 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     compiled programs: the milliseconds of a step, waits for links included, of FSDP of Llama 2 7B
     (32 layers) with `scan_layers` and 2,048 tokens a chip.
 
-    * TPU v5p and v6e: gathers and reduce-scatters run on the sparse cores, one at a time. On
-      v5p:4x4x4 a step takes 507 ms for 695, on v6e:4x4 471 for 594. Costs: 2 to 5 % more memory
-      for temporaries.
-    * TPU v5e: reduce-scatters are fused with products, and a kernel gets 32 MB of VMEM instead of
-      16 for it. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
+    * TPU v5p and v6e: gathers and reduce-scatters run on the sparse cores, one at a time, and a
+      gather over two dimensions of the torus uses the links of both. On v5p:4x4x4 a step takes
+      477 ms for 693, on v6e:16x16 391 for 550. Costs: up to 9 % more memory for temporaries.
+    * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
+      16. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
       compilation, and products of padded arrays, which take back half of the gain.
     * GPUs: up to 4 collectives run at the same time, for 1. On 8 H100 a step takes 264 ms for 281.
       Costs: buffers of several collectives at a time.

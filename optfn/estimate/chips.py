@@ -96,6 +96,12 @@ _KINDS = {
 }  # fmt: skip
 
 
+def find_chip(device_kind: str) -> Chip | None:
+    """Return the constants of a kind, as `device.device_kind` names it; None if it is unknown."""
+    name = _KINDS.get(device_kind)
+    return None if name is None else CHIPS[name]
+
+
 def recognize_chip(devices: Sequence[Any]) -> Chip:
     """Return the constants of the devices of a program."""
     platform, kind = devices[0].platform, devices[0].device_kind
@@ -105,15 +111,15 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
             "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
             "docs/will-it-fit.md"
         )
-    name = _KINDS.get(kind)
-    if name is None:
+    chip = find_chip(kind)
+    if chip is None:
         raise ValueError(
             f"estimate_step: no constants are known for {kind!r}; pass chip=Chip(...) with them"
         )
-    return CHIPS[name]
+    return chip
 
 
 def find_peak(devices: Sequence[Any]) -> float | None:
     """Return the peak FLOPs a second of all devices, in bfloat16; None if it is not known."""
-    names = [_KINDS.get(device.device_kind) for device in devices]
-    return None if None in names else sum(CHIPS[name].flops for name in names if name)
+    chips = [find_chip(device.device_kind) for device in devices]
+    return None if None in chips else sum(chip.flops for chip in chips if chip)

@@ -24,6 +24,7 @@ class Collective(NamedTuple):
     group: the devices of one group, by their places in the mesh.
     pairs: of a permutation, (from, to).
     is_one_ring: whether its algorithm is a ring in one dimension of the torus at a time.
+    is_queued: whether a sparse core runs it, which runs one collective at a time.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Collective(NamedTuple):
     group: Group
     pairs: Pairs = ()
     is_one_ring: bool = False
+    is_queued: bool = False
 
     @property
     def sent(self) -> float:
@@ -63,11 +65,21 @@ def read_collective(
     elif "all-reduce-scatter" in computation:  # a TPU's scatter: an all-reduce and a slice
         kind = "reduce-scatter"
     settings += x.attributes
-    # A sparse core's program says nothing of its algorithm: one ring is an assumption.
+    is_queued = '"sparse_core_config"' in settings
+    return Collective(kind, num_bytes, group, read_pairs(x), _is_one_ring(settings), is_queued)
+
+
+def _is_one_ring(settings: str) -> bool:
+    """Tell whether a TPU's algorithm is a ring in one dimension of the torus at a time.
+
+    A sparse core's program names a sequence of rings for each part of the array: two parts go in
+    both directions of the same rings, four go along two dimensions in both orders. Where it names
+    none, one ring is an assumption.
+    """
+    if parts := settings.count('"phase_rings"'):
+        return parts <= 2
     one_ring = r'"emitter":"1D|"strategy":"StrategyRing"|"sparse_core_config"'
-    return Collective(
-        kind, num_bytes, group, read_pairs(x), is_one_ring=bool(re.search(one_ring, settings))
-    )
+    return bool(re.search(one_ring, settings))
 
 
 def read_pairs(x: Instruction) -> Pairs:

@@ -72,16 +72,18 @@ class Torus:
         """Return the time of a collective.
 
         A collective goes along all dimensions that its group spans at once, in both directions of
-        those that it goes round. Where a group leaves chips out, other groups use the same links.
-        A permutation goes to each place by the shortest way, dimension by dimension.
+        those that it goes round, and leaves the links of other dimensions to other collectives.
+        Where a group leaves chips out, other groups use the same links. A permutation goes to each
+        place by the shortest way, dimension by dimension.
         """
         if x.kind == "collective-permute":
             return self._permute(x.num_bytes, x.pairs)
-        spans = [span for span in self._spans(x.group) if span.size > 1]
+        spans = {k: span for k, span in enumerate(self._spans(x.group)) if span.size > 1}
         if not spans:
             return Time(0.0)
-        hops = sum(span.hops for span in spans)
-        return Time(_busiest_bytes(x, spans) / self.chip.link + hops * self.chip.latency)
+        hops = sum(span.hops for span in spans.values())
+        seconds = _busiest_bytes(x, [*spans.values()]) / self.chip.link + hops * self.chip.latency
+        return Time(seconds, frozenset((k, way) for k in spans for way in (1, -1)))
 
     def _spans(self, group: Sequence[int]) -> list[Span]:
         """Return a group's Span along each axis: 2 directions if it closes a ring, else 1."""
@@ -141,6 +143,13 @@ def list_places(lengths: Sequence[int]) -> list[Place]:
             sizes = zip(host, hosts, chip, strict=True)
             places.append(tuple(i * size + j for i, size, j in sizes))
     return places
+
+
+def list_mesh_places(lengths: Sequence[int], ring_of: int) -> list[Place]:
+    """Return the places of a torus as `data_mesh` lists them: x first, or by hosts if no dimension
+    is a ring, whose length is a multiple of `ring_of`."""
+    is_ring = any(length > 1 and length % ring_of == 0 for length in lengths)
+    return _list_box(lengths) if is_ring else list_places(lengths)
 
 
 def _list_box(lengths: Sequence[int]) -> list[Place]:

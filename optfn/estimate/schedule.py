@@ -95,6 +95,8 @@ class Schedule:
         """Return the transfer of a collective: its seconds and lanes by the links, its bytes."""
         collective = read_collective(x, home, self.program.num_partitions, settings)
         seconds, lanes = self.time(collective)
+        # In one queue a collective waits for the one before it, whichever links that uses.
+        lanes = None if collective.is_queued else lanes
         return Transfer(collective.kind, seconds, collective.sent, lanes)
 
     def transfers_inside(self, x: Instruction, settings: str = "") -> list[Transfer]:

@@ -1,14 +1,14 @@
 """An estimate of the seconds of a compiled step."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from optfn.estimate.chips import Chip, recognize_chip
 from optfn.estimate.hlo import Program
-from optfn.estimate.links import Switch, Torus, list_places
+from optfn.estimate.links import Place, Switch, Torus, list_places
 from optfn.estimate.schedule import Schedule
 
 
@@ -122,7 +122,9 @@ def estimate_step(
     Args:
       compiled: the result of `step.lower(...).compile()`, or its `as_text()`.
       chip: None to recognise the chip by the devices of the program; a name: "v5e", "v5p", "v6e",
-        "h100", for text of a TPU also with its slice, "v5e:4x4"; or a `Chip` of constants.
+        "h100", for text of a TPU also with its slice, "v5e:4x4"; or a `Chip` of constants. Text
+        does not say where its devices are: they count as JAX lists them, by hosts, and `data_mesh`
+        has another order where the torus has rings. A compiled program has its order.
 
     Raises:
       ValueError: for a program of CPUs, whose compiler schedules no communication; for text without
@@ -146,15 +148,21 @@ def estimate_step(
             'estimate_step: text names no chip; pass chip="h100", or chip="v5e:4x4" with the slice'
         )
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    schedule = Schedule(program, constants, _make_links(program, constants, devices).time)
+    places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
+    schedule = Schedule(program, constants, _make_links(program, constants, places).time)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return _make_estimate(schedule, memory)
 
 
-def estimate_schedule(text: str, chip: Chip, *, synchronous: bool = False) -> StepEstimate:
-    """Return the estimate of a program's text; if `synchronous`, every collective stops compute."""
+def estimate_schedule(
+    text: str, chip: Chip, *, synchronous: bool = False, places: Sequence[Place] = ()
+) -> StepEstimate:
+    """Return the estimate of a program's text; if `synchronous`, every collective stops compute.
+
+    `places` are the places of its devices on the torus; without them, JAX's order by hosts.
+    """
     program = Program(text)
-    links = _make_links(program, chip, [])
+    links = _make_links(program, chip, places)
     return _make_estimate(Schedule(program, chip, links.time, synchronous), None)
 
 
@@ -195,7 +203,7 @@ def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
     raise ValueError("estimate_step: a program without arrays has no devices")
 
 
-def _make_links(program: Program, chip: Chip, devices: list[Any]) -> Switch | Torus:
+def _make_links(program: Program, chip: Chip, places: Sequence[Place]) -> Switch | Torus:
     """Return the links between the devices of a program: a torus if the chip has rings, else a
     switch.
 
@@ -214,7 +222,6 @@ def _make_links(program: Program, chip: Chip, devices: list[Any]) -> Switch | To
         )
     if chip.ring_of is None:
         return Switch(chip)
-    places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
     places = places or list_places(chip.torus or (1,) * (program.num_partitions == 1))
     if len(places) != program.num_partitions:
         raise ValueError(

@@ -21,7 +21,8 @@ from optfn.collectives import torus
 from optfn.collectives.axes import Axes
 from optfn.collectives.gathers import all_gather
 from optfn.collectives.mesh import shard_map
-from optfn.distributed import exchange, quantize, scan_layers, sharded
+from optfn.distributed import data_mesh, exchange, quantize, scan_layers, sharded
+from optfn.estimate.links import list_mesh_places, list_places
 
 
 @pytest.fixture
@@ -68,6 +69,84 @@ def test_the_boxes_of_several_axes():
     assert [torus.find_box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
     devices[1, 0], devices[2, 0] = devices[2, 0], devices[1, 0]  # lines that are no boxes
     assert [torus.find_box(devices, axis) for axis in (0, 1)] == [(4,), ()]
+
+
+def listed(*lengths, cores=1, kind="TPU v4"):
+    """Return the chips of a torus as JAX lists them: by hosts of 2 × 2."""
+    about = {"platform": "tpu", "device_kind": kind, "slice_index": 0}
+    return [
+        SimpleNamespace(**about, coords=(*place, 0, 0)[:3], core_on_chip=core)
+        for place in list_places(lengths)
+        for core in range(cores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cores"),
+    [((4, 4), 1), ((16, 16), 1), ((4, 8), 1), ((4, 4, 4), 1), ((2, 2, 1), 2), ((4, 4, 8), 2)],
+)
+def test_sorted_chips_follow_the_torus(lengths, cores):
+    """Each group of a phase is a line of neighbours along one dimension, all of it."""
+    chips = listed(*lengths, cores=cores)
+    line = torus.sort_chips(np.random.default_rng(0).permutation(np.array(chips, object)))
+    assert line == torus.sort_chips(chips)
+    mesh = SimpleNamespace(devices=np.array(line, object), axis_names=("a",))
+    found = []
+    for _, groups in torus._phases_along.__wrapped__("a", mesh, 1):
+        for group in groups or [range(len(line))]:
+            places = np.array([(*line[i].coords, line[i].core_on_chip) for i in group])
+            (dimension,) = np.flatnonzero(np.ptp(places, axis=0))
+            np.testing.assert_array_equal(places[:, dimension], range(len(group)))
+        found.append(len(group))
+    assert found == [size for size in (*reversed(lengths), cores) if size > 1]
+
+
+def test_the_largest_phase_of_two_dimensions_spans_the_outermost_ones():
+    """The first phase of a scatter, and the last of a gather, has most of the bytes."""
+    line = torus.sort_chips(listed(4, 4, 8))
+    mesh = SimpleNamespace(devices=np.array(line, object), axis_names=("a",))
+    found = []
+    for _, groups in torus._phases_along.__wrapped__("a", mesh, 2):
+        extents = {tuple(np.ptp([line[i].coords for i in group], axis=0) + 1) for group in groups}
+        assert len(extents) == 1
+        found.append((*map(int, *extents), len(groups[0])))
+    assert found == [(1, 4, 8, 32), (4, 1, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "is_sorted"),
+    [
+        ("TPU v5 lite", (4, 4), False), ("TPU v6 lite", (8, 8), False),
+        ("TPU v5 lite", (16, 16), True), ("TPU v6 lite", (8, 16), True),
+        ("TPU v5", (6, 2, 2), False), ("TPU v5", (4, 2, 2), True), ("TPU v5", (4, 4, 4), True),
+    ],
+)  # fmt: skip
+def test_chips_on_open_lines_stay_by_hosts(kind, lengths, is_sorted):
+    chips = listed(*lengths, kind=kind)
+    by_torus = sorted(chips, key=lambda chip: chip.coords[::-1])
+    assert chips != by_torus
+    line = torus.sort_chips(chips)
+    assert line == (by_torus if is_sorted else chips)
+    # So texts of programs, which have no places, are read.
+    ring = {"TPU v5": 4}.get(kind, 16)
+    places = [chip.coords[: len(lengths)] for chip in line]
+    assert list_mesh_places(lengths, ring) == places
+
+
+def test_slices_stay_apart_and_other_devices_keep_their_order():
+    slices = [listed(4, 4), listed(4, 4)]
+    for device in slices[0]:
+        device.slice_index = 1
+    line = torus.sort_chips([*slices[0], *slices[1]])
+    assert line == torus.sort_chips(slices[1]) + torus.sort_chips(slices[0])
+    cpus = jax.devices()[:4][::-1]
+    assert torus.sort_chips(cpus) == cpus
+    assert [*data_mesh(devices=cpus).devices] == cpus
+
+
+def test_a_mesh_takes_the_first_devices_in_the_order_of_the_torus(monkeypatch):
+    monkeypatch.setattr(torus, "sort_chips", lambda devices: devices[::-1])
+    assert [*data_mesh(3).devices] == jax.devices()[2::-1]
 
 
 @pytest.mark.parametrize("small", [0, 1 << 24])

@@ -77,8 +77,8 @@ def mesh_of(platform, kind):
     ("platform", "kind", "name", "count"),
     [
         ("tpu", "TPU v5 lite", "xla_tpu_scoped_vmem_limit_kib", 4),
-        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 3),
-        ("tpu", "TPU v6 lite", "xla_tpu_enable_sparse_core_collective_offload_all_gather", 3),
+        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 4),
+        ("tpu", "TPU v6 lite", "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", 4),
         ("gpu", "NVIDIA H100", "xla_gpu_experimental_parallel_collective_overlap_limit", 1),
         ("tpu", "TPU v4", None, 0),
     ],

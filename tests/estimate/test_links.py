@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from optfn.distributed import Chip
+from optfn.estimate.clocks import Clocks, Transfer
 from optfn.estimate.communication import Collective, read_collective
 from optfn.estimate.hlo import Program
 from optfn.estimate.links import Switch, Torus, list_places
@@ -49,6 +50,22 @@ def test_all_dimensions_of_a_group_work_at_once_unless_it_is_one_ring():
     assert on_torus(gather._replace(is_one_ring=True), 4, 4) == 15 / 2
     row = (0, 1, 4, 5)  # places (0, 0), (1, 0), (2, 0) and (3, 0)
     assert on_torus(gather._replace(group=row), 4, 4) == 12 / 2
+
+
+def test_a_collective_leaves_the_links_of_other_dimensions_free():
+    """Two of the same bytes over x and over y take the time of one; two over x, of both."""
+    links = Torus(TORUS, list_places((4, 4)))
+    row, column = (0, 1, 4, 5), (0, 2, 8, 10)
+    over_x = links.time(Collective("all-gather", 16, row))
+    over_y = links.time(Collective("reduce-scatter", 16, column))
+    assert over_x.seconds == over_y.seconds == 6
+    assert over_x.lanes == {(0, 1), (0, -1)} and over_y.lanes == {(1, 1), (1, -1)}
+    for other, together in ((over_y, 6), (over_x, 12)):
+        clocks = Clocks()
+        sent = [Transfer("", x.seconds, 0, x.lanes) for x in (over_x, other)]
+        for transfer in sent:
+            clocks.start(transfer, is_asynchronous=True)
+        assert clocks.finish().seconds == together
 
 
 def test_groups_that_leave_chips_out_share_links():
@@ -136,6 +153,27 @@ def test_groups(form):
     x = program.computations["e"]["g"]
     found = read_collective(x, "e", num_partitions=4)
     assert found == Collective("all-gather", 32, FORMS[form])
+
+
+RING = '{"phase_rings":[{"ring_type":"ICI_RING_TYPE_UNIDIR_CW"}]}'
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_one_ring"),
+    [
+        ('"emitter":"1DAllGatherNonMajorDim"', True),
+        ('"strategy":"StrategyND"', False),
+        ('"sparse_core_config":{}', True),
+        (f'"sparse_core_config":{{}},"color_strategies":[{RING},{RING}]', True),
+        (f'"sparse_core_config":{{}},"color_strategies":[{RING},{RING},{RING},{RING}]', False),
+    ],
+)
+def test_the_algorithm_of_a_tpu_says_whether_it_is_one_ring(settings, is_one_ring):
+    x = Program("ENTRY %e () -> f32[8] {\n  %g = f32[8] all-gather(%x)\n}\n")
+    gather = x.computations["e"]["g"]._replace(attributes="replica_groups={}")
+    found = read_collective(gather, "e", 4, settings)
+    assert found.is_one_ring == is_one_ring
+    assert found.is_queued == settings.startswith('"sparse_core')
 
 
 def test_groups_of_another_form_are_an_error():

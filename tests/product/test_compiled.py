@@ -380,9 +380,10 @@ def test_what_a_llama_exposes(topology, tmp_path):
 @pytest.mark.parametrize(
     ("model", "topology", "way", "most_gb", "exposed", "step"),
     [
-        ("7B", "v5e:16x16", "FSDP", 2.5, 0.8, 1400),
+        ("7B", "v5e:16x16", "FSDP", 2.5, 0.65, 1200),
+        ("7B", "v6e:16x16", "FSDP" + pods.SPARSE, 2.5, 0.45, 420),
         ("70B", "v5p:8x8x8", "FSDP", 7.0, 1.0, 6200),
-        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.35, 4400),
+        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.32, 4100),
     ],
 )
 def test_llama_on_a_pod(model, topology, way, most_gb, exposed, step, tmp_path):
