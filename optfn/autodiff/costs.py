@@ -13,6 +13,7 @@ import jax
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
+from optfn.jaxprs.flops import find_jaxprs
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
@@ -120,7 +121,7 @@ def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     """Tell whether an equation, or everything in a function that it calls,
     uses `primitives` only."""
     if equation.primitive.name in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        inner = _find_jaxprs(equation.params)
+        inner = find_jaxprs(equation.params)
         return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
     return equation.primitive.name in primitives
 
@@ -193,23 +194,13 @@ def _count_equation_flops(equation: Equation) -> float:
         left = type_of(equation.invars[0]).shape
         return 2.0 * size * math.prod(left[i] for i in contracted)
     if name == "conv_general_dilated":
+        # With its padding, which takes time too; `count_product_flops` leaves it out.
         kernel = type_of(equation.invars[1]).shape
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * size * math.prod(kernel) / features
-    inner = [_count_flops(jaxpr.eqns) for jaxpr in _find_jaxprs(params)]
+    inner = [_count_flops(jaxpr.eqns) for jaxpr in find_jaxprs(params)]
     if not inner:
         return 0.0 if name in ("name", "reshape", "broadcast_in_dim", "transpose") else float(size)
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)
-
-
-def _find_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
-    found = []
-    for value in params.values():
-        for x in value if isinstance(value, list | tuple) else [value]:
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns"):
-                found.append(x)
-    return found

@@ -88,8 +88,9 @@ CHIPS = {
         node=8, network=50e9 * _REACHED_BY_NCCL,
     ),
 }  # fmt: skip
-# As `device.device_kind` names them.
+# As `device.device_kind` names them. Other H100s, of PCIe and NVL, have other constants.
 _KINDS = {
+    "NVIDIA H100 80GB HBM3": "h100",
     "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e",
 }  # fmt: skip
@@ -104,9 +105,15 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
             "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
             "docs/will-it-fit.md"
         )
-    name = "h100" if "H100" in kind else _KINDS.get(kind)
+    name = _KINDS.get(kind)
     if name is None:
         raise ValueError(
             f"estimate_step: no constants are known for {kind!r}; pass chip=Chip(...) with them"
         )
     return CHIPS[name]
+
+
+def find_peak(devices: Sequence[Any]) -> float | None:
+    """Return the peak FLOPs a second of all devices, in bfloat16; None if it is not known."""
+    names = [_KINDS.get(device.device_kind) for device in devices]
+    return None if None in names else sum(CHIPS[name].flops for name in names if name)

@@ -69,20 +69,39 @@ def _convolution_flops(x: Instruction, home: Computation) -> float:
     for spatial in filter(str.isdigit, labels[3]):
         size = lhs.shape[labels[1].index(spatial)]
         moves = result.shape[labels[3].index(spatial)]
-        flops *= _count_pairs(window, int(spatial), size, moves)
+        flops *= _read_window(window, int(spatial), size, moves)
     return flops
 
 
-def _count_pairs(window: str, i: int, size: int, moves: int) -> int:
-    """Return how many pairs of a place of the kernel and an entry meet along a dimension."""
+def _read_window(window: str, i: int, size: int, moves: int) -> int:
+    """Return the pairs of `count_pairs` along dimension i of a window's text."""
 
     def setting(name: str, default: str) -> str:
         found = re.search(rf"\b{name}=(\S+)", window)
         return found[1].split("x")[i] if found else default
 
-    kernel, stride = int(setting("size", "1")), int(setting("stride", "1"))
-    low = int(setting("pad", "0_0").split("_")[0])
-    hole, apart = int(setting("lhs_dilate", "1")), int(setting("rhs_dilate", "1"))
+    return count_pairs(
+        size, moves, int(setting("size", "1")), stride=int(setting("stride", "1")),
+        low=int(setting("pad", "0_0").split("_")[0]), hole=int(setting("lhs_dilate", "1")),
+        apart=int(setting("rhs_dilate", "1")),
+    )  # fmt: skip
+
+
+def count_pairs(
+    size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
+    apart: int = 1,
+) -> int:  # fmt: skip
+    """Return how many pairs of a place of a kernel and an entry meet along a dimension.
+
+    Args:
+      size: entries of the array.
+      moves: entries of the result.
+      kernel: places of the kernel.
+      stride: by how much the kernel moves.
+      low: the padding in front.
+      hole: the distance of two entries of the array.
+      apart: the distance of two places of the kernel.
+    """
     places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
     return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))
 

@@ -3,11 +3,20 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import NamedTuple
 
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.run.options import LoopOptions
 from optfn.run.position import Position, StatefulIterator
+
+
+class _Drawn(NamedTuple):
+    """A batch, the number of its pass, and its tokens, None if nothing counts them."""
+
+    epoch: int
+    batch: Batch
+    tokens: int | None
 
 
 class Remaining:
@@ -19,6 +28,7 @@ class Remaining:
     found: the position of the iterator after `done` steps, if it is known. If the iterator can
       continue from there, used batches are not drawn again.
     epoch: the number of the pass of the last batch, from 1; None without `epochs`.
+    tokens: the tokens of the last batch; None without a log, or without `count_tokens`.
     """
 
     def __init__(
@@ -36,11 +46,13 @@ class Remaining:
         self.most = None if self.steps is None else self.steps // local_steps
         self.is_finished = self.steps is not None and done >= self.steps
         self.epoch: int | None = None
+        self.tokens: int | None = None
+        self._count_tokens = None if options.log is None else options.count_tokens
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
         self._passes = self._iterate_epochs(found and self._resume_iterator(found))
-        # At most one, with its epoch, or the error of the iterator in its place.
-        self._ahead: list[tuple[int, Batch] | Exception] = []
+        # At most one, or the error of the iterator in its place.
+        self._ahead: list[_Drawn | Exception] = []
         self._is_saved = options.checkpoint is not None
         self._before_ahead: Position | None = None
 
@@ -54,18 +66,29 @@ class Remaining:
             self._draw()
 
     def _draw(self) -> Batch:
-        """Take and count the batch read ahead, set its epoch; raise an error read instead."""
+        """Take and count the batch read ahead; raise an error read instead."""
         drawn = self._ahead.pop()
         if isinstance(drawn, Exception):
             raise drawn
-        epoch, batch = drawn
         self.given += 1
-        self.epoch = None if self.epochs is None else epoch
-        return batch
+        self.epoch = None if self.epochs is None else drawn.epoch
+        self.tokens = drawn.tokens
+        return drawn.batch
+
+    def _draw_next(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> list[_Drawn]:
+        """Draw the next batch and place it; an empty list at the end.
+
+        Tokens are counted before: on a device, the count would wait for the step that runs there.
+        """
+        count = self._count_tokens
+        return [
+            _Drawn(epoch, place(x), count and checks.count("count_tokens(batch)", count(x), low=0))
+            for epoch, x in itertools.islice(self._passes, 1)
+        ]
 
     def _look_ahead(self) -> bool:
         """Draw the next batch unless one is drawn already; tell whether there is one."""
-        self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
+        self._ahead = self._ahead or [*self._draw_next()]
         return bool(self._ahead)
 
     def read_ahead(self, place: Callable[[Batch], Batch]) -> None:
@@ -77,7 +100,7 @@ class Remaining:
             return
         self._mark_position()
         try:
-            self._ahead = [(epoch, place(x)) for epoch, x in itertools.islice(self._passes, 1)]
+            self._ahead = [*self._draw_next(place)]
         except Exception as error:
             self._ahead = [error]
 
@@ -142,7 +165,7 @@ class Remaining:
         if not self._look_ahead():
             return True
         following = self._ahead[0]
-        return not isinstance(following, Exception) and following[0] != self.epoch
+        return not isinstance(following, Exception) and following.epoch != self.epoch
 
     def last_step(self) -> int | None:
         """Return `steps`, else epochs × batches × local_steps; None without a length."""

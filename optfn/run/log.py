@@ -12,10 +12,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 
 from optfn.core import checks
-from optfn.core.types import Batch
 from optfn.run.history import scalars
-from optfn.run.progress import count_examples
-from optfn.run.speed import Speed
+from optfn.run.speed import Speed, Work
 
 
 @runtime_checkable
@@ -81,8 +79,8 @@ class RunLog:
     def __init__(
         self, log: Logs, done: int, watch: "Sink | None" = None, *, is_watched: bool = False
     ) -> None:
-        # The step, its metrics, and the number of its examples.
-        self.waiting: deque[tuple[int, dict[str, Any], int]] = deque()
+        # The step, its metrics, and its work.
+        self.waiting: deque[tuple[int, dict[str, Any], Work]] = deque()
         self.speed = Speed()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_parse_target, several))  # check all before a file is opened
@@ -93,8 +91,8 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
-        """Add metrics of step n, which took this batch; a step that already has metrics gets more.
+    def __call__(self, n: int, metrics: dict[str, Any], work: Work) -> None:
+        """Add metrics of step n, which did this work; a step that already has metrics gets more.
 
         They are written once the device has computed them.
         """
@@ -105,16 +103,16 @@ class RunLog:
             return
         while self.waiting and _are_ready(self.waiting[0][1]):
             self._write(*self.waiting.popleft())
-        self.waiting.append((n, dict(metrics), count_examples(batch) or 0))
+        self.waiting.append((n, dict(metrics), work))
 
-    def _write(self, n: int, metrics: dict[str, Any], examples: int) -> None:
-        numbers = scalars(metrics) | self.speed.add(examples)
+    def _write(self, n: int, metrics: dict[str, Any], work: Work) -> None:
+        numbers = scalars(metrics) | self.speed.add(work)
         for sink in self.sinks:
             sink.write(n, numbers)
 
     def __exit__(self, *error: Any) -> None:
-        for n, metrics, examples in self.waiting:
-            self._write(n, metrics, examples)
+        for n, metrics, work in self.waiting:
+            self._write(n, metrics, work)
         for sink in self.sinks:
             sink.close()
 

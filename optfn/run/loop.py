@@ -19,6 +19,7 @@ from optfn.run.log import RunLog
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
+from optfn.run.speed import WorkCounter
 from optfn.train.ineffective import warn_of_schedules
 from optfn.train.options import StepOptions, accept_fields
 from optfn.train.state import TrainState, is_train_state
@@ -117,6 +118,7 @@ class _Run:
             self.history, self.done, step.local_steps,
             stops=options.on_nonfinite == "stop", state=state.opt_state,
         )  # fmt: skip
+        self.work = WorkCounter(step, is_logged=options.log is not None)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state, is_resumed=self.saver.resumed is not None)
         steps = self.remaining.last_step()
@@ -152,7 +154,7 @@ class _Run:
             for batch in () if self.stopped else self.remaining:
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
-                lines(self.n, metrics, batch)
+                lines(self.n, metrics, self.work.count(self.state, batch, self.remaining.tokens))
                 page()
                 self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
                 # Each call must ask: the processes agree on a call to stop after.
@@ -221,7 +223,7 @@ class _Run:
         is_new = self.n > self.done
         to_evaluate = is_new and not self.evaluator.has_seen(self.n)
         if to_evaluate:
-            lines(self.n, self._evaluate())
+            lines(self.n, self._evaluate(), {})
         if is_new:
             self.evaluator.warn_of_mode()
         # The history in a checkpoint of this step lacks the last evaluation.

@@ -80,7 +80,11 @@ class LoopOptions:
         tensorboardX, torch or flax, or any object with `flush()` and either
         `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights & Biases: the
         run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of these. About
-        every ten seconds it has "examples_per_second" too, the mean since the last such number.
+        every ten seconds it has "examples_per_second" too, the mean since the last such number, and
+        on TPUs and H100s "model_flops_utilization" (docs/loop.md).
+      count_tokens: a function batch -> the number of its tokens, an integer, such as
+        `lambda batch: batch["ids"].size`; it gets each batch as `batches` gives it. The log then
+        has "tokens_per_second".
       report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, even if an error ends the run. Needs matplotlib.
@@ -119,6 +123,7 @@ class LoopOptions:
     keep_best: bool = False
     callback: Callback | None = None
     log: Logs = None
+    count_tokens: Callable[[Batch], int] | None = None
     report: str | os.PathLike[str] | None = None
     checkpoint: str | os.PathLike[str] | None = None
     save_every: int | datetime.timedelta = 100
@@ -156,6 +161,10 @@ class FitArguments(LoopOptions):
                 checks.count(name, getattr(self, name))
         if self.callback is not None:
             checks.check_signature("callback", self.callback, ("step", "state", "metrics"))
+        if self.count_tokens is not None:
+            checks.check_signature("count_tokens", self.count_tokens, ("batch",))
+            if self.log is None:
+                raise ValueError("count_tokens needs log, which has the tokens per second")
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:

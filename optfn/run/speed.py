@@ -1,34 +1,88 @@
-"""The speed of a run, for its log."""
+"""The speeds of a run, for its log."""
 
+import math
+from collections.abc import Mapping
 from time import monotonic
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from optfn.core.types import Batch
+from optfn.estimate.chips import find_peak
+from optfn.run.progress import count_examples
+from optfn.train.flops import count_step_flops
+from optfn.train.state import TrainState
+from optfn.train.step import TrainStep
 
 # A shorter time would measure how the host and the devices take turns.
 _SECONDS = 10.0
 
+# The work of a step by the name of its speed: examples, tokens, and the seconds that the model's
+# FLOPs take at the peak. NaN: not known.
+Work: TypeAlias = Mapping[str, float]
+
+
+class WorkCounter:
+    """Counts the work of the calls of a step.
+
+    Args:
+      step: the step.
+      is_logged: whether a log shows the work; else nothing is counted.
+    """
+
+    def __init__(self, step: TrainStep, is_logged: bool) -> None:
+        self.step, self.is_logged = step, is_logged
+        self.seconds_at_peak: dict[Any, float] = {}
+
+    def count(self, state: TrainState, batch: Batch, tokens: int | None) -> Work:
+        """Return the work of a call.
+
+        Args:
+          state: a state of the step.
+          batch: the batch of the call.
+          tokens: the tokens of the batch; None if nothing counts them.
+        """
+        if not self.is_logged:
+            return {}
+        work = {"examples_per_second": float(count_examples(batch) or 0)}
+        if tokens is not None:
+            work["tokens_per_second"] = float(tokens)
+        peak = find_peak([*state.step.sharding.device_set])
+        if peak is not None:
+            # Batches of one shape have one program, so their FLOPs are counted once.
+            shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+            if shapes not in self.seconds_at_peak:
+                flops = count_step_flops(self.step, state, batch)
+                self.seconds_at_peak[shapes] = math.nan if flops is None else flops / peak
+            work["model_flops_utilization"] = self.seconds_at_peak[shapes]
+        return work
+
 
 class Speed:
-    """Examples per second, the mean over at least ten seconds of the run.
+    """Work per second, the mean over at least ten seconds of the run.
 
     These seconds have all that the run does: reading of batches, evaluations and saves too.
     """
 
     def __init__(self) -> None:
-        self.examples, self.since = 0, 0.0
-        self.has_begun = False
+        self.total: dict[str, float] = {}
+        self.since: float | None = None
 
-    def add(self, examples: int) -> dict[str, float]:
-        """Count a step that has ended; return the speed every ten seconds, else {}.
+    def add(self, work: Work) -> dict[str, float]:
+        """Add the work of a step that has ended; return the speeds every ten seconds, else {}.
 
         The first step only starts the clock, because it compiles.
         """
         now = monotonic()
-        if not self.has_begun:
-            self.has_begun, self.since = True, now
+        if self.since is None:
+            self.since = now
             return {}
-        self.examples += examples
+        for name, amount in work.items():
+            self.total[name] = self.total.get(name, 0.0) + amount
         passed = now - self.since
-        if passed < _SECONDS or not self.examples:
+        found = {name: total / passed for name, total in self.total.items() if total > 0}
+        if passed < _SECONDS or not found:
             return {}
-        speed = self.examples / passed
-        self.examples, self.since = 0, now
-        return {"examples_per_second": speed}
+        self.total, self.since = {}, now
+        return found

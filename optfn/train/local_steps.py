@@ -32,7 +32,7 @@ from optfn.state import reports
 from optfn.state.per_worker import PerWorker, has_exchange, has_per_worker_state
 from optfn.state.reports import reduce_over_round
 from optfn.train.microbatches import combine_microbatches, scan_batch
-from optfn.train.state import StepFn, TrainState
+from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
 
@@ -146,7 +146,8 @@ class LocalSteps(NamedTuple):
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
-        updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
+        with jax.named_scope(UPDATE_SCOPE):
+            updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
         after = params, outer, mean_or_first(model_state, workers.axes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)

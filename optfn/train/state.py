@@ -11,6 +11,9 @@ from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 
+# The name of an optimizer's operations in profiles, and in the equations of a step.
+UPDATE_SCOPE = "optimizer_update"
+
 
 class TrainState(NamedTuple):
     """The state of a training run, which each step takes and returns.

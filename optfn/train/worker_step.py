@@ -34,7 +34,7 @@ from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
-from optfn.train.state import StepFn, TrainState
+from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
 from optfn.wrappers.loss_scale import scale_of
 
@@ -118,7 +118,7 @@ def make_worker_step(
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with errors.name_integer_leaves(grads):
+        with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_new_params(apply_updates(params, updates), layout)
         model_state = _next_model_state(values.model_state, inputs, state, opt_state, axes)
