@@ -26,10 +26,14 @@ def test_fences_say_what_they_are(page):
     assert len(marks) == 2 * len(fences(page))
 
 
-def trains(capsys, names: dict) -> None:
-    losses = names["history"]["loss"]
+def trains(capsys, *after: dict) -> None:
+    losses = after[0]["history"]["loss"]
     assert losses[-1] < 0.1 * losses[0]
     assert "loss" in capsys.readouterr().err
+    whole, resumed, divided = (np.asarray(after[-1][x]) for x in ("whole", "resumed", "divided"))
+    np.testing.assert_array_equal(resumed, whole)
+    np.testing.assert_allclose(divided, whole, rtol=1e-5, atol=1e-7)
+    assert Path("run").is_dir()
 
 
 def trains_on_all_devices(capsys, *after: dict) -> None:
