@@ -13,7 +13,7 @@ import jax
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
-from optfn.jaxprs.flops import count_product_flops, find_jaxprs
+from optfn.jaxprs.flops import find_jaxprs
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
@@ -50,7 +50,7 @@ def estimate_costs(
     pairs = zip(residuals, backward.inputs, strict=False)
     read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]
     written = _find_materialized(forward.equations, [*y_leaves, *read_from_memory])
-    saved = _find_fusion_inputs(forward, variables(residuals), written) - arguments
+    saved = _find_sources(forward, variables(residuals), written) - arguments
     outputs = set(variables(y_leaves)) - arguments
     for_y = forward.find_equations(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
@@ -126,10 +126,10 @@ def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     return equation.primitive.name in primitives
 
 
-def _find_fusion_inputs(
+def _find_sources(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
-    """Return the inputs and the `written` variables that fusions read to compute `targets`."""
+    """Return the materialized variables and inputs that fusions read to compute `targets`."""
     sources = set(targets)
     for equation in reversed(program.equations):
         for computed in sources.intersection(equation.outvars) - written:
@@ -187,15 +187,20 @@ def _count_flops(equations: Iterable[Equation]) -> float:
 def _count_equation_flops(equation: Equation) -> float:
     """Count an equation's FLOPs: none for reshapes;
     a scan counts its length, a cond its dearest branch."""
-    flops = count_product_flops(equation)
-    if flops is not None:
-        return flops
     name, params = equation.primitive.name, equation.params
+    size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = type_of(equation.invars[0]).shape
+        return 2.0 * size * math.prod(left[i] for i in contracted)
+    if name == "conv_general_dilated":
+        # With its padding, which takes time too; `count_product_flops` leaves it out.
+        kernel = type_of(equation.invars[1]).shape
+        features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * size * math.prod(kernel) / features
     inner = [_count_flops(jaxpr.eqns) for jaxpr in find_jaxprs(params)]
     if not inner:
-        if name in ("name", "reshape", "broadcast_in_dim", "transpose"):
-            return 0.0
-        return float(sum(math.prod(type_of(a).shape) for a in equation.outvars))
+        return 0.0 if name in ("name", "reshape", "broadcast_in_dim", "transpose") else float(size)
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)

@@ -11,8 +11,8 @@ def count_step_flops(step: TrainStep, state: TrainState, batch: Batch) -> float 
 
     Products that run again in the backward pass, and the optimizer's, do not count: the same model
     has the same FLOPs however it is trained. They are counted from the equations, because XLA's
-    `cost_analysis` counts the body of a loop once. JAX has kept the equations from the call, so
-    nothing is traced or compiled again.
+    `cost_analysis` counts the body of a loop once, on CPUs and TPUs. JAX has kept the equations
+    from the call, so nothing is traced or compiled again.
 
     None if the equations do not tell them: with `value_and_grad`, since a pipeline computes in its
     bubbles too; and for kernels, and loops or branches that the data decides.

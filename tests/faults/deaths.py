@@ -23,9 +23,11 @@ from faults.runs import (
 from faults.table import fault, require
 
 
-def killed(directory: Path, *victims: int, words: str = "step 3", seed: int = 0) -> str:
+def killed(
+    directory: Path, *victims: int, words: str = "step 3", seed: int = 0, heartbeat: int = 10
+) -> str:
     """Kill processes of two at a random moment after some words; start again."""
-    with Processes(directory, pause=0.03, slow_disk=0.03) as run:
+    with Processes(directory, pause=0.03, slow_disk=0.03, heartbeat=heartbeat) as run:
         run.wait_for(victims[0], words)
         time.sleep(random.Random(seed).uniform(0.0, 0.2))
         began = time.monotonic()
@@ -39,7 +41,7 @@ def killed(directory: Path, *victims: int, words: str = "step 3", seed: int = 0)
 
 @fault("kill −9 of a worker", BIT_FOR_BIT, quick=True)
 def kill_worker(directory: Path) -> str:
-    return killed(directory, 1)
+    return killed(directory, 1, heartbeat=4)
 
 
 @fault("kill −9 of the coordinator", BIT_FOR_BIT)
