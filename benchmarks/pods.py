@@ -78,12 +78,14 @@ TOPOLOGIES = {
     "small": (
         "v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8", "1x8x1", "8x8x1",
     ),
-    "7B": ("v5e:16x16", "v5e:4x4", "v5p:4x4x4", "v6e:16x16", "1x8x1"),
+    "7B": ("v5e:16x16", "v5e:4x4", "v5p:4x4x4", "v6e:16x16", "1x8x1", "8x8x1"),
     "70B": ("v5p:8x8x8",),
 }  # fmt: skip
 SECONDS = ("compute", "communication", "exposed", "step")
 # The ending of a way whose gathers and scatters are left to the sparse cores of v5p and v6e.
 SPARSE = ", sparse cores"
+# The way for H100s, of which a switch joins 8.
+IN_NODES = "two levels, nodes of 8"
 
 
 class Llama(NamedTuple):
@@ -142,14 +144,20 @@ class Llama(NamedTuple):
         params["embedding"] = _bfloat16(self.vocabulary, self.width)
         tokens = jax.ShapeDtypeStruct((1, self.tokens + 1), jnp.int32)
         fsdp = Division(params, tokens, options={"shard": "params"}, tx=ADAMW, loss=self.loss)
+
+        def in_groups(size: int) -> Division:
+            options = {"shard": sharded("params", axis="fast")}
+            axes = ("data", "fast")
+            return fsdp._replace(inner={"fast": size}, data_axis=axes, options=options)
+
+        rows = {"shard": "params", "tables": "embedding", "shard_tables": True}
         return {
             "FSDP": fsdp,
-            "two levels": fsdp._replace(
-                inner={"fast": self.group}, data_axis=("data", "fast"),
-                options={"shard": sharded("params", axis="fast")},
-            ),
+            "FSDP, rows of the embedding": fsdp._replace(options=rows),
+            "two levels": in_groups(self.group),
+            IN_NODES: in_groups(8),
             "pipeline": self.pipeline(),
-        }  # fmt: skip
+        }
 
     def pipeline(self) -> Division:
         """Return stages of some layers, divided over some devices, without embedding."""
@@ -317,10 +325,12 @@ def ways(model: str, topology: str) -> list[str]:
     """Return the names of the ways to compile a model for a topology that has chips for them."""
     chips = math.prod(int(n) for n in re.findall(r"\d+", topology.split(":")[-1]))
     sparse = ["FSDP" + SPARSE, "GSPMD" + SPARSE] if topology.startswith(("v5p", "v6e")) else []
-    found = divisions(model).items()
-    return [
-        *(name for name, x in found if math.prod(x.inner.values()) <= chips), "GSPMD", *sparse,
-    ]  # fmt: skip
+    found = [
+        name
+        for name, x in divisions(model).items()
+        if math.prod(x.inner.values()) <= chips and not (name == IN_NODES and ":" in topology)
+    ]
+    return [*found, "GSPMD", *sparse]
 
 
 def target_of(topology: str) -> targets.Target:
