@@ -108,4 +108,31 @@ def plain_scan():
     return apply, {"w": w / 4}, lambda params: {"w": P(None, "data", "model")}
 
 
-MODELS = [linen_boxes, linen_logical, nnx_metadata, plain_scan]
+@jax.custom_vjp
+def double_gradient(x):
+    """Return x, with twice the gradient."""
+    return x
+
+
+double_gradient.defvjp(lambda x: (constrain(x, "data", None), None), lambda _, g: (2 * g,))
+
+
+def custom_derivatives():
+    """A model of functions that have derivatives of their own, inside and outside of a scan."""
+
+    def layer(x, w):
+        x = constrain(jax.nn.gelu(x @ w), "data", "model")
+        x = double_gradient(jax.nn.softmax(jax.nn.relu(x)))
+        return jax.nn.silu(constrain(x, "data", None)), None
+
+    def apply(params, x):
+        x = jax.nn.relu(constrain(x @ params["first"], "data", "model"))
+        x = jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0]
+        return jax.nn.logsumexp(double_gradient(x), 1) + jax.nn.relu6(jnp.mean(x, 1))
+
+    w = np.random.default_rng(0).normal(size=(3, WIDTH, WIDTH)).astype(np.float32) / 4
+    spec = P("data", "model")
+    return apply, {"first": w[0], "w": w[1:]}, lambda p: {"first": spec, "w": P(None, *spec)}
+
+
+MODELS = [linen_boxes, linen_logical, nnx_metadata, plain_scan, custom_derivatives]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optfn.autodiff.chain import LayerFn, run_chain
 from optfn.autodiff.costs import estimate_costs, num_bytes
 from optfn.autodiff.rotor import Rotor, Segmentation
+from optfn.compilers.groups import manual_axes
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, variables
 from optfn.jaxprs.pullback import Key, pullback, select_inexact_leaves
@@ -129,11 +130,7 @@ def _measure_memory(
     y = select_inexact_leaves(jax.eval_shape(partial(run_chain, segmentation, fns), *shapes))
     traced = jax.jit(gradient).trace(*shapes, y)
     # Collectives have a meaning only where their axis is bound, so effects rule out compiling.
-    if (
-        traced.jaxpr.effects
-        or jax.sharding.get_abstract_mesh().manual_axes
-        or not is_recomputation_kept()
-    ):
+    if traced.jaxpr.effects or manual_axes() or not is_recomputation_kept():
         program = Equations(residuals, *shapes)
         saved = set(variables(program.outputs)) - {*program.inputs}
         return _MemoryUse(num_bytes(saved), measured=False)

@@ -86,11 +86,6 @@ def check_axis_names(argument: str, axis_name: AxisName, *, optional: bool = Fal
     return names
 
 
-def manual_axes() -> set[Any]:
-    """Return the axes that an enclosing `shard_map` has bound; none outside of a `shard_map`."""
-    return set(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def axis_size(names: Axes) -> int:
     """Return the number of devices along bound axes: the product of their sizes, 1 without axes."""
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))

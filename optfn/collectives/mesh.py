@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optfn.collectives import torus
-from optfn.collectives.axes import AxisName, check_axis_names, manual_axes, to_axes
+from optfn.collectives.axes import AxisName, check_axis_names, to_axes
+from optfn.compilers.groups import manual_axes
 from optfn.core import checks
 from optfn.core.types import DType
 

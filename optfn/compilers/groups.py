@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import jax
+from jax import lax
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,3 +40,17 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     if hasattr(kind, "mat"):  # JAX 0.10.1 or newer
         return frozenset(kind.mat.varying)
     return frozenset(getattr(kind, "vma", ()))
+
+
+def manual_axes() -> set[Hashable]:
+    """Return the axes of the mesh that an enclosing `shard_map` has bound; none without one."""
+    # By name: while `jaxprs/constraints.py` traces a loss, the mesh shows bound axes as free.
+    return set(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
+
+
+def _is_bound(axis: Hashable) -> bool:
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.compilers.groups import map_groups, varying_axes
+from optfn.compilers.groups import manual_axes, map_groups, varying_axes
 from optfn.core import tree
 from optfn.core.numerics import abs_squared
 from optfn.core.types import Leaf, PyTree
@@ -315,7 +315,7 @@ def widen_for_all_reduce(x: jax.Array) -> jax.Array:
     With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
     instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
+    mesh, bound = jax.sharding.get_abstract_mesh(), manual_axes()
+    is_partial = bool(bound) and bound != set(mesh.axis_names)
     fails = is_partial and x.dtype == jnp.bfloat16 and mesh.abstract_device.platform == "cpu"
     return x.astype(jnp.float32) if fails else x

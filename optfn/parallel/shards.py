@@ -18,7 +18,6 @@ from optfn.collectives.axes import (
     exclude_axes,
     is_spec,
     join_axes,
-    manual_axes,
     restrict_spec,
     to_axes,
 )
@@ -26,6 +25,7 @@ from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_over_axes, mean_scatter
 from optfn.collectives.mesh import are_in_order, shard_map
 from optfn.collectives.packets import MIN_SIZE, all_gather_packets
+from optfn.compilers.groups import manual_axes
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout

@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import is_spec, join_axes, manual_axes
+from optfn.collectives.axes import is_spec, join_axes
 from optfn.collectives.mesh import shard_map
+from optfn.compilers.groups import manual_axes
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, select_inexact_leaves

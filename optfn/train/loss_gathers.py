@@ -1,17 +1,18 @@
 """What a loss gathers of divided params, found by a dry run of its program."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from optfn.collectives.axes import Axes
 from optfn.core import tree
-from optfn.core.types import Batch, Leaf, Params
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.sharded import ShardedParam
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import LeafShard
@@ -74,14 +75,14 @@ class _DryShard(LeafShard):
 
 
 def find_gathers(
-    loss_fn: Callable[[Params, Batch], Any], params: Params, batch: Batch, layout: Layout
+    loss_fn: Callable[..., Any], params: Params, arguments: Sequence[PyTree], layout: Layout
 ) -> dict[str, LeafGathers]:
     """Return what a loss gathers of each leaf that the layout divides, by path.
 
     Args:
-      loss_fn: (params, batch) -> loss, or (loss, aux).
+      loss_fn: (params, *arguments) -> loss, or (loss, aux).
       params: arrays or their shapes, without tables.
-      batch: the batch of one device, or its shapes.
+      arguments: the model state, if any, and the batch of one device, or their shapes.
       layout: how params are divided.
     """
     record = _Record()
@@ -96,11 +97,23 @@ def find_gathers(
         fields = {f.name: getattr(shard, f.name) for f in dataclasses.fields(LeafShard)}
         return ShardedParam(_DryShard(**fields, path=str(place), record=record))
 
-    def run(params: Params, batch: Batch) -> Any:
+    def run(params: Params, *arguments: PyTree) -> Any:
         wrapped = tree.map_named(wrap, params, specs)
-        return LossProgram(lambda params: loss_fn(params, batch), wrapped).value()
+        leaves, structure = jax.tree.flatten(arguments)
 
-    jax.eval_shape(run, params, batch)
+        def loss(params: Params) -> Any:
+            # A LossProgram may call it twice, and equinox marks a State that it reads as used.
+            return loss_fn(params, *jax.tree.unflatten(structure, leaves))
+
+        return LossProgram(loss, wrapped).value()
+
+    shapes = jax.eval_shape(lambda *trees: trees, params, *arguments)
+    types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
+    mesh = layout.mesh.abstract_mesh.update_axis_types(types)
+    # Sharding constraints in the loss need a mesh. JAX lets no mesh replace one of another size,
+    # but an empty one.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+        jax.eval_shape(run, *shapes)
     found = {}
     for place, x, spec in tree.items(params, specs):
         path = str(place)

@@ -77,8 +77,9 @@ def plan_memory(
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
     reduce_dtype: DType | None = None,
-    loss_fn: Callable[[Params, Batch], Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     batch: Batch = None,
+    model_state: PyTree = None,
 ) -> MemoryPlan:
     """Return the bytes that a way of sharding a model takes, without allocating anything.
 
@@ -126,10 +127,12 @@ def plan_memory(
       outer: as for `make_train_step`.
       reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
 
-      loss_fn: (params, batch) -> loss, or (loss, aux). It is traced, to find which leaves a scan
-        gathers layer by layer, and which lines gather a leaf whole. None: each `Stacked` counts as
-        scanned once, and each other leaf as gathered whole.
+      loss_fn: (params, batch) -> loss, or (loss, aux); with `model_state` (params, model_state,
+        batch) -> (loss, model_state). It is traced, to find which leaves a scan gathers layer by
+        layer, and which lines gather a leaf whole. None: each `Stacked` counts as scanned once, and
+        each other leaf as gathered whole.
       batch: the batch for `loss_fn`, arrays or their shapes; each device has as many examples.
+      model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.
@@ -155,7 +158,8 @@ def plan_memory(
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
     gathers: dict[str, LeafGathers] = {}
     if loss_fn is not None and not (once or value_and_grad):
-        gathers = find_gathers(loss_fn, params, batch, layout)
+        arguments = [batch] if model_state is None else [model_state, batch]
+        gathers = find_gathers(loss_fn, params, arguments, layout)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue

@@ -29,6 +29,7 @@ from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_axes, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.jaxprs.constraints import drop_bound_axes
 from optfn.jaxprs.sharded import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
@@ -137,7 +138,10 @@ def differentiate(
         (loss, rest), grads = make_program(scale_loss, inputs).value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    return Objective(value, value_and_grad)
+    return Objective(
+        functools.partial(drop_bound_axes, value),
+        functools.partial(drop_bound_axes, value_and_grad),
+    )
 
 
 def wrap_value_and_grad(

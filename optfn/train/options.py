@@ -114,7 +114,8 @@ class StepOptions:
         sums along axes besides `data_axis`; pseudo-gradients of local steps are float32 in any
         case. See docs/precision.md.
       partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
-        own examples, and the step sends params and gradients. "compiler": `loss_fn` sees all
+        own examples, and the step sends params and gradients. Sharding constraints in the model
+        are dropped along `data_axis`, and hold along other axes. "compiler": `loss_fn` sees all
         examples, as on one device, and XLA divides the work by the placements of params and batch
         and the sharding constraints in the model, over all axes of the mesh. `shard` places params
         and state; without it params keep the NamedShardings that you give them, and state follows

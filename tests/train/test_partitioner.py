@@ -344,4 +344,5 @@ def test_models_with_shardings_inside(model, inside):
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     assert_near(jax.tree.leaves(state.params), jax.tree.leaves(expected.params))
     divided = [x for x in jax.tree.leaves(state) if any(x.sharding.spec) and x.ndim > 1]
-    assert len(divided) == 3  # a kernel and its two moments
+    kernels = [x for x in jax.tree.leaves(placements) if any(x.spec)]
+    assert kernels and len(divided) == 3 * len(kernels)  # each kernel and its two moments

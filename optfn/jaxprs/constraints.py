@@ -1,0 +1,172 @@
+"""Sharding constraints of a loss along axes that a `shard_map` has bound.
+
+Inside a `shard_map` an array is what one device has, and JAX refuses a constraint that divides it
+along a bound ("Manual") axis. There the constraint means nothing, so `drop_bound_axes` drops it:
+
+1. It traces the function as if the compiler handled all axes. JAX then takes every constraint.
+2. It writes the bound axes into the program: into types and meshes, and out of the constraints.
+   Constraints along other axes stay.
+3. It runs the program.
+
+Functions that a custom derivative keeps for later still hold the mesh of step 1, so the traced
+function must be the whole gradient, which has called them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn.collectives.axes import to_axes
+from optfn.core.types import PyTree
+from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable
+
+
+def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Return fn(*args) without the sharding constraints of `fn` along bound axes.
+
+    A function without such constraints runs as it is. A function with constraints is traced again
+    from its beginning, after JAX has refused the first of them.
+
+    Raises:
+      ValueError: `fn` has shardings as types, which it can have along explicit axes only.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        return fn(*args)
+    except ValueError as error:
+        _check_refused_constraint(error, mesh)
+    free = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
+    shapes = jax.tree.map(_shape_of, args)
+    with jax.sharding.use_abstract_mesh(free):
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+    bound = _Binding(mesh).bind_program(closed)
+    results = jex.jaxpr_as_fun(bound)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _check_refused_constraint(error: ValueError, mesh: AbstractMesh) -> None:
+    """Raise an error again unless by it JAX refuses a constraint along a bound axis."""
+    text = str(error)
+    if not mesh.manual_axes or "anual" not in text:
+        raise error
+    if "with_sharding_constraint" in text:
+        return
+    if "of type Auto or Manual" in text:
+        raise ValueError(
+            "the loss gives arrays shardings as types (jax.sharding.reshard, out_sharding=). JAX "
+            "has these along explicit axes only, and inside a worker data_axis is not explicit. "
+            'Pass partitioner="compiler" beside mesh, or use jax.lax.with_sharding_constraint and '
+            f"a mesh with Auto axes. JAX says: {text}"
+        ) from error
+    raise error
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+class _Binding:
+    """Writes the bound axes of a mesh into programs that were traced without them.
+
+    Args:
+      mesh: the abstract mesh inside the `shard_map`.
+    """
+
+    def __init__(self, mesh: AbstractMesh) -> None:
+        self._real, self._axes = mesh, mesh.manual_axes
+        # The calls of a jitted function share its jaxpr, and XLA gets it once. The old jaxprs and
+        # contexts are kept, so that no other object gets their ids.
+        self._found: dict[int, tuple[Any, Any]] = {}
+
+    def bind_program(self, x: Any) -> Any:
+        """Return a jaxpr with bound axes."""
+        if id(x) not in self._found:
+            self._found[id(x)] = x, self._rewrite(x)
+        return self._found[id(x)][1]
+
+    def _rewrite(self, program: Any) -> Any:
+        jaxpr: Jaxpr = getattr(program, "jaxpr", program)
+        values: dict[Variable, Atom] = {}
+
+        def define(names: Iterable[Variable]) -> list[Variable]:
+            made = [type(v)(self._type(v.aval)) for v in names]
+            values.update(zip(names, made, strict=True))
+            return made
+
+        def read(atoms: Iterable[Atom]) -> list[Atom]:
+            return [self._literal(a) if isinstance(a, jex.Literal) else values[a] for a in atoms]
+
+        constants, inputs = define(jaxpr.constvars), define(jaxpr.invars)
+        equations = []
+        for e in jaxpr.eqns:
+            if self._means_nothing(e):
+                values |= zip(e.outvars, read(e.invars), strict=True)
+                continue
+            params = {name: self._param(x) for name, x in e.params.items()}
+            arguments = read(e.invars)
+            equations.append(
+                e.replace(arguments, define(e.outvars), params=params, ctx=self._context(e.ctx))
+            )
+        new = jaxpr.replace(
+            constvars=constants,
+            invars=inputs,
+            outvars=read(jaxpr.outvars),
+            eqns=equations,
+            debug_info=jaxpr.debug_info,
+        )
+        return program.replace(jaxpr=new) if isinstance(program, jex.ClosedJaxpr) else new
+
+    def _literal(self, a: jex.Literal) -> jex.Literal:
+        # JAX keeps literals as a subclass of NumPy's array that has a type, with the old mesh.
+        value = np.asarray(a.val) if isinstance(a.val, np.ndarray) else a.val
+        return jex.Literal(value, self._type(a.aval))
+
+    def _means_nothing(self, equation: Equation) -> bool:
+        """Tell whether an equation is a constraint on a mesh of which all axes are bound."""
+        if equation.primitive.name != "sharding_constraint" or equation.params["layout"]:
+            return False
+        placement = equation.params["sharding"]
+        is_on_mesh = isinstance(placement, NamedSharding)
+        return is_on_mesh and set(placement.mesh.axis_names) <= set(self._axes)
+
+    def _param(self, x: Any) -> Any:
+        """Return a param of an equation with bound axes in its jaxprs, meshes and shardings."""
+        if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
+            return self.bind_program(x)
+        if isinstance(x, AbstractMesh | Mesh):
+            return self._mesh(x)
+        if isinstance(x, NamedSharding):
+            return self._sharding(x)
+        return type(x)(map(self._param, x)) if type(x) in (tuple, list) else x
+
+    def _mesh(self, mesh: AbstractMesh | Mesh) -> AbstractMesh | Mesh:
+        if mesh.axis_names != self._real.axis_names:  # such as the empty mesh
+            return mesh
+        return mesh.abstract_mesh.update_axis_types(dict.fromkeys(self._axes, AxisType.Manual))
+
+    def _sharding(self, sharding: NamedSharding) -> NamedSharding:
+        entries: list[Any] = []
+        for entry in sharding.spec:
+            if entry is not P.UNCONSTRAINED:
+                entry = tuple(axis for axis in to_axes(entry) if axis not in self._axes) or None
+            entries.append(entry)
+        mesh, kind = self._mesh(sharding.mesh), sharding.memory_kind
+        return NamedSharding(mesh, P(*entries), memory_kind=kind)
+
+    def _type(self, aval: Any) -> Any:
+        sharding = getattr(aval, "sharding", None)
+        return aval if sharding is None else aval.update(sharding=self._sharding(sharding))
+
+    def _context(self, context: Any) -> Any:
+        """Return the context of an equation, such as its precision, on the mesh with bound axes."""
+        if id(context) not in self._found:
+            mesh: Any = self._mesh(context.cur_abstract_mesh)
+            with context.manager, jax.sharding.use_abstract_mesh(mesh):
+                self._found[id(context)] = context, type(context)()
+        return self._found[id(context)][1]

@@ -1,0 +1,262 @@
+"""A worker drops the constraints of a model along its own axes, and keeps those along others."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import weights
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_models import MODELS, WIDTH, constrain, custom_derivatives, linen_boxes, plain_scan
+
+import optfn
+from optfn.distributed import data_mesh, plan_memory, sharded
+
+EXAMPLES, STEPS = 32, 3
+BATCH = weights(3, EXAMPLES, WIDTH)
+
+
+def mesh_of(**shape):
+    shape = shape or {"data": 4, "model": 2}
+    return Mesh(np.array(jax.devices()).reshape(*shape.values()), tuple(shape))
+
+
+def loss_of(apply):
+    return lambda params, x: jnp.mean((apply(params, x) - 1.0) ** 2)
+
+
+def train(loss, params, tx=None, batch=BATCH, steps=STEPS, **options):
+    step = optfn.make_train_step(loss, optfn.adam(1e-2) if tx is None else tx, **options)
+    state = step.init(params)
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return step, state, metrics
+
+
+@functools.cache
+def on_one_device(model):
+    apply, params, specs_of = model()
+    _, expected, metrics = train(loss_of(apply), jax.device_get(params))
+    return apply, params, specs_of, jax.device_get(expected.params), metrics["loss"]
+
+
+def assert_near(a, b, tolerance=2e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance)
+
+
+WAYS = {
+    "whole": lambda specs: {},
+    "state": lambda specs: {"shard": "state"},
+    "params": lambda specs: {"shard": "params"},
+    "specs": lambda specs: {"shard": specs},
+    "microbatches": lambda specs: {"shard": "params", "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_models_with_shardings_inside(model, way):
+    apply, params, specs_of, expected, loss = on_one_device(model)
+    options = WAYS[way](specs_of(params))
+    _, state, metrics = train(loss_of(apply), params, mesh=mesh_of(), **options)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)  # boxes stay boxes
+    assert_near(state.params, expected)
+    assert_near(metrics["loss"], loss)
+
+
+@pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "data": 2, "model": 2}], ids=str)
+def test_other_meshes(shape):
+    apply, params, _, expected, _ = on_one_device(custom_derivatives)
+    options = {"shard": "params"}
+    if "node" in shape:
+        options = {"data_axis": ("node", "data"), "shard": sharded("params", axis="data")}
+
+        def apply(params, x, apply=apply):
+            return apply(params, constrain(x, ("node", "data"), "model"))
+
+    else:  # constraints over an axis that this mesh lacks are errors, so both axes are data's
+        options["data_axis"] = ("data", "model")
+        shape = {"data": 4, "model": 2}
+    _, state, _ = train(loss_of(apply), params, mesh=mesh_of(**shape), **options)
+    assert_near(state.params, expected)
+
+
+def test_inside_of_set_mesh():
+    apply, params, specs_of, expected, _ = on_one_device(custom_derivatives)
+    with jax.set_mesh(mesh_of()):
+        options = {"mesh": mesh_of(), "shard": specs_of(params)}
+        assert_near(train(loss_of(apply), params, **options)[1].params, expected)
+
+
+def test_other_axes_divide_activations():
+    apply, params, _ = plain_scan()
+    options = {"mesh": mesh_of(), "shard": "params"}
+    step = optfn.make_train_step(loss_of(apply), optfn.sgd(0.1), **options)
+    lowered = step.lower(params, BATCH)
+    assert "sharding_constraint" in lowered.as_text()
+    program = lowered.compile().as_text()
+    half = f"f32[{EXAMPLES // 4},{WIDTH // 2}]"  # a worker's examples, and half of each
+    assert any("tanh" in line and half in line for line in program.splitlines())
+
+
+def test_a_constraint_changes_no_bit_where_it_means_nothing():
+    _, params, _ = plain_scan()
+
+    def apply(fit, params, x):
+        layer = jax.checkpoint(lambda x, w: (fit(jnp.tanh(x @ w), "data", None), None))
+        return jax.lax.scan(layer, fit(x, "data", None), params["w"])[0]
+
+    plain, divided = (functools.partial(apply, fit) for fit in (lambda x, *spec: x, constrain))
+    for options in ({}, {"shard": "params"}):
+        found = [
+            train(loss_of(f), params, mesh=data_mesh(), **options)[1].params
+            for f in (plain, divided)
+        ]
+        np.testing.assert_array_equal(*(np.asarray(x["w"]) for x in found))
+
+
+def test_constraints_on_the_mesh_itself():
+    """A NamedSharding is no sign for the step, which finds constraints by the first bare spec."""
+    mesh = mesh_of()
+
+    def loss(params, x):
+        out = jax.nn.relu(constrain(x, "data", None) @ params["w"])
+        out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P("data", P.UNCONSTRAINED)))
+        return jnp.mean((out - 1.0) ** 2)
+
+    params = {"w": weights(0, WIDTH, WIDTH)}
+    _, state, _ = train(loss, params, mesh=mesh, shard="params")
+    expected = train(loss_of(lambda p, x: jax.nn.relu(x @ p["w"])), params)[1]
+    assert_near(state.params, expected.params)
+
+
+def test_a_shard_map_over_another_axis():
+    mesh = mesh_of()
+
+    def of_half(x, w):
+        return jax.lax.psum(jax.nn.relu(x) @ w, "model")
+
+    def loss(params, x):
+        x = constrain(x, "data", "model")
+        specs = P(None, "model"), P("model", None)
+        run = jax.shard_map(of_half, in_specs=specs, out_specs=P(), axis_names={"model"})
+        return jnp.mean((constrain(run(x, params["w"]), "data", None) - 1.0) ** 2)
+
+    params = {"w": weights(0, WIDTH, WIDTH)}
+    expected = train(loss_of(lambda p, x: jax.nn.relu(x) @ p["w"]), params)[1]
+    assert_near(train(loss, params, mesh=mesh)[1].params, expected.params)
+
+
+def test_tables_keys_state_and_aux():
+    """Rows as gradients, dropout, model state and an integer leaf pass through the traced loss."""
+    ids = np.arange(EXAMPLES, dtype=np.int32) % 8
+    params = {"table": weights(0, 8, WIDTH), "w": weights(1, WIDTH, WIDTH), "count": np.arange(3)}
+
+    def loss(constrained, params, mean, ids, key):
+        fit = constrain if constrained else lambda x, *spec: x
+        x = fit(params["table"][ids], "data", None)
+        mask = jax.random.bernoulli(key, 0.5, (WIDTH,))
+        out = fit(jax.nn.relu((x - mean) @ params["w"]) * mask, "data", "model")
+        new = 0.5 * mean + 0.5 * jnp.mean(x, 0)
+        return jnp.mean((out - 1.0) ** 2), (new, {"size": jnp.mean(out)})
+
+    def run(constrained, **options):
+        step = optfn.make_train_step(
+            functools.partial(loss, constrained), optfn.adam(1e-2), mesh=mesh_of(), rng=7,
+            tables="table", has_aux=True, model_state=True, **options,
+        )  # fmt: skip
+        state = step.init(params, np.zeros(WIDTH, np.float32))
+        for _ in range(STEPS):
+            state, metrics = step(state, ids)
+        return state.params, state.model_state, metrics["aux"]
+
+    for options in ({}, {"shard": "params"}, {"microbatches": 2}):
+        assert_near(run(True, **options), run(False, **options))
+
+
+def test_bfloat16_and_recomputation():
+    # An all-reduce of bfloat16 over some axes of a mesh ends the process on CPU; see compilers.xla.
+    apply, params, _ = custom_derivatives()
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    options = {"mesh": mesh_of(), "recompute": ("kept",), "steps": 1}
+
+    def loss(params, x):
+        x = jax.ad_checkpoint.checkpoint_name(x @ params["first"], "kept")
+        return jnp.mean((apply(params, x) - 1.0) ** 2)
+
+    found = train(loss, narrow, tx=optfn.sgd(0.1), shard="params", **options)[1]
+    assert_near(found.params, train(loss, narrow, tx=optfn.sgd(0.1), steps=1)[1].params, 2e-2)
+
+
+def test_a_loss_without_constraints_is_traced_once():
+    traced = []
+
+    def loss(params, x):
+        traced.append(x.shape)
+        return jnp.mean(x @ params["w"])
+
+    train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=mesh_of())
+    assert len(traced) == 1
+
+
+def test_errors_of_the_model_stay():
+    params = {"w": weights(0, WIDTH, WIDTH)}
+
+    def of_axis(params, x):
+        return jnp.mean(constrain(x @ params["w"], "other", None))
+
+    def of_shape(params, x):
+        return jnp.mean(constrain(x, "data", None) @ params["w"][1:])
+
+    with pytest.raises(ValueError, match="other"):
+        train(of_axis, params, mesh=mesh_of())
+    with pytest.raises(TypeError, match="dot_general"):
+        train(of_shape, params, mesh=mesh_of())
+
+
+def test_explicit_axes_are_refused_with_advice():
+    explicit = Mesh(mesh_of().devices, ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def loss(params, x):
+        return jnp.mean(jnp.matmul(x, params["w"], out_sharding=P("data", None)))
+
+    with pytest.raises(ValueError, match='partitioner="compiler"'):
+        train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=explicit)
+
+
+def test_minimize_and_evaluate():
+    apply, params, _ = linen_boxes()
+    loss = loss_of(apply)
+    state, history = optfn.minimize(
+        loss, optfn.adam(1e-2), params, [BATCH] * 2, mesh=mesh_of(), shard="params",
+        progress=False,
+    )  # fmt: skip
+    expected = train(loss, jax.device_get(params), steps=2)[1]
+    assert_near(state.params, expected.params)
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_a_plan_takes_the_loss_as_the_step_does():
+    """Constraints and a model state change nothing of what a loss gathers."""
+    params = {"layers": weights(0, 2, 64, 64), "head": weights(1, 64, 64)}
+    x, mean = jax.ShapeDtypeStruct((4, 64), "float32"), np.zeros(64, np.float32)
+
+    def loss(fit, params, x):
+        layer = lambda x, w: (fit(jnp.tanh(x @ w), "data", None), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"])
+
+    def loss_of_state(params, mean, x):
+        return loss(constrain, params, x - mean), mean
+
+    plan = functools.partial(plan_memory, optfn.sgd(0.1), params, mesh_of(), shard="params")
+    expected = plan(loss_fn=functools.partial(loss, lambda x, *spec: x), batch=x)
+    assert expected.gathered_whole.keys() == {"head"}
+    assert plan(loss_fn=functools.partial(loss, constrain), batch=x)._replace(
+        gathered_whole={}
+    ) == expected._replace(gathered_whole={})
+    found = plan(loss_fn=loss_of_state, batch=x, model_state=mean)
+    assert found.sent == expected.sent
+    assert found.gathered_whole.keys() == {"head"}
