@@ -10,18 +10,17 @@ A loss is traced for whole params, and its equations run on the shards that a de
 The backward pass gathers a layer again, so that no device ever keeps all layers. All other values
 are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
 `jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
-gathers inside and with the policy of its author.
+gathers inside and with the policy of its author. A scan whose layers are recomputed as a whole, as
+those of `scan_layers`, has a backward pass of its own (`recomputed_scan.py`).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jax import lax
 
 from optfn.jaxprs.equations import (
@@ -40,165 +39,19 @@ from optfn.jaxprs.equations import (
     read,
     run_equations,
     split_operands,
-    type_of,
     variables,
 )
-
-# Operations on an array and literals that are the same on each layer of a stack.
-_ELEMENTWISE = (
-    *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"),
-    *("neg", "mul", "add", "sub", "div"),
+from optfn.jaxprs.recomputed_scan import Order, scan_recomputed
+from optfn.jaxprs.sharded_param import (
+    ELEMENTWISE,
+    GATHERED,
+    Operation,
+    ShardedParam,
+    gather_params,
 )
-# The name of a gathered array in a program, and the name of the results of a `scan_layers` layer.
-_GATHERED = "optfn.gathered"
+
+# The name of the results of a `scan_layers` layer.
 LAYER = "optfn.layer"
-
-
-class Shard(Protocol):
-    """The shard of an array that a device keeps; a pytree."""
-
-    @property
-    def array(self) -> jax.Array:
-        """The shard."""
-
-    def whole_type(self) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of the whole array."""
-
-    def gather(self, dtype: Any = None) -> jax.Array:
-        """Return the whole array, cast to `dtype`; None keeps the dtype."""
-
-    def divide_layers(self) -> "Shard | None":
-        """Return this array divided within each layer; None if no dimension of a layer fits."""
-
-    def group_layers(self, groups: int) -> "Shard | None":
-        """Return this array of divided layers as (groups, layers of a group, …).
-
-        None if the layers themselves are divided.
-        """
-
-    def layer(self, array: jax.Array) -> "Shard":
-        """Return the shard of one layer of this array of divided layers."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
-    """An equation on one variable and literals, such as a cast.
-
-    equation: the equation.
-    params: its params, or those of the same operation on one layer.
-    """
-
-    equation: Equation
-    params: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        name: str = self.equation.primitive.name
-        return name
-
-    def apply(self, x: jax.Array) -> jax.Array:
-        """Return the result of the operation on x."""
-        operands = [a.val if isinstance(a, jex.Literal) else x for a in self.equation.invars]
-        result: jax.Array = self.equation.primitive.bind(*operands, **self.params)
-        return result
-
-    def groups_of(self, length: int) -> int | None:
-        """Return G if this reshapes `length` layers to (G, layers of a group, …), else None."""
-        (operand,) = variables(self.equation.invars)
-        old = type_of(operand).shape
-        new = self.params.get("new_sizes", ())
-        splits = self.name == "reshape" and len(new) == len(old) + 1 and new[2:] == old[1:]
-        return new[0] if splits and old[0] == length and self.params["dimensions"] is None else None
-
-    def of_layer(self, length: int) -> "Operation | None":
-        """Return the operation on one of `length` layers; None if it mixes layers."""
-        if self.name == "transpose":
-            first, *order = self.params["permutation"]
-            return None if first else self._with(permutation=tuple(d - 1 for d in order))
-        if self.name == "reshape":
-            first, *sizes = self.params["new_sizes"] or [0]
-            keeps_layers = first == length and self.params["dimensions"] is None
-            return self._with(new_sizes=tuple(sizes)) if keeps_layers else None
-        return self
-
-    def _with(self, **params: Any) -> "Operation":
-        return dataclasses.replace(self, params=self.params | params)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["operations"])
-@dataclasses.dataclass(frozen=True)
-class ShardedParam:
-    """A param that is not gathered yet, and operations that wait until it is.
-
-    shard: the shard that a device keeps.
-    operations: operations on the whole array.
-    """
-
-    shard: Shard
-    operations: tuple[Operation, ...] = ()
-
-    def gather(self) -> jax.Array:
-        """Return the whole value.
-
-        A first cast to fewer bits is made before the array is sent; its gradient is reduced in the
-        dtype of the param, as if the array had been cast after it.
-        """
-        first = self.operations[:1]
-        if first and first[0].name == "convert_element_type" and self._narrows(first[0]):
-            x = self.shard.gather(first[0].params["new_dtype"])
-            remaining = self.operations[1:]
-        else:
-            x, remaining = self.shard.gather(), self.operations
-        for operation in remaining:
-            x = operation.apply(x)
-        return x
-
-    def _narrows(self, cast: Operation) -> bool:
-        old, new = self.shard.array.dtype, jnp.dtype(cast.params["new_dtype"])
-        return jnp.issubdtype(new, jnp.floating) and new.itemsize < old.itemsize
-
-    @functools.cached_property
-    def gathered_by_name(self) -> jax.Array:
-        """The whole value, under a name by which the policy of a checkpoint finds it."""
-        # A policy sees the equations inside of other calls, but only the name of a composite.
-        named = lax.composite(ShardedParam.gather, _GATHERED)
-        value = jax.custom_vjp(named)
-
-        def backward(param: ShardedParam, cotangent: jax.Array) -> tuple["ShardedParam"]:
-            return jax.vjp(ShardedParam.gather, param)[1](cotangent)
-
-        value.defvjp(lambda param: (named(param), param), backward)
-        whole: jax.Array = value(self)
-        return whole
-
-    def divide_within_layers(self, length: int) -> "ShardedParam | None":
-        """Return this stack of layers, divided within each layer; None if a scan needs it whole.
-
-        Args:
-          length: the number of layers.
-        """
-        shard = self.shard.divide_layers()
-        operations: list[Operation] = []
-        for operation in self.operations:
-            if shard is None:
-                return None
-            if (groups := operation.groups_of(shard.array.shape[0])) is not None:
-                # An operation before it on the axes of a layer would now get groups of layers.
-                is_fit = all(x.name in _ELEMENTWISE for x in operations)
-                shard = shard.group_layers(groups) if is_fit else None
-                continue
-            of_layer = operation.of_layer(shard.array.shape[0])
-            if of_layer is None:
-                return None
-            operations.append(of_layer)
-        if shard is None or shard.array.shape[0] != length:
-            return None
-        return ShardedParam(shard, tuple(operations))
-
-    def layer(self, array: jax.Array) -> "ShardedParam":
-        """Return one layer of what `divide_within_layers` returns, from its shard."""
-        return dataclasses.replace(self, shard=self.shard.layer(array))
 
 
 def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
@@ -218,11 +71,6 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
         if is_entered and inner is not None and has_scan_over_arrays(inner.eqns):
             return True
     return False
-
-
-def is_sharded_param(x: object) -> bool:
-    """Tell whether `x` is a ShardedParam."""
-    return isinstance(x, ShardedParam)
 
 
 def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[Value]:
@@ -250,7 +98,7 @@ def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[V
 
 def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None:
     """Return a param with one more operation that waits; None if the equation needs its value."""
-    is_known = equation.primitive.name in (*_ELEMENTWISE, "reshape", "transpose")
+    is_known = equation.primitive.name in (*ELEMENTWISE, "reshape", "transpose")
     params = [x for a, x in zip(equation.invars, operands, strict=True) if isinstance(a, jex.Var)]
     if not is_known or len(params) != 1 or equation.params.get("sharding") is not None:
         return None
@@ -295,13 +143,15 @@ def _run_scan(equation: Equation, operands: Sequence[Value], by_name: bool) -> l
         stacks += gather_params([x], by_name) if stack is None else [stack]
     if not any(isinstance(x, ShardedParam) for x in stacks):
         return bind(equation, *constants, *init, *stacks)
-    names = [e.params["name"] for e in closed.jaxpr.eqns if e.primitive.name == "name"]
-    run = _run_recomputed_layer if LAYER in names else _run_body
+    if not by_name and _is_recomputed(closed.jaxpr):
+        run_layer = partial(_run_without_outer_call, closed.jaxpr)
+        order = Order(length, options["reverse"], options["unroll"])
+        return scan_recomputed(run_layer, [*closed.consts, *constants], init, stacks, order)
 
     def body(carry: list[Value], arrays: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         pairs = zip(stacks, arrays, strict=True)
         layers = [x.layer(array) if isinstance(x, ShardedParam) else array for x, array in pairs]
-        results = run(closed.jaxpr, [*closed.consts, *constants, *carry, *layers])
+        results = _run_body(closed.jaxpr, [*closed.consts, *constants, *carry, *layers])
         return results[: len(carry)], results[len(carry) :]
 
     arrays = [x.shard.array if isinstance(x, ShardedParam) else x for x in stacks]
@@ -310,15 +160,19 @@ def _run_scan(equation: Equation, operands: Sequence[Value], by_name: bool) -> l
     return [*carry, *results]
 
 
-def _run_recomputed_layer(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-    """Return the results of a layer of `scan_layers`, which the backward pass recomputes.
+def _is_recomputed(jaxpr: Jaxpr) -> bool:
+    """Tell whether the backward pass recomputes all of a body from its inputs.
 
-    A `jax.checkpoint` around the whole layer is left out: it would keep the arguments of the layer
-    together, so that all gathers would end before the first product.
+    It does so in a layer of `scan_layers`, and in a body that is one checkpoint without a policy.
     """
-    run = jax.checkpoint(partial(_run_without_outer_call, jaxpr), prevent_cse=False)
-    results: list[Value] = run(operands)
-    return results
+    names = [e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"]
+    calls = [e for e in jaxpr.eqns if e.primitive.name != "name"]
+    if LAYER in names or len(calls) != 1:
+        return LAYER in names
+    inner = find_called_jaxpr(calls[0])
+    if calls[0].primitive.name in JITTED and inner is not None:
+        return _is_recomputed(inner)
+    return calls[0].primitive.name in CHECKPOINTS and calls[0].params["policy"] is None
 
 
 def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
@@ -425,17 +279,7 @@ def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Return a policy for a checkpoint that keeps what `policy` keeps, but no gathered array."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        is_gathered = primitive.name == "composite" and params["name"] == _GATHERED
+        is_gathered = primitive.name == "composite" and params["name"] == GATHERED
         return False if is_gathered else policy(primitive, *args, **params)
 
     return keeps
-
-
-def gather_params(operands: Iterable[Value], by_name: bool = False) -> list[Value]:
-    """Return operands, with the whole value in place of each ShardedParam."""
-    whole = []
-    for x in operands:
-        if isinstance(x, ShardedParam):
-            x = x.gathered_by_name if by_name else x.gather()
-        whole.append(x)
-    return whole

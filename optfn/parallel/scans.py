@@ -18,7 +18,8 @@ from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
 from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.sharded import LAYER, ShardedParam
+from optfn.jaxprs.sharded import LAYER
+from optfn.jaxprs.sharded_param import ShardedParam
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import compiler_slices, gather_shard
 

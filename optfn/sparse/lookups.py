@@ -25,7 +25,8 @@ from optfn.jaxprs.equations import (
     type_of,
     variables,
 )
-from optfn.jaxprs.sharded import gather_params, run_on_shards
+from optfn.jaxprs.sharded import run_on_shards
+from optfn.jaxprs.sharded_param import gather_params
 from optfn.sparse.rows import Rows
 from optfn.sparse.tables import count_rows, lookup_rows
 

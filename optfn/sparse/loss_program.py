@@ -20,7 +20,8 @@ from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, Updates
 from optfn.jaxprs.equations import Equations
-from optfn.jaxprs.sharded import ShardedParam, gather_params, has_scan_over_arrays, is_sharded_param
+from optfn.jaxprs.sharded import has_scan_over_arrays
+from optfn.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import TracedLoss

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from optfn.collectives.axes import Axes
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.sharded import ShardedParam
+from optfn.jaxprs.sharded_param import ShardedParam
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import LeafShard
 from optfn.sparse.loss_program import LossProgram
@@ -34,14 +34,14 @@ class _Record:
     """What the dry run has seen, by the path of a leaf."""
 
     def __init__(self) -> None:
-        self.scans: dict[str, list[LeafShard]] = {}
+        self.scans: dict[str, set[object]] = {}
         self.whole: dict[str, str] = {}
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "step"],
-    meta_fields=["divisions", "slices", "layout", "path", "record", "is_layer"],
+    meta_fields=["divisions", "slices", "layout", "path", "record", "scan", "is_layer"],
 )
 @dataclasses.dataclass(frozen=True)
 class _DryShard(LeafShard):
@@ -49,6 +49,7 @@ class _DryShard(LeafShard):
 
     path: str
     record: _Record
+    scan: object = None  # the scan that takes the leaf, which may trace its body several times
     is_layer: bool = False
 
     def whole_type(self) -> Any:
@@ -62,11 +63,15 @@ class _DryShard(LeafShard):
             self.record.whole.setdefault(self.path, line)
         return self.array.astype(dtype or self.array.dtype)
 
+    def divide_layers(self) -> "_DryShard | None":
+        """Return the array for a scan over its layers."""
+        shard: Any = super().divide_layers()
+        return None if shard is None else dataclasses.replace(shard, scan=object())
+
     def layer(self, array: jax.Array) -> "_DryShard":
-        """Return a layer, and record the scan, which may trace its body several times."""
-        scans = self.record.scans.setdefault(self.path, [])
-        if not self.is_layer and not any(self is x for x in scans):
-            scans.append(self)
+        """Return a layer, and record the scan."""
+        if not self.is_layer:
+            self.record.scans.setdefault(self.path, set()).add(self.scan)
         layer: Any = super().layer(array)
         return dataclasses.replace(layer, is_layer=True)
 

@@ -30,7 +30,7 @@ from optfn.collectives.means import mean_or_first, mean_over_axes, mean_over_wor
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.constraints import drop_bound_axes
-from optfn.jaxprs.sharded import gather_params, is_sharded_param
+from optfn.jaxprs.sharded_param import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec

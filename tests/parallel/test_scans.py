@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, quantize, scan_layers, sharded
+from optfn.jaxprs import sharded as sharded_programs
+from optfn.jaxprs.sharded_param import ShardedParam
 
 N, LAYERS, WIDTH, BATCH = 8, 16, 64, 16
 TARGET = normal(5, BATCH, WIDTH)
@@ -64,10 +66,50 @@ def scan_of_tied(w, x):
     return scan(w, scan(w, x)) + 1e-3 * jnp.sum(w[0] * w[-1])
 
 
+def layers_of_tied(w, x):
+    """The layers count in an integer, and each reads the last layer too."""
+
+    def fn(layer_w, carry):
+        number, x = carry
+        return number + 1, layer(layer_w, x) + 1e-2 * number * jnp.tanh(x @ w[-1])
+
+    return scan_layers(fn, w, (0, x))[1]
+
+
+def layers_with_policy(w, x):
+    fn = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+    return scan_layers(lambda w, x: x + fn(w, x), w, x)
+
+
+def checkpoint_in_reverse(w, x):
+    def body(x, element):
+        w, scale = element
+        x = layer(scale * w, x)
+        return x, jnp.mean(x)
+
+    scales = jnp.linspace(0.5, 1, LAYERS)
+    x, means = lax.scan(jax.checkpoint(body), x, (w, scales), reverse=True, unroll=2)
+    return x * (1 + 1e-3 * means[0])
+
+
+def gradient_in_loss(w, x):
+    return x + jax.grad(lambda x: jnp.sum(scan_layers(layer, w, x) ** 2))(x)
+
+
 PLAIN = {
     "scan_layers": lambda w, x: scan_layers(layer, w, x),
+    "scan_layers of tied": layers_of_tied,
+    "scan_layers, policy": layers_with_policy,
+    "scan_layers of groups": lambda w, x: scan_layers(
+        lambda group, x: scan_layers(layer, group, x), w.reshape(4, 4, WIDTH, WIDTH), x
+    ),
+    "scan_layers of a cast": lambda w, x: scan_layers(
+        layer, w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    ),
+    "gradient of scan_layers": gradient_in_loss,
     "scan": scan,
     "scan of checkpoint": lambda w, x: lax.scan(jax.checkpoint(body), x, w)[0],
+    "scan of checkpoint in reverse": checkpoint_in_reverse,
     "checkpoint of scan": jax.checkpoint(scan),
     "jit of scan": jax.jit(scan),
     "scan in reverse": lambda w, x: lax.scan(body, x, w, reverse=True)[0],
@@ -163,7 +205,13 @@ MODELS = {name: lambda apply=apply: plain(apply) for name, apply in PLAIN.items(
     "equinox, checkpoint": lambda: equinox(True),
 }
 # Scans that a device reads layer by layer.
-FOUND = [name for name in MODELS if name not in ("tied", "loop", "unrolled", "cond")]
+WHOLE = ("tied", "scan_layers of tied", "loop", "unrolled", "cond")
+FOUND = [name for name in MODELS if name not in WHOLE]
+# Scans whose layers the backward pass recomputes from their inputs.
+RECOMPUTED = [
+    *(name for name in MODELS if "scan_layers" in name or "of checkpoint" in name),
+    *("linen, remat", "nnx, remat", "equinox, checkpoint"),
+]
 # One of each library, and the scans whose programs differ most.
 COMPILED = (
     "scan_layers", "scan", "scan, unrolled", "scan of groups", "linen, remat", "nnx", "haiku",
@@ -212,6 +260,57 @@ def test_a_scan_trains_like_scan_layers(option):
         return trained(loss, params, mesh=mesh, **OPTIONS[option])
 
     chex.assert_trees_all_close(train(PLAIN["scan_layers"]), train(scan), rtol=1e-5, atol=1e-5)
+
+
+def scan_checkpoints(run, constants, init, stacks, order):
+    """Return the results of `scan_recomputed` with the derivative that JAX makes of them."""
+
+    def body(carry, arrays):
+        pairs = zip(stacks, arrays, strict=True)
+        layers = [x.layer(array) if isinstance(x, ShardedParam) else array for x, array in pairs]
+        results = jax.checkpoint(run, prevent_cse=False)([*constants, *carry, *layers])
+        return results[: len(carry)], results[len(carry) :]
+
+    arrays = [x.shard.array if isinstance(x, ShardedParam) else x for x in stacks]
+    carry, results = lax.scan(
+        body, list(init), arrays, order.length, order.reverse, unroll=order.unroll
+    )
+    return [*carry, *results]
+
+
+def use_scans_of_jax(monkeypatch):
+    """Replace `scan_recomputed`; return a list of the calls of its replacement."""
+    calls = []
+
+    def scan(*arguments):
+        calls.append(arguments)
+        return scan_checkpoints(*arguments)
+
+    monkeypatch.setattr(sharded_programs, "scan_recomputed", scan)
+    return calls
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_recomputed_scan_has_the_bits_of_the_scan_of_jax(name, monkeypatch):
+    params, loss = MODELS[name]()
+    got = trained(loss, params, mesh=data_mesh(N), shard="params")
+    calls = use_scans_of_jax(monkeypatch)
+    chex.assert_trees_all_equal(got, trained(loss, params, mesh=data_mesh(N), shard="params"))
+    assert calls
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_recomputed_scan_has_these_bits_with_each_option(option, monkeypatch):
+    mesh = data_mesh(N) if option != "two levels" else jax.make_mesh((2, 4), ("slow", "fast"))
+
+    def train():
+        params, loss = plain(lambda w, x: checkpoint_name(layers_of_tied(w, x), "x"))
+        return trained(loss, params, mesh=mesh, **OPTIONS[option])
+
+    got = train()
+    calls = use_scans_of_jax(monkeypatch)
+    chex.assert_trees_all_equal(got, train())
+    assert calls
 
 
 def compiled(name):
