@@ -11,7 +11,7 @@ import numpy as np
 from optfn.core.types import Batch
 from optfn.estimate.chips import find_peak
 from optfn.run.progress import count_examples
-from optfn.train.flops import count_step_flops
+from optfn.train.model_flops import count_step_flops
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 
