@@ -98,7 +98,7 @@ class StepOptions:
         the spec counts. A mapping whose keys name all leaves is a tree. A leaf without a dimension
         that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
         same as on one device, up to rounding: compare in float32, because in bfloat16 gradients
-        differ by 1 to 3 %.
+        differ by a few percent.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state; any `shard` does the same with them. N must divide the
         number of rows. Row r is on device r mod N. Rows that a batch looks up are fetched from
