@@ -106,8 +106,10 @@ def deep_gradient_compression(
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
         selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: the largest norm of the mean gradient of a compressed leaf, > 0; each
-        worker clips to 1/√N of it. None does not clip.
+      local_grad_clip_norm: c > 0. In each compressed step each of the N workers clips its own mean
+        gradient of a compressed leaf to the norm c/√N, and adds the penalty after it. In fluid the
+        limit of this gradient is c·√N, because the loss is divided by N before the clip: pass c·N
+        for fluid's trajectory. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
       axis_name: the mesh axis, or a tuple of axes, of the workers that exchange.
       reduce_axis_name: an axis, or several, to average g over densely first, such as the axis of

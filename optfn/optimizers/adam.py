@@ -46,6 +46,10 @@ def adam(
         p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)  with eps_hat
         p −= lr·m̂/(√v̂ + eps)  otherwise; m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ)
 
+    The default follows fluid's page; pass eps_hat=False for the steps of optax, torch and `adamw`.
+    With eps_hat, eps acts as eps/√(1 − β₂ᵗ) would in the second form: in the first step as 32·eps
+    if β₂ is 0.999.
+
     Args:
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       b1: β₁, in [0, 1).

@@ -41,6 +41,8 @@ class MemoryPlan(NamedTuple):
     state: bytes of the optimizer's state.
     gradients: bytes of the gradient that each worker computes, before it is reduced. The gradient
       of a leaf that the update does not read, such as a frozen one, is neither computed nor sent.
+      A device holds less at a time if layers are scanned with "params": its shard, and the
+      gradients of one layer.
     sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
       counts means, rows of tables, and the packets that a transform exchanges itself, in its last
       phase. A transform that does not declare their bytes (`optfn.parallel.traffic`) counts as a
@@ -131,7 +133,8 @@ def plan_memory(
         batch) -> (loss, model_state). It is traced, to find which leaves a scan gathers layer by
         layer, and which lines gather a leaf whole. None: each `Stacked` counts as scanned once, and
         each other leaf as gathered whole.
-      batch: the batch for `loss_fn`, arrays or their shapes; each device has as many examples.
+      batch: the batch for `loss_fn` of one device, arrays or their shapes. (`TrainStep.lower` takes
+        the batch of all devices.)
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
 
     Raises:

@@ -68,8 +68,9 @@ class StepOptions:
       tables: the embedding leaves, as a pattern of paths. `loss_fn` can only look rows up in them,
         and their gradients are row-sparse; see `optfn.sparse.value_and_grad`. Without it all
         gradients are dense, and `init` warns of an optimizer with `lazy`.
-      rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
-        each step and on each worker. True means the seed 0.
+      rng: True, a seed or a key. `loss_fn` then gets a key as its last argument: in step i, counted
+        from 0, it is fold_in(key, i), with the key of a seed, and True means the seed 0. On a mesh
+        each worker folds in its number, and so does each microbatch.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
         of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
         model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh` it is
@@ -96,7 +97,8 @@ class StepOptions:
         follows them, and axes besides `data_axis` are left to the compiler. Of a NamedSharding only
         the spec counts. A mapping whose keys name all leaves is a tree. A leaf without a dimension
         that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
-        same as on one device.
+        same as on one device, up to rounding: compare in float32, because in bfloat16 gradients
+        differ by a few percent.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state; any `shard` does the same with them. N must divide the
         number of rows. Row r is on device r mod N. Rows that a batch looks up are fetched from

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import optfn
+from benchmarks import targets
 from docs import crosslinks, equations, notebooks, tables
 from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
@@ -92,6 +93,10 @@ def test_outputs_agree_up_to_rounding():
     assert not agree(shown.replace("layers", "blocks"), shown)
     assert not agree(shown + "another line", shown)
     assert not agree("", shown)
+
+
+def test_will_it_fit_describes_the_gpu_that_the_benchmarks_compile_for():
+    assert targets.H100 in PAGES["will-it-fit.md"].read_text()
 
 
 def test_checked_pages_have_programs():
