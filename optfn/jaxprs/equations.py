@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 JITTED = ("jit", "pjit", "closed_call")
 CHECKPOINTS = ("checkpoint", "remat2")
+# The scope in which JAX puts what a checkpoint runs again in the backward pass.
+RECOMPUTED = "rematted_computation"
 # Primitives that run a function once on their operands.
 _CALLS = (
     *(*JITTED, "core_call", "composite", "shard_map", *CHECKPOINTS),

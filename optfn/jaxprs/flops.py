@@ -4,10 +4,8 @@ import math
 from typing import Any
 
 from optfn.estimate.products import count_pairs
-from optfn.jaxprs.equations import Equation, Jaxpr, type_of
+from optfn.jaxprs.equations import RECOMPUTED, Equation, Jaxpr, type_of
 
-# JAX writes it into the names of what runs again in the backward pass, under `jax.checkpoint`.
-_RECOMPUTED = "rematted_computation"
 # Kernels and library calls, whose products no equation shows.
 _OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul", "tpu_custom_call")
 
@@ -53,7 +51,7 @@ def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
 
 def _count_equation(equation: Equation, left_out: str) -> float:
     names = str(equation.source_info.name_stack)
-    if _RECOMPUTED in names or left_out in names:
+    if RECOMPUTED in names or left_out in names:
         return 0.0
     flops = count_product_flops(equation)
     if flops is not None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.core import tree
-from optfn.jaxprs.equations import Value
+from optfn.jaxprs.equations import RECOMPUTED, Value
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 from optfn.jaxprs.sharded_param import ShardedParam
 
@@ -120,7 +120,9 @@ def _run_backward(
     def body(gradients: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
         carry, sums = gradients
         weights = constants, _take_layer(stacks, number)
-        _, pull_back = pullback(run_layer, weights, _take_layer(inputs, number), None)
+        # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
+        with jax.named_scope(RECOMPUTED):
+            _, pull_back = pullback(run_layer, weights, _take_layer(inputs, number), None)
         of_weights, carry = pull_back([*carry, *_take_layer(of_results, number)])
         of_constants, of_layer = of_weights[: len(sums)], of_weights[len(sums) :]
         return (carry, [a + b for a, b in zip(sums, of_constants, strict=True)]), of_layer
