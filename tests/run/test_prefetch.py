@@ -118,6 +118,15 @@ def test_a_loader_may_overwrite_its_buffer():
     chex.assert_trees_all_equal(got, want)
 
 
+@pytest.fixture
+def interrupt():
+    """Python's own handler of SIGINT: a shell's background job starts without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupt")
 def test_a_signal_while_a_batch_is_read_ends_the_run_after_its_step(tmp_path):
     def batches():
         for k, x in enumerate(X):
@@ -131,6 +140,7 @@ def test_a_signal_while_a_batch_is_read_ends_the_run_after_its_step(tmp_path):
     chex.assert_trees_all_equal(state, run(X)[0])
 
 
+@pytest.mark.usefixtures("interrupt")
 def test_a_second_signal_while_a_batch_is_read_interrupts(tmp_path):
     def batches():
         for k, x in enumerate(X):
