@@ -1,8 +1,10 @@
 """What a loss gathers of divided params, found by a dry run of its program."""
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +14,14 @@ from jax.extend import source_info_util
 from optfn.collectives.axes import Axes
 from optfn.core import tree
 from optfn.core.types import Batch, Leaf, Params
-from optfn.jaxprs.sharded import ShardedParam
+from optfn.jaxprs.equations import Equations
+from optfn.jaxprs.sharded import ShardedParam, has_scan_over_arrays
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import LeafShard
 from optfn.sparse.loss_program import LossProgram
+
+# The folders of installed packages.
+_LIBRARY = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 class LeafGathers(NamedTuple):
@@ -57,7 +63,7 @@ class _DryShard(LeafShard):
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the array, and record the line that needs it, unless it is a layer."""
         if not self.is_layer:
-            line = source_info_util.summarize(source_info_util.current())
+            line = _find_line(source_info_util.current())
             self.record.whole.setdefault(self.path, line)
         return self.array.astype(dtype or self.array.dtype)
 
@@ -83,9 +89,14 @@ def find_gathers(
       params: arrays or their shapes, without tables.
       batch: the batch of one device, or its shapes.
       layout: how params are divided.
+
+    Raises:
+      ValueError: the loss needs a batch, which is None.
     """
     record = _Record()
     specs = layout.param_specs(params)
+    program = _trace_loss(loss_fn, params, batch)
+    uses = _find_first_uses(program, tree.array_paths(params))
 
     def wrap(place: tree.Place, x: Leaf, spec: Any) -> Leaf:
         if tree.is_masked(x):
@@ -100,11 +111,49 @@ def find_gathers(
         wrapped = tree.map_named(wrap, params, specs)
         return LossProgram(lambda params: loss_fn(params, batch), wrapped).value()
 
-    jax.eval_shape(run, params, batch)
+    has_scan = has_scan_over_arrays(program.equations)
+    if has_scan:
+        jax.eval_shape(run, params, batch)
     found = {}
     for place, x, spec in tree.items(params, specs):
         path = str(place)
         if not tree.is_masked(x) and layout.divisions(spec):
-            scans = len(record.scans.get(path, ()))
-            found[path] = LeafGathers(scans, record.whole.get(path))
+            # Without a scan the step gathers all leaves before the loss.
+            whole = record.whole.get(path) if has_scan else ""
+            # A function of JAX that is jitted, such as jnp.take, has no lines of the loss inside.
+            line = uses.get(path, "no line reads it") if whole == "" else whole
+            found[path] = LeafGathers(len(record.scans.get(path, ())), line)
     return found
+
+
+def _trace_loss(loss_fn: Callable[[Params, Batch], Any], params: Params, batch: Batch) -> Equations:
+    """Trace the loss; if that fails without a batch, raise an error that asks for one."""
+    try:
+        return Equations(loss_fn, params, batch, inline=False)
+    except Exception as error:  # of any kind, from the user's loss
+        if batch is not None:
+            raise
+        raise ValueError(
+            "plan_memory: loss_fn needs batch, arrays or their shapes as loss_fn takes them; "
+            f"without it tracing loss_fn fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]:
+    """Return the line of the first equation that reads each input, or else the name of its
+    primitive, by path."""
+    uses = {}
+    for path, variable in zip(paths, program.inputs, strict=False):
+        first = next((e for e in program.equations if variable in e.invars), None)
+        if first is not None:
+            uses[path] = _find_line(first.source_info) or first.primitive.name
+    return uses
+
+
+def _find_line(info: source_info_util.SourceInfo) -> str:
+    """Return the innermost line outside of libraries, or else of a library; "" without a line."""
+    lines = source_info_util.summarize(info, num_frames=1000).splitlines()[::-1]
+    own = str(Path(__file__).parents[1])
+    lines = [line for line in lines if not line.startswith(own)]
+    outside = [line for line in lines if not _LIBRARY.search(line)]
+    return next(iter(outside + lines), "")
