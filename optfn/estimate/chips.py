@@ -95,15 +95,20 @@ _KINDS = {
 }  # fmt: skip
 
 
+def make_cpu_error() -> ValueError:
+    """Return the error for a program of CPUs."""
+    return ValueError(
+        "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
+        "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
+        "docs/will-it-fit.md"
+    )
+
+
 def recognize_chip(devices: Sequence[Any]) -> Chip:
     """Return the constants of the devices of a program."""
     platform, kind = devices[0].platform, devices[0].device_kind
     if platform == "cpu":
-        raise ValueError(
-            "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
-            "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
-            "docs/will-it-fit.md"
-        )
+        raise make_cpu_error()
     name = "h100" if "H100" in kind else _KINDS.get(kind)
     if name is None:
         raise ValueError(
