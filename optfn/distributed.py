@@ -18,7 +18,8 @@ from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
 from optfn.state.placement import rescale_residuals, state_specs
-from optfn.train.memory import MemoryPlan, plan_memory
+from optfn.train.memory import plan_memory
+from optfn.train.memory_plan import MemoryPlan
 
 __all__ = [
     "Chip",

@@ -8,7 +8,7 @@ step, and print a hash of their replica of the parameters at the end. With "dies
 process leaves without a word after step 4. "sharded" trains three times: with the state, the params
 and a table spread over the processes; the last lines have the parameters of each. "two_levels"
 trains with params divided over the devices of each process, which is one worker. "nonfinite" trains
-with a NaN in a batch, and resumes.
+with a NaN in a batch, and resumes. "unlike" makes the mistakes of a program for one process.
 """
 
 import hashlib
@@ -180,6 +180,41 @@ def train_nonfinite(directory):
     return found
 
 
+def make_mistakes(directory):
+    """Pass examples of its own, and one directory for files of all; print the errors.
+
+    Then train on both kinds of right batches, with a directory of its own and a shared one.
+    """
+    mesh, process = data_mesh(), jax.process_index()
+    examples = np.random.default_rng(0).standard_normal((16, 50)).astype(np.float32)
+    own = examples[8 * process :][:8]
+    shared = directory.parent / "shared"
+    found = {}
+
+    def run(name, batches, place=None, **options):
+        params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
+        try:
+            state, history = optfn.minimize(
+                loss_fn, optfn.adam(0.1), params, batches, mesh=mesh, checkpoint=place,
+                progress=False, **options,
+            )  # fmt: skip
+            found[name] = [int(state.step), float(history["loss"][0])]
+        except ValueError as error:
+            found[name] = str(error)
+        multihost_utils.sync_global_devices(name)
+
+    run("own examples", [own])
+    run("same examples", [examples])
+    placed = NamedSharding(mesh, P("data"))
+    whole = jax.tree.map(lambda x: jax.make_array_from_process_local_data(placed, x), own)
+    run("global array", [whole])
+    run("one directory", [examples], shared)
+    found["left"] = sorted(path.name for path in shared.iterdir())
+    run("own directories", [examples], shared / str(process))
+    run("in parts", [examples], directory.parent / "parts", shard="state")
+    return found
+
+
 def gathered(params):
     """Return arrays in one row of numbers, whole on every device."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -208,6 +243,8 @@ def main():
             train_sharded(kind, directory)
     if words == ["nonfinite"]:
         print(json.dumps(train_nonfinite(directory)), flush=True)
+    if words == ["unlike"]:
+        print(json.dumps(make_mistakes(directory)), flush=True)
     if words == ["two_levels"]:
         print(json.dumps(two_levels(jax.local_device_count())), flush=True)
     for scheme in ("dgc", "exchange"):

@@ -102,15 +102,20 @@ def find_chip(device_kind: str) -> Chip | None:
     return None if name is None else CHIPS[name]
 
 
+def make_cpu_error() -> ValueError:
+    """Return the error for a program of CPUs."""
+    return ValueError(
+        "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
+        "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
+        "docs/will-it-fit.md"
+    )
+
+
 def recognize_chip(devices: Sequence[Any]) -> Chip:
     """Return the constants of the devices of a program."""
     platform, kind = devices[0].platform, devices[0].device_kind
     if platform == "cpu":
-        raise ValueError(
-            "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
-            "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
-            "docs/will-it-fit.md"
-        )
+        raise make_cpu_error()
     chip = find_chip(kind)
     if chip is None:
         raise ValueError(

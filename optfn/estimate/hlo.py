@@ -20,6 +20,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # the number of a memory that is not the main one
 _NO_ESTIMATE = 2**63 - 1  # the compiler writes it for work of a sparse core
+_ARITHMETIC = {"dot", "convolution", "add", "subtract", "multiply", "divide"}
 _PASSED_ON = {"copy", "bitcast", "copy-done", "copy-start", "optimization-barrier"}
 
 
@@ -154,6 +155,12 @@ class Program:
         self.num_partitions = int(partitions[1]) if partitions else 1
         self.is_scheduled = "is_scheduled=true" in head_line
         self.has_cycles = '"estimated_cycles":' in text
+
+    @property
+    def has_bare_arithmetic(self) -> bool:
+        """Whether products or sums of its entry lie outside of fusions, as a CPU's compiler leaves
+        them. The compiler of a GPU makes a fusion or a call of a library of each."""
+        return any(x.opcode in _ARITHMETIC for x in self.computations[self.entry].values())
 
     def inside(self, x: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """Yield each instruction that a fusion or call runs, and its computation."""

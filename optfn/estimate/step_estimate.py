@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optfn.estimate.chips import Chip, recognize_chip
+from optfn.estimate.chips import CHIPS, Chip, make_cpu_error, recognize_chip
 from optfn.estimate.hlo import Program
 from optfn.estimate.links import Place, Switch, Torus, list_places
 from optfn.estimate.schedule import Schedule
@@ -75,6 +75,8 @@ class StepEstimate:
         """Return a few lines for people."""
 
         def ms(seconds: float) -> str:
+            if 0 < seconds < 1e-5:
+                return f"{1e6 * seconds:.2f} µs"
             return f"{1e3 * seconds:.2f} ms"
 
         whole, exposed = sum(self.communication.values()), sum(self.exposed.values())
@@ -148,6 +150,8 @@ def estimate_step(
             'estimate_step: text names no chip; pass chip="h100", or chip="v5e:4x4" with the slice'
         )
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+    if constants.name in CHIPS and constants.clock is None and program.has_bare_arithmetic:
+        raise make_cpu_error()
     places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
     schedule = Schedule(program, constants, _make_links(program, constants, places).time)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()

@@ -127,6 +127,7 @@ def _draw_series(
     label = _WORDS.get(name, name)
     if name.startswith("evaluation/"):
         ax.plot(*_evaluation(series, name), "o-", markersize=4)
+        scale_axis(ax, series[name])
     else:
         draw_curve(ax, *_points(series, name, local_steps), label)
     ax.set_xlabel("step")

@@ -71,7 +71,8 @@ def save_checkpoint(
       state: a TrainState, or any tree of arrays, PRNG keys and states, such as a dict with the
         TrainStates of two networks. Names (`state_dict`) tell its arrays apart.
       history: arrays by name, to save beside the state.
-      step: the number in the name. None: the field or key `step` of the state.
+      step: the number in the name. None: the field or key `step` of the state; in a population of
+        states (`jax.vmap`), their common step.
       keep: how many finite checkpoints to keep; older ones are removed.
       sharded: whether to write a directory. None: only if params or state are divided over devices
         (`shard`, `shard_tables`) and orbax is installed.
@@ -178,15 +179,27 @@ def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> boo
 
 
 def _find_step(state: PyTree) -> int:
-    """Return the field or key `step` of a state; a TypeError unless it is a scalar integer."""
+    """Return the step of a state, or of a population whose members have all made as many.
+
+    Raises:
+      TypeError: there is no field or key `step` of integers.
+      ValueError: members of a population have made different numbers of steps.
+    """
     step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
-    if not tree.is_array(step) or step.shape or not np.issubdtype(step.dtype, np.integer):
+    if not tree.is_array(step) or not np.issubdtype(step.dtype, np.integer):
         raise TypeError(
             "save_checkpoint: state must be a TrainState, or have another field or key `step` that "
             "is a scalar integer; else pass step=, the number in the name; "
             f"got {checks.show(state)}"
         )
-    return int(step)
+    steps = np.unique(np.asarray(step))
+    if len(steps) != 1:
+        raise ValueError(
+            f"save_checkpoint: the step of the {type(state).__name__} has shape {step.shape}, as a "
+            f"population has, and {len(steps)} different numbers: pass step=, the number in the "
+            "name"
+        )
+    return int(steps[0])
 
 
 def load_checkpoint(

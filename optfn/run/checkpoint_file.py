@@ -112,6 +112,8 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         words = f"cannot save the state ({error.strerror}); earlier checkpoints are intact"
+        if isinstance(error, FileNotFoundError) and jax.process_count() > 1:
+            words += ", unless another process writes there: each needs a directory of its own"
         raise OSError(error.errno, words, str(path)) from error
 
 

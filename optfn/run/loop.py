@@ -247,4 +247,8 @@ class _Run:
         """Return in words how the run ended early; "" if it made all its steps."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
+        if self.evaluator.gave_up:
+            words = f"by patience after step {self.n}; the best evaluation is of step "
+            words += str(self.evaluator.best_step)
+            return words + (", whose state is returned" if self.best.is_kept else "")
         return f"early, after step {self.n}" if self.stopped else ""

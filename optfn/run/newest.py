@@ -82,9 +82,10 @@ def find_newest(
       is_shared: whether all processes call this, and get the newest that any of them has.
 
     Raises:
+      OtherRun: there are checkpoints, but of another run.
       ValueError: there are checkpoints, but none can be loaded.
     """
-    found, problems = None, []
+    found, problems, kind = None, [], ValueError
     newest_first = list_checkpoints(directory)[::-1]
     marked = [path for path in newest_first if not is_finite(path)]
     # Finite ones first, each group the newest first, since sorted is stable.
@@ -95,11 +96,12 @@ def find_newest(
         except ValueError as error:
             problems.append(str(error))
             if isinstance(error, OtherRun):
+                kind = OtherRun
                 break
     if is_shared:
         found = _share_newest(directory, found, read)
     if found is None and problems:
-        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+        raise kind("no checkpoint can be loaded: " + "; ".join(problems))
     for problem in problems:
         checks.warn(f"skipped: {problem}")
     if found is not None:

@@ -1,7 +1,9 @@
 """The states that a run keeps: its checkpoints, and the one with the best evaluation."""
 
+import contextlib
 import datetime
 import os
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -14,12 +16,13 @@ from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining
 from optfn.run.checkpoint import restore_checkpoint, write_checkpoint
+from optfn.run.checkpoint_directory import is_directory_default
 from optfn.run.evaluation import Evaluator
 from optfn.run.frozen import FrozenParams
 from optfn.run.history import History
-from optfn.run.newest import list_checkpoints
+from optfn.run.newest import OtherRun, list_checkpoints
 from optfn.run.options import LoopOptions
-from optfn.run.storage import to_path
+from optfn.run.storage import is_remote, to_path
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
@@ -53,8 +56,10 @@ class Saver:
         """Return the saved state and history, or the given state and an empty history.
 
         Raises:
-          ValueError: the saved ones are from a step before `state`, or the run must not resume.
+          ValueError: the saved ones are from a step before `state`, or the run must not resume; or
+            several processes would write files into one directory.
         """
+        self._check_directories(state)
         history, begin = History(), int(state.step)
         restored = None if self.directory is None else self._restore_newest(self.directory, state)
         if restored is None:
@@ -72,6 +77,42 @@ class Saver:
         _warn_of_rates(state, found)
         return found, history
 
+    def _check_directories(self, state: TrainState) -> None:
+        """Raise in every process if several of them write files into the same directory.
+
+        Each writes its file under the same names, so one removes what another is writing. The
+        processes compare what they see, because paths do not tell which disks they share.
+
+        Raises:
+          ValueError: a directory is shared; checkpoints that are directories must be.
+        """
+        if self.directory is None or not processes.has_state_on_all_processes(state):
+            return
+        place = to_path(self.directory)
+        has_files = not (is_remote(place) or is_directory_default(state))
+        # A number of process 0, so that what a killed run has left is not mistaken for a process.
+        number = secrets.randbelow(2**31)
+        number = int(processes.gather_values([number])[0, 0])
+        # `remove_oldest` removes such a file if this process is killed.
+        own = place / f"step_process_{number}_{jax.process_index()}.unfinished"
+        if has_files:
+            with contextlib.suppress(OSError):  # no process waits in vain; a save raises the error
+                place.mkdir(parents=True, exist_ok=True)
+                own.touch()
+        processes.gather_values([0])  # every process has written
+        seen = [*place.glob(f"step_process_{number}_*.unfinished")] if has_files else []
+        counts = processes.gather_values([len(seen)])[:, 0]
+        if has_files:
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)
+        if np.any(counts > 1):
+            raise ValueError(
+                f"checkpoint: {np.max(counts)} processes would write files into the same "
+                f"directory, such as {self.directory} of process {np.argmax(counts)}. Each process "
+                "needs its own: "
+                f'checkpoint=f"{self.directory}/{{jax.process_index()}}"'
+            )
+
     def _restore_newest(
         self, directory: str | os.PathLike[str], state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
@@ -79,7 +120,13 @@ class Saver:
         if to_path(directory).is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
-            return restore_checkpoint(directory, state)
+            try:
+                return restore_checkpoint(directory, state)
+            except OtherRun as error:
+                raise OtherRun(
+                    f"checkpoint: {directory} has the checkpoints of another run; use another "
+                    f"directory for this one: {error}"
+                ) from error
         found = list_checkpoints(directory)
         is_shared = processes.has_state_on_all_processes(state)
         # All processes must raise: the others would wait for ever in their next collective.

@@ -185,6 +185,8 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 def _is_readable(x: jax.Array) -> bool:
     """Tell whether an array's value can be read without waiting: it is ready and not traced."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return False
     if not isinstance(x, jax.Array):
         return True
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]

@@ -1,8 +1,10 @@
 """What a loss gathers of divided params, found by a dry run of its program."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +15,15 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from optfn.collectives.axes import Axes
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree
+from optfn.jaxprs.equations import Equations
+from optfn.jaxprs.sharded import has_scan_over_arrays
 from optfn.jaxprs.sharded_param import ShardedParam
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import LeafShard
 from optfn.sparse.loss_program import LossProgram
+
+# The folders of installed packages.
+_LIBRARY = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 class LeafGathers(NamedTuple):
@@ -59,7 +66,7 @@ class _DryShard(LeafShard):
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the array, and record the line that needs it, unless it is a layer."""
         if not self.is_layer:
-            line = source_info_util.summarize(source_info_util.current())
+            line = _find_line(source_info_util.current())
             self.record.whole.setdefault(self.path, line)
         return self.array.astype(dtype or self.array.dtype)
 
@@ -89,9 +96,42 @@ def find_gathers(
       params: arrays or their shapes, without tables.
       arguments: the model state, if any, and the batch of one device, or their shapes.
       layout: how params are divided.
+
+    Raises:
+      ValueError: the loss needs a batch, which is None.
     """
     record = _Record()
     specs = layout.param_specs(params)
+    types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
+    mesh = layout.mesh.abstract_mesh.update_axis_types(types)
+    # Sharding constraints in the loss need a mesh. JAX lets no mesh replace one of another size,
+    # but an empty one.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+        program = _trace_loss(loss_fn, params, arguments)
+        has_scan = has_scan_over_arrays(program.equations)
+        if has_scan:
+            _run_dry(loss_fn, params, arguments, layout, record)
+    uses = _find_first_uses(program, tree.array_paths(params))
+    found = {}
+    for place, x, spec in tree.items(params, specs):
+        path = str(place)
+        if not tree.is_masked(x) and layout.divisions(spec):
+            # Without a scan the step gathers all leaves before the loss.
+            whole = record.whole.get(path) if has_scan else ""
+            # A function of JAX that is jitted, such as jnp.take, has no lines of the loss inside.
+            line = uses.get(path, "no line reads it") if whole == "" else whole
+            found[path] = LeafGathers(len(record.scans.get(path, ())), line)
+    return found
+
+
+def _run_dry(
+    loss_fn: Callable[..., Any],
+    params: Params,
+    arguments: Sequence[PyTree],
+    layout: Layout,
+    record: _Record,
+) -> None:
+    """Record what the loss gathers, by a run on shapes with whole leaves in place of shards."""
 
     def wrap(place: tree.Place, x: Leaf, spec: Any) -> Leaf:
         if tree.is_masked(x):
@@ -103,7 +143,7 @@ def find_gathers(
         return ShardedParam(_DryShard(**fields, path=str(place), record=record))
 
     def run(params: Params, *arguments: PyTree) -> Any:
-        wrapped = tree.map_named(wrap, params, specs)
+        wrapped = tree.map_named(wrap, params, layout.param_specs(params))
         leaves, structure = jax.tree.flatten(arguments)
 
         def loss(params: Params) -> Any:
@@ -112,17 +152,40 @@ def find_gathers(
 
         return LossProgram(loss, wrapped).value()
 
-    shapes = jax.eval_shape(lambda *trees: trees, params, *arguments)
-    types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
-    mesh = layout.mesh.abstract_mesh.update_axis_types(types)
-    # Sharding constraints in the loss need a mesh. JAX lets no mesh replace one of another size,
-    # but an empty one.
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-        jax.eval_shape(run, *shapes)
-    found = {}
-    for place, x, spec in tree.items(params, specs):
-        path = str(place)
-        if not tree.is_masked(x) and layout.divisions(spec):
-            scans = len(record.scans.get(path, ()))
-            found[path] = LeafGathers(scans, record.whole.get(path))
-    return found
+    jax.eval_shape(run, *jax.eval_shape(lambda *trees: trees, params, *arguments))
+
+
+def _trace_loss(
+    loss_fn: Callable[..., Any], params: Params, arguments: Sequence[PyTree]
+) -> Equations:
+    """Trace the loss; if that fails without a batch, raise an error that asks for one."""
+    try:
+        shapes = jax.eval_shape(lambda *trees: trees, params, *arguments)
+        return Equations(loss_fn, *shapes, inline=False)
+    except Exception as error:  # of any kind, from the user's loss
+        if arguments[-1] is not None:
+            raise
+        raise ValueError(
+            "plan_memory: loss_fn needs batch, arrays or their shapes as loss_fn takes them; "
+            f"without it tracing loss_fn fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]:
+    """Return the line of the first equation that reads each input, or else the name of its
+    primitive, by path."""
+    uses = {}
+    for path, variable in zip(paths, program.inputs, strict=False):
+        first = next((e for e in program.equations if variable in e.invars), None)
+        if first is not None:
+            uses[path] = _find_line(first.source_info) or first.primitive.name
+    return uses
+
+
+def _find_line(info: source_info_util.SourceInfo) -> str:
+    """Return the innermost line outside of libraries, or else of a library; "" without a line."""
+    lines = source_info_util.summarize(info, num_frames=1000).splitlines()[::-1]
+    own = str(Path(__file__).parents[1])
+    lines = [line for line in lines if not line.startswith(own)]
+    outside = [line for line in lines if not _LIBRARY.search(line)]
+    return next(iter(outside + lines), "")

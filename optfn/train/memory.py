@@ -2,8 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -32,35 +31,7 @@ from optfn.state.inventory import find_whole_matrices
 from optfn.state.per_worker import Exchanged, find_exchange_axes
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_gathers import LeafGathers, find_gathers
-
-
-class MemoryPlan(NamedTuple):
-    """Bytes of a training step on each device.
-
-    params: bytes of the parameters.
-    state: bytes of the optimizer's state.
-    gradients: bytes of the gradient that each worker computes, before it is reduced. The gradient
-      of a leaf that the update does not read, such as a frozen one, is neither computed nor sent.
-      A device holds less at a time if layers are scanned with "params": its shard, and the
-      gradients of one layer.
-    sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
-      counts means, rows of tables, and the packets that a transform exchanges itself, in its last
-      phase. A transform that does not declare their bytes (`optfn.parallel.traffic`) counts as a
-      mean. It does not count bytes sent between the stages of a pipeline, nor in the update of the
-      following leaves:
-    gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
-      does. The update sends several times the bytes of each such leaf, and nothing if
-      `sharded(..., whole=)` names it.
-    gathered_whole: with "params" and `loss_fn`, the line of the loss that needs a divided leaf as
-      a whole, by the path of the leaf. A leaf that only scans take has none.
-    """
-
-    params: int
-    state: int
-    gradients: int
-    sent: int
-    gathered_in_update: tuple[str, ...] = ()
-    gathered_whole: Mapping[str, str] = MappingProxyType({})
+from optfn.train.memory_plan import MemoryPlan
 
 
 def plan_memory(
@@ -128,17 +99,17 @@ def plan_memory(
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
       reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
-
       loss_fn: (params, batch) -> loss, or (loss, aux); with `model_state` (params, model_state,
         batch) -> (loss, model_state). It is traced, to find which leaves a scan gathers layer by
         layer, and which lines gather a leaf whole. None: each `Stacked` counts as scanned once, and
-        each other leaf as gathered whole.
+        each other leaf as gathered whole; its gradient counts whole.
       batch: the batch for `loss_fn` of one device, arrays or their shapes. (`TrainStep.lower` takes
         the batch of all devices.)
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.
+      ValueError: `loss_fn` needs `batch`, which is missing.
     """
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
@@ -183,7 +154,8 @@ def plan_memory(
             str(place) in read, *widths,
         )  # fmt: skip
         sent += leaf.count_sent(whole, 1 if once else microbatches, workers)
-        gradients += whole if leaf.is_read else 0
+        held = leaf.count_held(whole) if str(place) in gathers else whole
+        gradients += held if leaf.is_read else 0
     return MemoryPlan(
         _count_bytes(params, specs, mesh),
         _count_bytes(state, layout.state_specs(state, params), mesh),
@@ -402,6 +374,22 @@ class _Leaf(NamedTuple):
             sent *= steps
         return float(sent + all_reduce_bytes(averaged / n, workers))
 
+    def count_held(self, whole: int) -> int:
+        """Return the bytes of the gradient that a device holds at once, of `whole` bytes.
+
+        The backward pass of a scan reduces the gradient of each layer before it computes the next,
+        so a device holds one layer, and its shard of all layers.
+        """
+        if not self.gathers.scans or self.gathers.whole is not None or not self._is_layered():
+            return whole
+        return whole // math.prod(self.shape[: self.stacked]) + whole // self.layout.num_shards
+
+    def _is_layered(self) -> bool:
+        """Tell whether a scan can gather one layer at a time: devices divide a layer, or could."""
+        n = self.layout.num_shards
+        inside = all(dimension for dimension, _ in self.layout.divisions(self.spec))
+        return inside or any(size % n == 0 for size in self.shape[1:])
+
     def _count_gathers(self, passes: int) -> float:
         """Return how often a divided leaf is gathered in a step:
         once per pass, or layer by layer twice per pass.
@@ -414,7 +402,7 @@ class _Leaf(NamedTuple):
         scans = self.gathers.scans
         if all(dimension for dimension, _ in self.layout.divisions(self.spec)):
             return whole + scans * 2 * passes  # forwards and backwards
-        if not any(size % n == 0 for size in self.shape[1:]):
+        if not self._is_layered():
             return whole + scans * passes  # all layers at once
         # Params are sent as shards of each layer once for all passes, gradients back in each.
         return whole + scans * (2 * passes + (1 + passes) / n)

@@ -37,7 +37,12 @@ _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
 
 # (option, an option that excludes it, why)
 EXCLUDES = (
-    ("recompute", "value_and_grad", _OF_LOSS),
+    (
+        "recompute",
+        "value_and_grad",
+        f"{_OF_LOSS}. Wrap what it differentiates, such as the function of a stage: "
+        "optfn.recompute(stage_fn, checkpoints=...)",
+    ),
     ("tables", "value_and_grad", _OF_LOSS),
     ("rng", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),

@@ -38,21 +38,25 @@ class TrainState(NamedTuple):
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
 
-def check_initial_params(params: Params) -> None:
-    """Raise a TypeError unless params are arrays and at least one is floating-point; an empty tree
-    passes."""
+def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
+    """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes.
+
+    Args:
+      params: the params.
+      who: the method that takes them, for the errors.
+    """
     if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=is_train_state)):
         raise TypeError(
-            "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
+            f"{who}: params must be the parameters alone; got a TrainState, which init "
             "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
             "or to fit(step, state, batches)"
         )
-    check_split("TrainStep.init", params)
-    errors.check_params("TrainStep.init", params, "")
+    check_split(who, params)
+    errors.check_params(who, params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(
-            "TrainStep.init: params must contain a floating-point array, since integers are not "
+            f"{who}: params must contain a floating-point array, since integers are not "
             f"trained; got {checks.show(params)}"
         )
 

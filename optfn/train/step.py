@@ -10,6 +10,7 @@ composed of the same functions (composition.py):
 """
 
 import collections
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -155,7 +156,9 @@ class TrainStep:
         step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
         return copy_repeated(TrainState(step, params, opt_state, model_state))
 
-    def lower(self, params: Params, batch: Batch, model_state: PyTree = None) -> jax.stages.Lowered:
+    def lower(
+        self, params: Params | TrainState, batch: Batch, model_state: PyTree = None
+    ) -> jax.stages.Lowered:
         """Return the step lowered for the devices of its mesh. Nothing is allocated, nothing runs.
 
         `.compile()` of the result gives the program of a call. Its `memory_analysis()` has the
@@ -163,9 +166,10 @@ class TrainStep:
         serve as well: `jax.experimental.topologies` describes TPUs and GPUs.
 
         Args:
-          params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays.
+          params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays; or the TrainState of
+            a call.
           batch: as for a call: arrays or ShapeDtypeStructs of all examples.
-          model_state: likewise, for a step with `model_state=True`.
+          model_state: likewise, for a step with `model_state=True`; a TrainState has its own.
 
         Raises:
           TypeError, ValueError: `init` or a call would refuse the arguments.
@@ -182,21 +186,25 @@ class TrainStep:
         return lowered
 
     def shapes(
-        self, params: Params, batch: Batch, model_state: PyTree = None
+        self, params: Params | TrainState, batch: Batch, model_state: PyTree = None
     ) -> tuple[TrainState, Batch]:
         """Return the state and the batch of a call as ShapeDtypeStructs, placed on the mesh.
 
         It takes the arguments of `lower`.
         """
-        check_initial_params(params)
-        self._check_model_state(model_state)
-        given = jax.tree.map(_shape_of, (params, model_state, convert_batch(batch)))
-        layout = self.layout and self.layout.follow(params)
-
-        def first(params: Params, model_state: PyTree, batch: Batch) -> tuple[TrainState, Batch]:
-            return self._make_state(params, model_state, layout), self._split_batch(batch)
-
-        state, batch = jax.eval_shape(first, *given)
+        if isinstance(params, TrainState):
+            if model_state is not None:
+                raise TypeError("TrainStep.lower: a TrainState has its own model_state")
+            self.check_state(params)
+            state = jax.tree.map(_shape_of, params)
+            layout = self.layout and self.layout.follow(params.params)
+        else:
+            check_initial_params(params, "TrainStep.lower")
+            self._check_model_state(model_state)
+            layout = self.layout and self.layout.follow(params)
+            make = functools.partial(self._make_state, layout=layout)
+            state = jax.eval_shape(make, *jax.tree.map(_shape_of, (params, model_state)))
+        batch = jax.eval_shape(self._split_batch, jax.tree.map(_shape_of, convert_batch(batch)))
         if layout is not None:
             along = layout.data_axes
             split = jax.tree.map(lambda x: parallel.batch_spec(x, along), batch)
@@ -215,7 +223,7 @@ class TrainStep:
           ValueError: `state` has been donated to an earlier call, has local steps of another number
             of workers, or lies on devices outside of the mesh; or something besides the
             update has changed a parameter that has a master; or, at the first call, the batches of
-            several processes differ in structure or shapes.
+            several processes differ in structure, shapes or numbers.
           TypeError: `state` is not a TrainState, or it was made by a step with another `packed`,
             `model_state` or `local_steps`; or the batch contains text, or arrays of another library
             that NumPy cannot convert without a copy.
@@ -307,6 +315,13 @@ class TrainStep:
                 "the state has been used up: an earlier call of the step has overwritten it. "
                 "Continue with the state that this call returned, or make the step with "
                 "donate=False"
+            )
+        if jnp.shape(state.step):
+            raise ValueError(
+                f"the step trains one state, whose step is a scalar; got a state whose step has "
+                f"shape {jnp.shape(state.step)}, as a population has: call "
+                "jax.vmap(step, in_axes=(0, None))(state, batch) in a loop of your own, or pass "
+                "one member to fit"
             )
         check_rounds(state.opt_state, self.local, self.layout)
         if is_array and self.layout is not None:

@@ -29,6 +29,12 @@ class DynamicLossScaleState(NamedTuple):
     good_steps: jax.Array
     inner_state: OptState
 
+    @property
+    def skipped(self) -> jax.Array:
+        """The number of steps left out, which `skip_nonfinite` inside counts (int32)."""
+        skipped: jax.Array = self.inner_state.skipped
+        return skipped
+
 
 @core.record_call
 def dynamic_loss_scale(

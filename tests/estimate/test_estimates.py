@@ -111,6 +111,12 @@ def test_what_it_prints():
     assert lines[-1] == "0.36 TFLOP, 0.05 of them again; model FLOPs utilization 30.0 %"
 
 
+def test_short_times_are_microseconds():
+    found = estimate_step(text("scan_H100"), "h100")
+    lines = str(dataclasses.replace(found, seconds=2.5e-6, compute=0.0)).splitlines()
+    assert lines[1].startswith("step 2.50 µs = compute 0.00 ms + exposed")
+
+
 def test_what_cannot_be_estimated():
     found = text("fsdp_v5e")
     with pytest.raises(ValueError, match='text names no chip; pass chip="h100"'):
@@ -132,4 +138,6 @@ def test_a_program_of_a_cpu_has_no_schedule_to_read():
     for chip in (None, "h100"):
         with pytest.raises(ValueError, match="compiled for CPUs"):
             estimate_step(compiled, chip)
+    with pytest.raises(ValueError, match="compiled for CPUs"):
+        estimate_step(compiled.as_text(), "h100")
     assert isinstance(estimate_step(text("scan_H100"), "h100"), StepEstimate)

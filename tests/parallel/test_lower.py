@@ -65,6 +65,8 @@ def test_the_program_of_shapes_is_that_of_a_call(pair):
     batch = rng.integers(0, 32, EXAMPLES).astype(np.int32), rng.normal(size=EXAMPLES).astype("f")
     found = step.lower(shapes(PARAMS), shapes(batch), shapes(state.model_state))
     assert found.as_text() == lowered_to_run(step, state, batch).as_text()
+    assert step.lower(state, batch).as_text() == found.as_text()
+    assert step.lower(shapes(state), shapes(batch)).as_text() == found.as_text()
 
 
 def loss(params, x):
@@ -114,5 +116,7 @@ def test_arguments_are_checked_as_those_of_a_call():
         step.lower(WEIGHTS, np.ones((12, 64), np.float32))
     with pytest.raises(TypeError, match="got a model_state"):
         step.lower(WEIGHTS, np.ones((8, 64), np.float32), np.zeros(3))
-    with pytest.raises(TypeError, match="must be a floating-point array"):
+    with pytest.raises(TypeError, match="a TrainState has its own model_state"):
+        step.lower(step.init(WEIGHTS), np.ones((8, 64), np.float32), np.zeros(3))
+    with pytest.raises(TypeError, match=r"TrainStep\.lower: .*must be a floating-point array"):
         step.lower({"w": "text"}, np.ones((8, 64), np.float32))

@@ -18,7 +18,7 @@ from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
 
 import optfn
 from benchmarks import wire
-from optfn.distributed import data_mesh, plan_memory, sharded
+from optfn.distributed import MemoryPlan, data_mesh, plan_memory, sharded
 
 # Pairs that the plan does not tell, and why.
 LEFT_OUT = {
@@ -127,6 +127,23 @@ def test_the_plan_counts_no_gradient_that_the_update_does_not_read(rule, shard):
     reads_all = rule in ("guard", "all")
     small = 4 * 8 * (512 + 1024)
     assert plan.gradients == small + reads_all * 4 * 512 * 1024
+
+
+def test_a_plan_is_shown_in_one_unit():
+    plan = MemoryPlan(657_989_632, 1_315_979_264, 5_263_917_056, 0)
+    assert plan.kept == 1_973_968_896
+    assert (
+        repr(plan)
+        == str(plan)
+        == (
+            "MemoryPlan(params=0.658 GB, state=1.32 GB, kept=1.97 GB, gradients=5.26 GB, sent=0 GB)"
+        )
+    )
+    small = MemoryPlan(0, 0, 0, 999, ("w",), {"b": "a.py:1"})
+    assert repr(small).endswith(
+        "sent=999 B, gathered_in_update=('w',), gathered_whole={'b': 'a.py:1'})"
+    )
+    assert repr(MemoryPlan(0, 0, 0, 0)).startswith("MemoryPlan(params=0 B,")
 
 
 def test_a_summary_has_the_placement_of_tables():

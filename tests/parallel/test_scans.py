@@ -1,5 +1,7 @@
 """Scans over params under `shard="params"`, whoever wrote them: values and temporaries."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -344,6 +346,32 @@ def loss_of_three(params, batch):
     return jnp.mean((x @ params["head"]) ** 2) + jnp.sum(params["tied"] ** 2)
 
 
+def test_a_plan_has_the_line_of_the_loss_around_a_jitted_function():
+    """Inside jnp.take no equation has a line of the loss; "table" is read there alone."""
+    params = {"table": normal(0, 1024, WIDTH), "w": normal(1, LAYERS, WIDTH, WIDTH)}
+    options = {"tx": optfn.sgd(0.1), "params": params, "mesh": data_mesh(N), "shard": "params"}
+
+    def loss(p, ids):
+        return jnp.mean(scan(p["w"], jnp.take(p["table"], ids, axis=0)))
+
+    plan = optfn.distributed.plan_memory(**options, loss_fn=loss, batch=jnp.arange(4))
+    assert plan.gathered_whole.keys() == {"table"}
+    assert re.search(r"test_scans\.py:\d+.*loss", plan.gathered_whole["table"])
+
+
+def test_a_plan_of_a_loss_needs_a_batch():
+    params = {"w": normal(0, WIDTH, WIDTH)}
+    options = {"tx": optfn.sgd(0.1), "params": params, "mesh": data_mesh(N), "shard": "params"}
+    plan_memory = optfn.distributed.plan_memory
+    with pytest.raises(ValueError, match=r"plan_memory: loss_fn needs batch.*TypeError: 'NoneTy"):
+        plan_memory(**options, loss_fn=lambda p, batch: jnp.sum(batch[0] @ p["w"]))
+    without = plan_memory(**options, loss_fn=lambda p, batch: jnp.sum(p["w"]))
+    assert without.gathered_whole.keys() == {"w"}
+    assert "test_scans.py" in without.gathered_whole["w"]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        plan_memory(**options, loss_fn=lambda p, batch: p["w"] + "", batch=TARGET)
+
+
 def test_a_plan_of_the_loss_says_what_is_gathered_whole():
     """Each leaf has P bytes; a scan sends them twice, and a line that needs all of them once."""
     params = {k: normal(0, LAYERS, WIDTH, WIDTH) for k in ("scanned", "tied")}
@@ -351,6 +379,8 @@ def test_a_plan_of_the_loss_says_what_is_gathered_whole():
     arguments = {"shard": "params", "loss_fn": loss_of_three, "batch": TARGET}
     plan = optfn.distributed.plan_memory(optfn.sgd(0.1), params, data_mesh(N), **arguments)
     whole = 4 * LAYERS * WIDTH * WIDTH
+    # Of the scanned leaf one layer and the shard of all; the others are reduced as a whole.
+    assert plan.gradients == whole // LAYERS + whole // N + 2 * whole
     assert plan.gathered_whole.keys() == {"tied", "head"}
     assert all("test_scans.py" in line for line in plan.gathered_whole.values())
     # Leaves of LAYERS layers are divided by layers: each layer is divided first, by an all-to-all.

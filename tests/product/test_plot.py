@@ -90,6 +90,13 @@ def test_a_history_has_a_panel_for_each_kind_of_number():
     np.testing.assert_array_equal(figure.axes[1].lines[0].get_xydata(), [[1, 0.5], [2, 0.75]])
 
 
+def test_evaluations_over_a_wide_range_have_a_logarithmic_axis():
+    series = {"loss": [1.0, 2.0], "evaluation_step": [1, 2]}
+    for values, scale in (([1e-4, 1.0], "log"), ([0.5, 1.0], "linear"), ([0.0, 1.0], "linear")):
+        figure = plot.history(series | {"evaluation/error": values})
+        assert [ax.get_yscale() for ax in figure.axes] == ["linear", scale]
+
+
 def test_schedules_at_their_steps():
     cosine = schedules.cosine(0.1, 10, 5)
     lines = drawn(plot.schedules({"a": cosine, "b": lambda step: 0.5}, 50))

@@ -140,3 +140,20 @@ def test_processes_go_on_from_the_newest_finite_checkpoint(tmp_path):
             assert len(resumed["said"]) == 1 and "of step 2, and was loaded" in resumed["said"][0]
             assert resumed["names"] == ["step_000000004"]
             assert resumed["digest"] == whole["digest"] and not whole["said"]
+
+
+def test_mistakes_of_several_processes_are_errors_before_the_first_step(tmp_path):
+    """Examples of its own in each process, and one directory for the files of both."""
+    results = launch(tmp_path, 2, 0, "unlike")
+    for code, out, error in results:
+        assert code == 0, out + error
+    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    assert first == second
+    assert first["own examples"].startswith(
+        "batches of process 1 differ in their numbers from process 0's: pass the same array"
+    )
+    assert first["same examples"] == first["global array"] == first["own directories"]
+    assert "2 processes would write files into the same directory" in first["one directory"]
+    assert '/shared/{jax.process_index()}"' in first["one directory"]
+    assert first["left"] == []
+    assert first["in parts"][0] == 1

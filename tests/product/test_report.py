@@ -94,6 +94,19 @@ def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
     assert "<w>" in "".join(page.words)  # of the summary
 
 
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_report_says_that_patience_ended_the_run(keep_best, tmp_path):
+    path, values = tmp_path / "run.html", iter([3.0, 2.0, 4.0, 5.0, 6.0])
+    state, _ = run(
+        evaluate=lambda p: next(values), evaluate_every=2, patience=2, keep_best=keep_best,
+        report=path,
+    )  # fmt: skip
+    words = "by patience after step 8; the best evaluation is of step 4"
+    words += ", whose state is returned" if keep_best else ""
+    assert read(path)[1]["ended"] == [words]
+    assert int(state.step) == (4 if keep_best else 8)
+
+
 def test_numbers_of_aux_are_in_the_report(tmp_path):
     def with_aux(params, batch):
         return loss_fn(params, batch), {"positive": jnp.mean(batch > 0)}

@@ -214,6 +214,17 @@ def test_too_many_bad_gradients_end_the_run():
         run(tx, batches=np.full_like(X, np.nan))
 
 
+def test_skipped_steps_are_counted_as_those_of_skip_nonfinite():
+    """The rate of a step left out is that of the step before; the scale is that after the step."""
+    bad = X[:4].copy()
+    bad[2] = np.nan
+    tx = optfn.dynamic_loss_scale(optfn.sgd(lambda step: 0.1 / (1 + step)), initial_scale=8.0)
+    state, history = optfn.minimize(square_loss, tx, PARAMS, bad, progress=False)
+    assert int(state.opt_state.skipped) == 1
+    np.testing.assert_allclose(history["learning_rate"], [0.1, 0.05, 0.05, 0.1 / 3], rtol=1e-6)
+    np.testing.assert_array_equal(history["loss_scale"], [8, 8, 4, 4])
+
+
 def test_a_loop_of_your_own_multiplies_the_loss():
     tx, params = scaled(optfn.adam(0.05)), PARAMS
     state = tx.init(params)

@@ -176,6 +176,15 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
         optfn.restore_checkpoint(tmp_path, other)
 
 
+def test_a_run_names_the_remedy_for_a_directory_of_another_run(tmp_path):
+    run(tmp_path, steps=2)
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = step.init(jnp.zeros(3, jnp.bfloat16))
+    words = r"^checkpoint: .* has the checkpoints of another run; use another directory .*not expec"
+    with pytest.raises(ValueError, match=words):
+        optfn.fit(step, state, X, progress=False, checkpoint=tmp_path)
+
+
 def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
     """This one is process 1 of two, with step 5; process 0 has step 10 as a file, or in parts."""
     run(tmp_path / "0", steps=10, save_every=5)

@@ -128,6 +128,23 @@ def test_a_tree_without_a_step_needs_the_number_in_the_name(tmp_path):
     np.testing.assert_array_equal(found["w"], W["w"])
 
 
+def test_a_population_is_saved_by_the_step_that_its_members_have_in_common(tmp_path):
+    step = optfn.make_train_step(lambda p, x: jnp.mean((p["w"] - x) ** 2), optfn.adam(1e-2))
+    population = jax.vmap(lambda w: step.init({"w": w}))(jnp.ones((3, 6)))
+    for _ in range(2):
+        population, _ = jax.vmap(step, in_axes=(0, None))(population, jnp.zeros(6))
+    assert optfn.save_checkpoint(tmp_path, population).name == "step_000000002.npz"
+    found, _ = optfn.restore_checkpoint(tmp_path, jax.tree.map(jnp.zeros_like, population))
+    equal(found, population)
+    apart = population._replace(step=jnp.arange(3))
+    with pytest.raises(ValueError, match=r"TrainState has shape \(3,\), .*3 different numbers"):
+        optfn.save_checkpoint(tmp_path, apart)
+    assert optfn.save_checkpoint(tmp_path, apart, step=9).name == "step_000000009.npz"
+    for train in (step, lambda state, x: optfn.fit(step, state, [x], progress=False)):
+        with pytest.raises(ValueError, match=r"whose step has shape \(3,\), as a population has"):
+            train(population, jnp.zeros(6))
+
+
 REFUSED = {
     "one name": ({"a/b": np.ones(2), "a": {"b": np.zeros(2)}}, ValueError, "have the name 'a/b'"),
     "NUL": ({"a\0b": np.ones(2)}, ValueError, r"names 'a\\x00b' have a NUL"),

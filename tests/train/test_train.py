@@ -206,3 +206,7 @@ def test_rng_must_be_a_key():
         optfn.make_train_step(
             loss_fn, optfn.sgd(0.1), rng=True, value_and_grad=lambda p, b: (0.0, p)
         )
+    with pytest.raises(ValueError, match=r"recompute .* value_and_grad: .* optfn.recompute\(stage"):
+        optfn.make_train_step(
+            None, optfn.sgd(0.1), recompute=["x"], value_and_grad=lambda p, b: (0.0, p)
+        )
