@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,14 +193,26 @@ def update_error(name: str, new: Updates, u: Leaf, g: Leaf) -> ValueError:
     )
 
 
-def result_error(rule: partial[object], result: object, accumulators: Sequence[Leaf]) -> ValueError:
+def result_error(result: object, accumulators: Sequence[Leaf]) -> ValueError:
     """Return the error of a rule on arrays that did not return an update and all accumulators."""
     values = result if isinstance(result, tuple | list) else (result,)
     came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
     return ValueError(
-        f"{checks.show(rule.func)} must return an update and accumulators of "
-        f"shapes {[x.shape for x in accumulators]}; it returned {came}"
+        f"a rule must return 1 update and {len(accumulators)} accumulators, these of shapes "
+        f"{[x.shape for x in accumulators]}; got {len(values)} arrays: {came}"
     )
+
+
+def name_rule(error: Exception, rule: Any, i: int, updates: Updates, p: Any) -> Exception:
+    """Add the names of a rule on arrays and of leaf i to an error that it raised, as a note.
+
+    The name of a lambda has the function around it. `p` is empty if the rule got no parameter.
+    """
+    name, hint = getattr(rule, "__qualname__", rule), "" if p else ", which got no parameter"
+    if hint and "required positional argument" in str(error):
+        hint += ". If it reads params, declare core.transform(needs_params=True), and pass them"
+    error.add_note(f"in the rule {name} of leaf {tree.paths(updates)[i]!r}{hint}")
+    return error
 
 
 def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
@@ -212,13 +224,6 @@ def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueErro
     for state in states:
         tree.check_same_structure("update", "the state", state, "updates", updates)
     return error
-
-
-def check_row_sparse(updates: Updates) -> None:
-    """Raise an error that names the leaf unless all row-sparse leaves are well formed."""
-    for place, g in tree.items(updates):
-        if isinstance(g, LeafKind):
-            g.check(f"update: the gradient of {place!r}")
 
 
 def check_entering(

@@ -24,7 +24,8 @@ ArrayRule = Callable[..., Any]
 class PerLeaf(NamedTuple):
     """A scalar that differs between leaves: one per leaf, in the order of `tree.flatten`.
 
-    For an array of several tensors it is a `tensors.PerTensor`, or one scalar for all of them.
+    `optfn.leaves.tensors.tensor_norms` returns one, for example. For an array of several tensors it
+    is a `tensors.PerTensor`, or one scalar for all of them.
     """
 
     values: Sequence[Any]
@@ -41,6 +42,11 @@ def apply(
 ) -> Any:
     """Apply an elementwise rule on arrays to every leaf; masked leaves stay masked.
 
+    The array that a rule gets is a leaf, the stacked layers of a `Stacked`, or a buffer of many
+    leaves of packed params: a norm or a mean that the rule takes of it would differ between them.
+    Compute a number of each tensor before, as `optfn.leaves.tensors.tensor_norms` does, and pass it
+    in `scalars`.
+
     Args:
       rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; without
         accumulators only the update. An accumulator keeps its dtype.
@@ -53,9 +59,9 @@ def apply(
         the rule is applied to the touched rows of gradient, accumulators and parameter, to each
         once. "linear": the rule is applied to the rows of the gradient as they are, repeated or
         not; it must be linear in g and read nothing else.
-      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. If it
-        differs between the tensors in one array, the rule gets an array with one number per
-        element.
+      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a
+        `leafwise.PerLeaf(values)`: one for each leaf, in order. If it differs between the tensors
+        in one array, the rule gets an array with one number per element.
 
     Returns:
       The tree of updates; with state, (updates, *state).
@@ -79,8 +85,10 @@ def apply(
         expected = [g.shape] * len(state) if shapes is None else shapes(g.shape)
         if any(not tree.has_shape(x, s) for x, s in zip(accumulators, expected, strict=True)):
             raise errors.shape_error(i, updates, accumulators, expected)
-        at_leaf = {k: scalar_at(v, i) for k, v in arrays.items()}
-        return program(g, accumulators, p, at_leaf)
+        try:
+            return program(g, accumulators, p, {k: scalar_at(v, i) for k, v in arrays.items()})
+        except Exception as error:
+            raise errors.name_rule(error, rule, i, updates, p) from error.__cause__
 
     results = list(map(apply_at, range(len(leaves)), leaves, *columns))
     trees = [structure.unflatten(r[k] for r in results) for k in range(1 + len(state))]
@@ -97,7 +105,7 @@ def _align_trees(
     """
     leaves, structure = tree.flatten(updates)
     if any(isinstance(g, LeafKind) for g in leaves):
-        errors.check_row_sparse(updates)
+        _map_row_sparse(lambda place, g: g, updates)  # for its check
     trees = state if params is None else (*state, params)
     try:
         return leaves, list(map(structure.flatten_up_to, trees)), structure
@@ -117,7 +125,7 @@ def _apply_to_leaf(
         result = rule(g, *accumulators, *p, **scalars)
     u, *new = result if isinstance(result, tuple | list) else (result,)
     if [jnp.shape(x) for x in new] != [x.shape for x in accumulators]:
-        raise errors.result_error(rule, result, accumulators)
+        raise errors.result_error(result, accumulators)
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
 
 
@@ -167,13 +175,20 @@ def zeros_like(
 ) -> PyTree:
     """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
 
-    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape; `dtype`
-    is used as it is.
+    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape. With a
+    `dtype`, the accumulators have this floating-point dtype: `apply` rounds what a rule returns to
+    the nearest number of it, so that in bfloat16 a moment loses changes below some 1/256 of it. The
+    moments of optfn's optimizers have `moment_dtype=`, which rounds at random to keep their mean.
+
+    Raises:
+      TypeError: `dtype` is not floating point. Integers would cut off what a rule returns; the
+        moment_dtype="int8" of an optimizer keeps scales beside them.
     """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"dtype must be floating point, such as bfloat16; got {jnp.dtype(dtype)}")
 
     def zeros(p: jax.Array) -> jax.Array:
-        wide = numerics.accumulator_dtype(p.dtype)
-        wide = numerics.real_dtype(wide) if real else wide
+        wide = numerics.accumulator_dtype(numerics.real_dtype(p.dtype) if real else p.dtype)
         # full_like and a broadcast: the accumulator then gets the sharding of p.
         filled = jnp.full_like(p, fill, dtype=wide if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled

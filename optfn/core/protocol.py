@@ -65,7 +65,8 @@ def rule(
     """Return a rule of two functions, around which `core.transform` puts its checks and casts.
 
     Both get trees that have passed them: float32 or wider arrays, and masked leaves in the place of
-    frozen ones.
+    frozen ones. An array is a leaf, the layers of a `Stacked`, or a buffer of packed params: a step
+    with `packed=True` refuses an update that takes a norm, a mean or a product of it by itself.
 
     Args:
       init: params -> state; `leafwise.zeros_like(params)` makes an accumulator.
@@ -345,7 +346,7 @@ def accumulating(
     rows: str = "dense",
     real: Sequence[str] = (),
 ) -> Unchecked:
-    """Apply a rule on arrays to each leaf, with one accumulator per field of `state_type`.
+    """Apply an elementwise rule to each leaf, with one accumulator per field of `state_type`.
 
     Args:
       leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
@@ -373,8 +374,11 @@ def first_step() -> jax.Array:
 
 
 def next_step(step: jax.Array) -> jax.Array:
-    """Return step + 1, which stays at the largest int32 instead of wrapping round."""
-    return optax.safe_increment(step)
+    """Return step + 1, which stays at the largest int32 instead of wrapping round.
+
+    An `init` that a user writes may begin with the number 0 in the place of `first_step()`.
+    """
+    return optax.safe_increment(step if isinstance(step, jax.Array) else jnp.asarray(step))
 
 
 def check_transform(

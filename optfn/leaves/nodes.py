@@ -53,8 +53,8 @@ class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
 
     It is a pytree. Its leaves are the buffers, and the leaves of the original tree that are not
-    floating point. Optimizers take it like the original tree: norms per tensor, patterns of paths
-    and attributes refer to the leaves of that tree.
+    floating point. Optimizers of optfn take it like the original tree: norms per tensor, patterns
+    of paths and attributes refer to the leaves of that tree. Others see the buffers; see `pack`.
 
     Args:
       buffers: flat arrays, one for each buffer of the layout.

@@ -60,9 +60,12 @@ def pack(params: Params) -> Packed:
     """Return the leaves of a tree in one flat buffer per dtype.
 
     Use it for models with thousands of small leaves: a step spends most of its time passing them as
-    arguments, which a few buffers avoid. Optimizers take the result like the tree: patterns of
-    paths, attributes and norms per tensor refer to the original leaves. However, 8-bit moments
-    have one scale for the whole buffer, and Deep Gradient Compression selects from all of it.
+    arguments, which a few buffers avoid. Optimizers of optfn take the result like the tree:
+    patterns of paths, attributes and norms per tensor refer to the original leaves. However, 8-bit
+    moments have one scale for the whole buffer, and Deep Gradient Compression selects from all of
+    it. Optimizers of optax, and rules of your own, see buffers: those on elements alone do what
+    they do with the tree, and a step with `packed=True` refuses those that take a norm, a mean or
+    a product of an array.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are

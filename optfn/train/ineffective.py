@@ -9,6 +9,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params
+from optfn.interop.third_party import show_transform
 from optfn.leaves import contents
 from optfn.wrappers.attributes import resolve
 
@@ -22,7 +23,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
     if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
         return
     if all(name in frozen for name, x in contents.leaves_with_names(params) if tree.is_inexact(x)):
-        why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
+        why = f"{show_transform(tx)} freezes all of them" if frozen else "params have no leaves"
         checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
 
 

@@ -18,6 +18,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
+from optfn.interop.third_party import show_transform
 from optfn.leaves import contents
 from optfn.state.inventory import inventory
 from optfn.state.names import is_state, state_word
@@ -75,9 +76,9 @@ def warn_of_order(
     if uphill and not walk.warnings:
         some = "" if len(uphill) == len(after) else f" to {tree.list_names(uphill)}"
         checks.warn(
-            f"{argument}={tx!r} applies no learning rate{some}, so its steps go uphill: end it "
-            "with one, as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "
-            "scale_by_learning_rate(1e-3))"
+            f"{argument}={show_transform(tx)} applies no learning rate{some}, so its steps go "
+            "uphill: end it with one, as in chain(exchange(...), sgd(1.0)) or "
+            "chain(scale_by_adam(), scale_by_learning_rate(1e-3))"
         )
 
 

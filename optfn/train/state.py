@@ -82,7 +82,8 @@ def copy_repeated(state: TrainState) -> TrainState:
     seen: set[int] = set()
 
     def once(x: jax.Array) -> jax.Array:
-        if id(x) in seen or (not tree.is_key(x) and x.weak_type):
+        # The init of a user may also return Python's numbers.
+        if id(x) in seen or not tree.is_array(x) or (not tree.is_key(x) and x.weak_type):
             return copy(x)
         seen.add(id(x))
         return x

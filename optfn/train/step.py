@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from optfn.collectives.devices import Devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
+from optfn.interop.third_party import show_transform
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
@@ -42,6 +43,7 @@ from optfn.state import reports
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
+from optfn.train.mixed_leaves import refuse_mixed_leaves
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
 from optfn.train.order import warn_of_order
@@ -77,7 +79,7 @@ class TrainStep:
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
         given = [f"{k}={v!r}" for k, v in self.options.list_given().items()]
-        return f"TrainStep({', '.join([name, repr(self.tx), *given])})"
+        return f"TrainStep({', '.join([name, show_transform(self.tx), *given])})"
 
     def list_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments of `compiled`: the layout too, if params stay where they come."""
@@ -114,7 +116,8 @@ class TrainStep:
           TypeError: params are a TrainState; all are integers, which are not trained; or params are
             a flax or equinox model with more than parameters in it, such as batch statistics. The
             error has the line that splits it.
-          ValueError: params, or the versions of optfn or JAX, differ between processes.
+          ValueError: params, or the versions of optfn or JAX, differ between processes; or with
+            `packed`, a rule that is not optfn's takes a norm, a mean or a product of a leaf.
         """
         check_initial_params(params)
         self._check_model_state(model_state)
@@ -139,7 +142,10 @@ class TrainStep:
     ) -> TrainState:
         """Return the state before the first step, placed on the mesh by the params' layout."""
         if self.options.packed:
-            params = pack(params)
+            given, params = params, pack(params)
+            refuse_mixed_leaves("tx", self.tx, given)
+            if self.local is not None:
+                refuse_mixed_leaves("outer", self.local.outer, given)
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)

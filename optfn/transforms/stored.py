@@ -1,6 +1,7 @@
 """Storage of moments in 8 or 16 bits, for every rule that keeps moments of a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -66,16 +67,12 @@ class Storage(NamedTuple):
         """Return a tree of zeros for each part:
         of the leaf's shape, or of the shape of its scales."""
 
-        def zero_scales(p: jax.Array) -> jax.Array:
+        def zeros(part: Part, p: jax.Array) -> jax.Array:
+            if part.per_element:
+                return jnp.zeros_like(p, dtype=part.dtype)
             return make_zeros(codes.scale_shape(p.shape), jnp.float32, p)
 
-        trees = []
-        for part in self.parts:
-            if part.per_element:
-                trees.append(leafwise.zeros_like(params, dtype=part.dtype))
-            else:
-                trees.append(tree.map_arrays(zero_scales, params))
-        return tuple(trees)
+        return tuple(tree.map_arrays(partial(zeros, part), params) for part in self.parts)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the shape of each part for a leaf of `shape`:

@@ -1,0 +1,205 @@
+"""A buffer of several leaves changes rules that treat a leaf as a whole: these are refused.
+
+The property over optax's catalogue: a transformation trains packed params as it trains the tree, or
+the step refuses it with the line that mixes.
+"""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from optax import contrib
+
+import optfn
+from optfn import core
+from optfn.core import leafwise
+from optfn.train.mixed_leaves import refuse_mixed_leaves
+
+RATE = 0.05
+# Of these the bits that each leaf draws differ with the tree, not the rule.
+RANDOM = {"add_noise", "noisy_sgd", "dpsgd", "differentially_private_aggregate", "sophia"}
+# It differs by less than the tolerance, since it moves by a millionth of the params at first.
+SLOW = {"scale_by_distance_over_gradients"}
+
+
+def params():
+    shapes = {"a": (6, 5), "b": (5,), "c": (6, 5), "d": (5,), "e": (5, 4)}
+    draw = np.random.default_rng(0).normal
+    return {k: jnp.asarray((1 + i) * draw(size=s), jnp.float32) for i, (k, s) in
+            enumerate(shapes.items())}  # fmt: skip
+
+
+def loss_fn(params, factor):
+    """A loss whose gradients are bounded and smooth: rounding does not grow from step to step."""
+    terms = (jnp.sum(0.1 * (1 + i) * jnp.logaddexp(x, -x)) for i, x in enumerate(params.values()))
+    return factor * sum(terms)
+
+
+def train(tx, packed):
+    """Return the params after some steps, of packed params or of the tree."""
+    tx = optax.with_extra_args_support(tx)
+    unpack = optfn.unpack if packed else lambda x: x
+    x = optfn.pack(params()) if packed else params()
+    state = tx.init(x)
+
+    @jax.jit
+    def step(x, state, factor):
+        def value_fn(x):
+            return loss_fn(unpack(x), factor)
+
+        loss, grads = jax.value_and_grad(value_fn)(x)
+        updates, state = tx.update(grads, state, x, value=loss, grad=grads, value_fn=value_fn)
+        return optax.apply_updates(x, updates), state
+
+    for k in range(5):
+        x, state = step(x, state, 1.0 + k % 3)
+    return unpack(x)
+
+
+def difference(tx):
+    """Return the largest relative difference between packed params and the tree."""
+    pairs = zip(*(jax.tree.leaves(train(tx, packed)) for packed in (False, True)), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a))) for a, b in pairs)
+
+
+def refusal(tx):
+    """Return the message of the refusal, "" if packed params are accepted."""
+    try:
+        refuse_mixed_leaves("tx", tx, params())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def catalogue():
+    """Yield (name, transformation) of all factories of optax that take a rate, a number or none."""
+    for module in (optax, contrib):
+        for name, factory in inspect.getmembers(module, callable):
+            if inspect.isclass(factory):
+                continue
+            for arguments in ((), (RATE,), (RATE, 0.9)):
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        tx = factory(*arguments)
+                    if isinstance(tx, optax.GradientTransformation):
+                        train(tx, packed=False)
+                        yield name, tx
+                        break
+                except Exception:
+                    continue
+
+
+def by_axes(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+WHOLE = {
+    "behind a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(RATE)),
+    "in a chain of optfn": optfn.chain(optax.lamb(RATE)),
+    "in a wrapper of optfn": optfn.accumulate(optax.lamb(RATE), 2),
+    "accumulated": optfn.chain(optax.MultiSteps(optax.lamb(RATE), 2)),
+    "injected": optax.inject_hyperparams(optax.lamb)(learning_rate=RATE),
+    "a global norm of some leaves": optax.masked(optax.clip_by_global_norm(1.0), by_axes),
+    "a decay of matrices": optax.adamw(RATE, weight_decay=0.5, mask=by_axes),
+}
+ELEMENTWISE = {
+    "behind a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)),
+    "a flat vector": optax.flatten(optax.lamb(RATE)),
+    "optfn in optax's chain": optax.chain(optfn.clip_by_norm(1.0), optfn.lamb(RATE)),
+    "optfn, injected": optax.inject_hyperparams(optfn.lamb)(learning_rate=RATE),
+    "optfn in a partition": optax.partition(
+        {"x": optfn.lamb(RATE)}, lambda params: jax.tree.map(lambda x: "x", params)
+    ),
+    "only finite": optax.apply_if_finite(optax.adam(RATE), 3),
+    "accumulated": optfn.chain(optax.MultiSteps(optax.adam(RATE), 2)),
+}
+
+
+def test_optax_trains_packed_params_as_the_tree_or_is_refused():
+    wrong, accused, right = [], set(), set()
+    for name, tx in catalogue():
+        said = refusal(tx)
+        if name in RANDOM:
+            assert not said, said
+            continue
+        differs = not difference(tx) < 1e-4  # also NaN
+        (accused if said else right).add(name)
+        if name not in SLOW and differs != bool(said):
+            wrong.append((name, differs, said))
+    assert not wrong
+    assert {"lamb", "lars", "sm3", "adafactor", "novograd", "adaptive_grad_clip", "muon"} <= accused
+    assert {"adam", "adamw", "sgd", "lion", "rmsprop", "nadam", "yogi", "prodigy"} <= right
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_rule_of_whole_leaves_is_refused(name):
+    assert difference(WHOLE[name]) > 1e-4
+    assert "cannot be combined with packed=True" in refusal(WHOLE[name])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_elementwise_rule_is_accepted(name):
+    assert not refusal(ELEMENTWISE[name])
+    assert difference(ELEMENTWISE[name]) < 1e-4
+
+
+@pytest.mark.parametrize("name", registry.ALL)
+def test_the_rules_of_optfn_are_not_accused(name):
+    """Not even where they are traced, as parts of a transformation of another library."""
+    assert not refusal(optax.chain(registry.ALL[name].make()))
+
+
+@core.transform(needs_params=True)
+def clip_by_rms(limit):
+    def rule(g, p):
+        return g / jnp.maximum(1.0, jnp.sqrt(jnp.mean(g**2)) / limit)
+
+    def update(updates, state, params=None, **extra):
+        return leafwise.apply(rule, updates, params=params), state
+
+    return core.rule(lambda params: optax.EmptyState(), update)
+
+
+def test_the_error_names_leaf_line_and_remedy():
+    step = optfn.make_train_step(
+        loss_fn, optfn.chain(clip_by_rms(0.1), optfn.sgd(RATE)), packed=True
+    )
+    with pytest.raises(ValueError, match=r"tx=chain\(clip_by_rms\(0.1\), sgd\(0.05\)\) cannot"):
+        step.init(params())
+    with pytest.raises(ValueError, match=r"leaf 'a' needs .*test_mixed_leaves.py:\d+.*optfn.lamb"):
+        step.lower(params(), jnp.ones(()))
+    step = optfn.make_train_step(loss_fn, optax.lamb(RATE), packed=True)
+    with pytest.raises(ValueError, match=r"tx=optax.chain\(…\) cannot .*optax.*\.py:\d+"):
+        step.init(params())
+
+
+def test_a_matrix_alone_in_its_buffer_is_flat_too():
+    matrix = {"w": jnp.ones((6, 5))}
+    with pytest.raises(ValueError, match="leaf 'w' needs a mix"):
+        refuse_mixed_leaves("tx", contrib.muon(RATE), matrix)
+    refuse_mixed_leaves("tx", optax.lamb(RATE), matrix)  # the norm of all
+
+
+def test_a_rule_that_cannot_be_traced_is_not_accused():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: g / float(jnp.max(g)), updates), state
+
+    assert not refusal(optax.GradientTransformation(lambda params: (), update))
+
+
+def test_many_leaves_of_one_shape_are_traced_as_two():
+    traced = []
+
+    def update(updates, state, params=None):
+        traced.append(len(jax.tree.leaves(updates)))
+        return updates, state
+
+    tx = optax.chain(optax.GradientTransformation(lambda params: (), update), optax.sgd(RATE))
+    refuse_mixed_leaves("tx", tx, {f"w{k}": jnp.ones((2, 3)) for k in range(100)})
+    assert set(traced) == {1, 2}
