@@ -197,10 +197,12 @@ def result_error(result: object, accumulators: Sequence[Leaf]) -> ValueError:
     """Return the error of a rule on arrays that did not return an update and all accumulators."""
     values = result if isinstance(result, tuple | list) else (result,)
     came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
-    return ValueError(
-        f"a rule must return 1 update and {len(accumulators)} accumulators, these of shapes "
-        f"{[x.shape for x in accumulators]}; got {len(values)} arrays: {came}"
-    )
+    shapes = [x.shape for x in accumulators]
+    needed = f"{len(shapes)} accumulators, of shapes {shapes}"
+    if len(shapes) == 1:
+        needed = f"1 accumulator, of shape {shapes[0]}"
+    arrays = "1 array" if len(came) == 1 else f"{len(came)} arrays"
+    return ValueError(f"a rule must return 1 update and {needed}; it returned {arrays}: {came}")
 
 
 def name_rule(error: Exception, rule: Any, i: int, updates: Updates, p: Any) -> Exception:

@@ -41,8 +41,8 @@ def test_a_rule_that_forgets_its_update_is_named_with_its_leaf(jitted):
     tx = transform_of(lambda g, mu, nu: (mu + g, nu + g * g), 2)
     update = jax.jit(tx.update) if jitted else tx.update
     message = (
-        "a rule must return 1 update and 2 accumulators, these of shapes [(2, 2), (2, 2)]; "
-        "got 2 arrays: [(2, 2), (2, 2)]"
+        "a rule must return 1 update and 2 accumulators, of shapes [(2, 2), (2, 2)]; "
+        "it returned 2 arrays: [(2, 2), (2, 2)]"
     )
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         update(PARAMS, tx.init(PARAMS))

@@ -223,7 +223,6 @@ def test_a_train_state_in_place_of_params_is_refused_by_name(recwarn):
     for call in (
         lambda: step.init(state),
         lambda: optfn.minimize(loss_fn, tx, state, [W["w"]], progress=False),
-        lambda: step.lower(state, W["w"]),
     ):
         with pytest.raises(TypeError, match=words):
             call()
