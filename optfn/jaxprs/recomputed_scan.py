@@ -11,9 +11,16 @@ The reason is the schedule of XLA for GPUs, which delays the scatters of a layer
 the loop. In JAX's backward scan no product is between the start of a scatter and its end. Here the
 products that give the gradients of the next layer are: of Llama 2 7B on 8 H100s 1.5 of 33 ms of
 scatters a step are exposed, for 32 (`benchmarks/schedule.py`). The values are the same to the bit.
+
+XLA runs the gather of a leaf beside the products of leaves before it, but the leaf that a layer
+uses first has none before it. It is gathered a layer ahead, and the loops carry it. It is one leaf,
+not a layer: XLA copies a whole layer in the carry, and gathers it last. The last leaf ahead of the
+forward pass is the first of the backward pass, whose own last is not used: a step gathers this leaf
+of one layer more than before.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +29,8 @@ from jax import lax
 
 from optfn.core import tree
 from optfn.jaxprs.equations import RECOMPUTED, Value
+from optfn.jaxprs.first_gather import FirstGather, find_first_gather, take_layer
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
-from optfn.jaxprs.sharded_param import ShardedParam
 
 Arrays = list[jax.Array]
 Body = Callable[[Sequence[Value]], list[Value]]
@@ -44,6 +51,20 @@ class Order(NamedTuple):
     def turn(self) -> "Order":
         """Return the opposite order."""
         return self._replace(reverse=not self.reverse)
+
+    def is_rolled(self) -> bool:
+        """Tell whether each iteration of the loop runs one of several layers."""
+        return self.length > 1 and self.unroll == 1
+
+    def first(self) -> int:
+        """Return the number of the first layer."""
+        return self.length - 1 if self.reverse else 0
+
+    def next(self, number: jax.Array) -> jax.Array:
+        """Return the number of the layer after this one; the last layer is its own next layer."""
+        if self.reverse:
+            return jnp.maximum(number - 1, 0)
+        return jnp.minimum(number + 1, self.length - 1)
 
     def scan(self, body: Callable[..., Any], init: Any) -> Any:
         """Return the results of a scan over the numbers of layers."""
@@ -71,83 +92,109 @@ def scan_recomputed(
       stacks: what the scan runs over; a ShardedParam is divided within each layer.
       order: the order of the layers.
     """
+    constants, init = [tree.as_array(x) for x in constants], [tree.as_array(x) for x in init]
+    ahead = find_first_gather(run, [*constants, *init], stacks) if order.is_rolled() else None
 
     @jax.custom_vjp
     def scan(constants: Arrays, init: Arrays, stacks: list[Value]) -> Arrays:
-        return _run_forward(run, constants, init, stacks, order)[0]
+        return forward(constants, init, stacks)[0]
 
     def forward(constants: Arrays, init: Arrays, stacks: list[Value]) -> tuple[Arrays, Any]:
-        results, inputs = _run_forward(run, constants, init, stacks, order)
-        return results, (constants, inputs, stacks)
+        passes = _Passes(run, constants, stacks, order, ahead)
+        results, inputs, early = passes.run_forward(init)
+        return results, (constants, inputs, stacks, early)
 
     def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, Any, Any]:
-        constants, inputs, stacks = kept
-        return _run_backward(run, constants, inputs, stacks, cotangents, order.turn())
+        constants, inputs, stacks, early = kept
+        passes = _Passes(run, constants, stacks, order.turn(), ahead)
+        return passes.run_backward(inputs, early, cotangents)
 
     scan.defvjp(forward, backward)
-    constants, init = [tree.as_array(x) for x in constants], [tree.as_array(x) for x in init]
     results: list[Value] = scan(constants, init, list(stacks))
     return results
 
 
-def _run_forward(
-    run: Body, constants: Arrays, init: Arrays, stacks: list[Value], order: Order
-) -> tuple[Arrays, Arrays]:
-    """Return [*carry, *results], and the inputs of all layers."""
+class _Passes(NamedTuple):
+    """The forward or the backward pass of `scan_recomputed`.
 
-    def body(carry: Arrays, number: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-        results = run([*constants, *carry, *_take_layer(stacks, number)])
-        return results[: len(init)], (results[len(init) :], carry)
+    run, constants, stacks: its arguments.
+    order: the order of the layers in the pass.
+    ahead: the leaf that is gathered a layer ahead; None: none is.
+    """
 
-    carry, (results, inputs) = order.scan(body, init)
-    return [*carry, *results], inputs
+    run: Body
+    constants: Arrays
+    stacks: list[Value]
+    order: Order
+    ahead: FirstGather | None
 
+    def run_forward(self, init: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """Return [*carry, *results], the inputs of all layers, and the first leaf of the last."""
 
-def _run_backward(
-    run: Body,
-    constants: Arrays,
-    inputs: Arrays,
-    stacks: list[Value],
-    cotangents: Sequence[Any],
-    order: Order,
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of constants, first carry and stacks; None for integers."""
+        def body(state: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Any]:
+            early, carry = state
+            later = self._gather_next(number)
+            weights = self.constants, take_layer(self.stacks, number)
+            results = self._run_layer(early, weights, carry)
+            return (later, results[: len(init)]), (results[len(init) :], carry)
 
-    def run_layer(weights: tuple[Arrays, list[Value]], carry: Arrays, key: object) -> Arrays:
+        (early, carry), (results, inputs) = self.order.scan(body, (self._gather_first(init), init))
+        return [*carry, *results], inputs, early
+
+    def run_backward(
+        self, inputs: Arrays, early: Arrays, cotangents: Sequence[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of constants, first carry and stacks; None for integers.
+
+        early: the first leaf of the first layer of this pass, if it is gathered ahead.
+        """
+
+        def body(state: tuple[Arrays, Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
+            early, carry, sums = state
+            later = self._gather_next(number)
+            weights = self.constants, take_layer(self.stacks, number)
+            run_layer = partial(self._run_layer, early)
+            # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
+            with jax.named_scope(RECOMPUTED):
+                _, pull_back = pullback(run_layer, weights, take_layer(inputs, number), None)
+            of_weights, carry = pull_back([*carry, *take_layer(of_results, number)])
+            of_constants, of_layer = of_weights[: len(sums)], of_weights[len(sums) :]
+            sums = [a + b for a, b in zip(sums, of_constants, strict=True)]
+            return (later, carry, sums), of_layer
+
+        of_carry = _select_gradients(cotangents[: len(inputs)])
+        of_results = _select_gradients(cotangents[len(inputs) :])
+        zeros = [jnp.zeros_like(x) for x in select_inexact_leaves(self.constants)]
+        (_, of_init, sums), of_stacks = self.order.scan(body, (early, of_carry, zeros))
+        return (
+            _as_cotangent(self.constants, sums),
+            _as_cotangent(inputs, of_init),
+            _as_cotangent(self.stacks, of_stacks),
+        )
+
+    def _run_layer(
+        self,
+        early: Arrays,
+        weights: tuple[Arrays, list[Value]],
+        carry: Arrays,
+        key: object = None,
+    ) -> Arrays:
         constants, layer = weights
-        return run([*constants, *carry, *layer])
+        if self.ahead is not None:
+            layer = self.ahead.place(layer, early[0])
+        return self.run([*constants, *carry, *layer])
 
-    def body(gradients: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
-        carry, sums = gradients
-        weights = constants, _take_layer(stacks, number)
-        # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
-        with jax.named_scope(RECOMPUTED):
-            _, pull_back = pullback(run_layer, weights, _take_layer(inputs, number), None)
-        of_weights, carry = pull_back([*carry, *_take_layer(of_results, number)])
-        of_constants, of_layer = of_weights[: len(sums)], of_weights[len(sums) :]
-        return (carry, [a + b for a, b in zip(sums, of_constants, strict=True)]), of_layer
+    def _gather_first(self, carry: Arrays) -> Arrays:
+        """Return the first leaf of the first layer, if a leaf is gathered ahead."""
+        if self.ahead is None:
+            return []
+        return [self.ahead.gather(self.stacks, self.order.first(), carry)]
 
-    of_carry = _select_gradients(cotangents[: len(inputs)])
-    of_results = _select_gradients(cotangents[len(inputs) :])
-    zeros = [jnp.zeros_like(x) for x in select_inexact_leaves(constants)]
-    (of_init, sums), of_stacks = order.scan(body, (of_carry, zeros))
-    return (
-        _as_cotangent(constants, sums),
-        _as_cotangent(inputs, of_init),
-        _as_cotangent(stacks, of_stacks),
-    )
-
-
-def _take_layer(stacks: Sequence[Value], number: jax.Array) -> list[Value]:
-    """Return the layer with this number of each stack."""
-
-    def take(stack: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
-
-    layer = []
-    for x in stacks:
-        layer.append(x.layer(take(x.shard.array)) if isinstance(x, ShardedParam) else take(x))
-    return layer
+    def _gather_next(self, number: jax.Array) -> Arrays:
+        """Return the first leaf of the layer after this one, if a leaf is gathered ahead."""
+        if self.ahead is None:
+            return []
+        return [self.ahead.gather(self.stacks, self.order.next(number))]
 
 
 def _select_gradients(cotangents: Sequence[Any]) -> Arrays:

@@ -29,11 +29,18 @@ class Shard(Protocol):
     def array(self) -> jax.Array:
         """The shard."""
 
+    @property
+    def is_gathered_ahead(self) -> bool:
+        """Whether a scan may gather it for the next layer while the layer before runs."""
+
     def whole_type(self) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of the whole array."""
 
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the whole array, cast to `dtype`; None keeps the dtype."""
+
+    def with_whole(self, whole: jax.Array, dtype: Any) -> "Shard":
+        """Return the shard with its whole array, which `gather(dtype)` then returns."""
 
     def divide_layers(self) -> "Shard | None":
         """Return this array divided within each layer; None if no dimension of a layer fits."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import Axes, Division, is_spec, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
+from optfn.compilers.options import has_gathers_ahead
 from optfn.core import tree
 from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
@@ -61,6 +62,11 @@ class LeafShard:
             return cls(array, None, divisions, compiler_slices(spec, layout), layout)
         return cls(array, step, divisions, compiler_slices(spec, layout), layout)
 
+    @property
+    def is_gathered_ahead(self) -> bool:
+        """Whether it pays on these devices that a scan gathers it a layer ahead."""
+        return has_gathers_ahead(self.layout.mesh)
+
     @functools.cached_property
     def _gathered(self) -> dict[Any, jax.Array]:
         return {}
@@ -76,6 +82,12 @@ class LeafShard:
                 self.array, self.divisions, self.slices, self.layout, self.step, dtype
             )
         return self._gathered[dtype]
+
+    def with_whole(self, whole: jax.Array, dtype: Any) -> "LeafShard":
+        """Return the shard with its whole array, which `gather(dtype)` then returns."""
+        shard = dataclasses.replace(self)
+        shard._gathered[dtype] = whole
+        return shard
 
     def whole_type(self) -> Any:
         """Return the shape and dtype of the whole array."""

@@ -31,10 +31,13 @@ class LeafGathers(NamedTuple):
 
     scans: how many scans take the leaf layer by layer.
     whole: the line of the loss that needs the whole leaf; None if no line does.
+    ahead: gathers of a layer before the first, as a share of the leaf, of scans that gather it a
+      layer ahead.
     """
 
     scans: int
     whole: str | None
+    ahead: float = 0.0
 
 
 class _Record:
@@ -43,12 +46,13 @@ class _Record:
     def __init__(self) -> None:
         self.scans: dict[str, set[object]] = {}
         self.whole: dict[str, str] = {}
+        self.ahead: dict[str, dict[object, float]] = {}
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "step"],
-    meta_fields=["divisions", "slices", "layout", "path", "record", "scan", "is_layer"],
+    meta_fields=["divisions", "slices", "layout", "path", "record", "scan", "of_layers"],
 )
 @dataclasses.dataclass(frozen=True)
 class _DryShard(LeafShard):
@@ -57,7 +61,7 @@ class _DryShard(LeafShard):
     path: str
     record: _Record
     scan: object = None  # the scan that takes the leaf, which may trace its body several times
-    is_layer: bool = False
+    of_layers: int = 0  # how many layers the leaf has of which this is one; 0: this is the leaf
 
     def whole_type(self) -> Any:
         """Return the shape and dtype of the array."""
@@ -65,22 +69,29 @@ class _DryShard(LeafShard):
 
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the array, and record the line that needs it, unless it is a layer."""
-        if not self.is_layer:
+        if not self.of_layers:
             line = _find_line(source_info_util.current())
             self.record.whole.setdefault(self.path, line)
         return self.array.astype(dtype or self.array.dtype)
 
+    def with_whole(self, whole: jax.Array, dtype: Any) -> "_DryShard":
+        """Return the shard, and record that a scan gathers it ahead."""
+        self.record.ahead.setdefault(self.path, {})[self.scan] = 1 / self.of_layers
+        return self
+
     def divide_layers(self) -> "_DryShard | None":
         """Return the array for a scan over its layers."""
         shard: Any = super().divide_layers()
-        return None if shard is None else dataclasses.replace(shard, scan=object())
+        # A scan inside of a layer counts to the scan over the layer.
+        scan = self.scan if self.of_layers else object()
+        return None if shard is None else dataclasses.replace(shard, scan=scan)
 
     def layer(self, array: jax.Array) -> "_DryShard":
         """Return a layer, and record the scan."""
-        if not self.is_layer:
+        if not self.of_layers:
             self.record.scans.setdefault(self.path, set()).add(self.scan)
         layer: Any = super().layer(array)
-        return dataclasses.replace(layer, is_layer=True)
+        return dataclasses.replace(layer, of_layers=self.array.shape[0])
 
     def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
         return self.array
@@ -120,7 +131,8 @@ def find_gathers(
             whole = record.whole.get(path) if has_scan else ""
             # A function of JAX that is jitted, such as jnp.take, has no lines of the loss inside.
             line = uses.get(path, "no line reads it") if whole == "" else whole
-            found[path] = LeafGathers(len(record.scans.get(path, ())), line)
+            ahead = sum(record.ahead.get(path, {}).values())
+            found[path] = LeafGathers(len(record.scans.get(path, ())), line, ahead)
     return found
 
 
