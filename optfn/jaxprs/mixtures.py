@@ -22,52 +22,14 @@ from optfn.jaxprs.equations import Equation, type_of
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 # Primitives that mix the elements of an operand. Others, such as slices and reshapes, count as
 # elementwise: to accuse a right rule is worse than to miss a wrong one.
-_MIXING = frozenset(
-    [
-        "reduce",
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-        "dot_general",
-        "ragged_dot_general",
-        "sort",
-        "top_k",
-        "approx_top_k",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-        "reduce_window",
-        "reduce_window_sum",
-        "reduce_window_max",
-        "reduce_window_min",
-        "conv_general_dilated",
-        "fft",
-        "cholesky",
-        "qr",
-        "geqrf",
-        "geqp3",
-        "householder_product",
-        "svd",
-        "eigh",
-        "eig",
-        "lu",
-        "schur",
-        "hessenberg",
-        "tridiagonal",
-        "triangular_solve",
-        "tridiagonal_solve",
-        "custom_linear_solve",
-    ]
-)
-
+_MIXING = {
+    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "argmax", "argmin", "dot_general", "ragged_dot_general", "sort", "top_k",
+    "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "conv_general_dilated", "fft",
+    "cholesky", "qr", "geqrf", "geqp3", "householder_product", "svd", "eigh", "eig", "lu", "schur",
+    "hessenberg", "tridiagonal", "triangular_solve", "tridiagonal_solve", "custom_linear_solve",
+}  # fmt: skip
 
 # The bit of a group that was mixed along some axes of a leaf; leaf i has bit i + 1.
 _BY_AXIS = 1
