@@ -76,9 +76,10 @@ def refusal(tx):
     return ""
 
 
-# CI tries these of optax's catalogue, `make nightly` all.
+# What is known of optax's catalogue; CI tries CHOSEN, and `make nightly` the whole catalogue.
 ACCUSED = {"lamb", "lars", "sm3", "adafactor", "novograd", "adaptive_grad_clip", "muon"}
 RIGHT = {"adam", "adamw", "sgd", "lion", "rmsprop", "nadam", "yogi", "prodigy"}
+CHOSEN = {"lamb", "sm3", "novograd", "muon", "adam", "lion", "prodigy"}
 
 
 def catalogue(names):
@@ -148,8 +149,8 @@ def test_optax_trains_packed_params_as_the_tree_or_is_refused(names):
         if name not in SLOW and differs != bool(said):
             wrong.append((name, differs, said))
     assert not wrong
-    assert accused >= ACCUSED
-    assert right >= RIGHT
+    assert accused >= ACCUSED & (names or ACCUSED)
+    assert right >= RIGHT & (names or RIGHT)
 
 
 @pytest.mark.parametrize("name", WHOLE)
