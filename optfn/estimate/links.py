@@ -40,7 +40,8 @@ class Switch:
         self.chip = chip
 
     def time(self, x: Collective) -> Time:
-        """Return the time of a collective."""
+        """Return the time of a collective: one latency, and its bytes over all links of a chip, or
+        over the network between nodes if that takes longer."""
         n, chip = len(x.group), self.chip
         if n < 2:
             return Time(0.0)

@@ -69,7 +69,7 @@ class LossProgram:
             return x if self._owners is None else _divided_table_shape(x, self._owners)
 
         traced = tree.map_named(enter, whole)
-        # TracedLoss are found among equations outside of calls, so jitted functions are inlined for
+        # Lookups are found among equations outside of calls, so jitted functions are inlined for
         # tables. For params alone they stay calls, which `run_on_shards` enters.
         program = Equations(self._loss_fn, traced, inline=bool(chosen))
         if not chosen and not has_scan_over_arrays(program.equations):

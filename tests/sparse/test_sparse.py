@@ -34,7 +34,7 @@ def make_params():
 
 
 def loss_fn(params, ids, target):
-    """TracedLoss of several shapes, inside jit and vmap as well."""
+    """Lookups of several shapes, inside jit and vmap as well."""
     table = params["table"]
     one = table[ids] @ params["w"]
     two = jax.vmap(lambda i: table[i] ** 2, in_axes=1)(ids)
