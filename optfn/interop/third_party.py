@@ -12,9 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from optfn import core
 from optfn.core import checks, leafwise, tree
-from optfn.core.printing import call_text
 from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.nodes import Stacked
 
@@ -39,32 +37,6 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
             f"got {checks.show(tx)}"
         )
     return tx
-
-
-class _Shown(str):
-    """The text of a transformation in the `repr` of a call with it."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def show_transform(tx: optax.GradientTransformation) -> str:
-    """Return the call that made `tx`; for a transformation of another library, which does not keep
-    its call, the name of the factory, as in "optax.masked(…)"."""
-    if isinstance(tx, core.Transform):
-        name, positional, named = tx.call
-        shown = tuple(map(_show_argument, positional))
-        return call_text(name, shown, {k: _show_argument(x) for k, x in named.items()})
-    for function in tx:  # nested in the factory, but for those that several factories share
-        factory, *nested = getattr(function, "__qualname__", "").split(".<locals>.")
-        if nested and factory != "with_extra_args_support":
-            return f"{checks.package(function.__module__)}.{factory}(…)"
-    return f"optax.{type(tx).__name__}(…)"
-
-
-def _show_argument(x: object) -> object:
-    """Return the text of a transformation; anything else stays."""
-    return _Shown(show_transform(x)) if isinstance(x, optax.GradientTransformation) else x
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:

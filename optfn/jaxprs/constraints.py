@@ -41,7 +41,7 @@ def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     except ValueError as error:
         _check_refused_constraint(error, mesh)
     free = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
-    shapes = jax.tree.map(_shape_of, args)
+    shapes = jax.tree.map(_type_without_placement, args)
     with jax.sharding.use_abstract_mesh(free):
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*shapes)
     bound = _Binding(mesh).bind_program(closed)
@@ -66,7 +66,7 @@ def _check_refused_constraint(error: ValueError, mesh: AbstractMesh) -> None:
     raise error
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 

@@ -69,11 +69,11 @@ def mark_results(
       marks: the mark of each leaf of the arguments, in order.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    found = _Walk(marking).mark_jaxpr(closed.jaxpr, marks)
+    found = _MarkWalk(marking).mark_jaxpr(closed.jaxpr, marks)
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
-class _Walk(Generic[T]):
+class _MarkWalk(Generic[T]):
     """A walk along the equations of a jaxpr with the marks of one marking."""
 
     def __init__(self, marking: Marking[T]) -> None:

@@ -34,7 +34,7 @@ class FirstGather(NamedTuple):
     ) -> jax.Array:
         """Return the leaf of the layer with this number, gathered once `after` is computed."""
         stack = stacks[self.position]
-        array = _take(stack.shard.array, number)
+        array = _take_entry(stack.shard.array, number)
         # XLA would move the gather of a constant number out of the loop over microbatches, and
         # hold the leaf.
         if after:
@@ -106,11 +106,13 @@ def take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:
     layer = []
     for x in stacks:
         is_param = isinstance(x, ShardedParam)
-        layer.append(x.layer(_take(x.shard.array, number)) if is_param else _take(x, number))
+        layer.append(
+            x.layer(_take_entry(x.shard.array, number)) if is_param else _take_entry(x, number)
+        )
     return layer
 
 
-def _take(stack: jax.Array, number: Any) -> jax.Array:
+def _take_entry(stack: jax.Array, number: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
 
 

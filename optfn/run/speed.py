@@ -48,15 +48,19 @@ class WorkCounter:
         work = {"examples_per_second": float(count_examples(batch) or 0)}
         if tokens is not None:
             work["tokens_per_second"] = float(tokens)
-        peak = find_peak([*state.step.sharding.device_set])
-        if peak is not None:
-            # Batches of one shape have one program, so their FLOPs are counted once.
-            shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
-            if shapes not in self.seconds_at_peak:
-                flops = count_step_flops(self.step, state, batch)
-                self.seconds_at_peak[shapes] = math.nan if flops is None else flops / peak
-            work["model_flops_utilization"] = self.seconds_at_peak[shapes]
+        # Batches of one shape have one program, so its FLOPs are counted once.
+        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+        if shapes not in self.seconds_at_peak:
+            self.seconds_at_peak[shapes] = self._count_seconds(state, batch)
+        work["model_flops_utilization"] = self.seconds_at_peak[shapes]
         return work
+
+    def _count_seconds(self, state: TrainState, batch: Batch) -> float:
+        """Return the seconds of the model's FLOPs at the peak of all devices; NaN if the peak or
+        the FLOPs are not known."""
+        peak = find_peak([*state.step.sharding.device_set])
+        flops = None if peak is None else count_step_flops(self.step, state, batch)
+        return math.nan if peak is None or flops is None else flops / peak
 
 
 class Speed:

@@ -154,7 +154,7 @@ class TracedLoss:
         self._owners = owners
         self.tables = [i for i, path in enumerate(paths) if path is not None]
         path_of = _map_table_paths(self._program, paths)
-        self._sources = _find_sources(self._program, path_of)
+        self._sources = _find_table_sources(self._program, path_of)
         # A cast of a table would make a whole array: lookups read the table, and cast the rows.
         casts = {id(e) for source in self._sources.values() for e in source.casts}
         live = [e for e in self._program.find_live_equations() if id(e) not in casts]
@@ -222,7 +222,7 @@ def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Va
     return {v: p for v, p in zip(program.inputs, paths, strict=True) if p is not None}
 
 
-def _find_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
+def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
     """Return the variables of a program that are tables or casts of tables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
@@ -314,7 +314,7 @@ def _with_lookups_before_checkpoints(
     The arguments are the same as for `TracedLoss`.
     """
     tables = _map_table_paths(program, paths)
-    sources = _find_sources(program, tables)
+    sources = _find_table_sources(program, tables)
     instead = {}
     for e in program.equations:
         if e.primitive.name in CHECKPOINTS and (used := _find_used_tables(e, sources)):

@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params
-from optfn.interop.third_party import show_transform
+from optfn.interop.calls import show_transform
 from optfn.leaves import contents
 from optfn.wrappers.attributes import resolve
 

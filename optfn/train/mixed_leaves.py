@@ -17,7 +17,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params, Updates
-from optfn.interop.third_party import show_transform
+from optfn.interop.calls import show_transform
 from optfn.jaxprs.dependence import find_dependent_leaves
 from optfn.jaxprs.mixtures import Mixture, find_mixtures
 from optfn.leaves.packed import make_packed_layout, pack
@@ -50,7 +50,7 @@ def refuse_mixed_leaves(argument: str, tx: optax.GradientTransformation, params:
     if _is_own(tx):
         return
     try:
-        problem = _find_problem(tx, params)
+        problem = _describe_change(tx, params)
     except Exception:  # it needs values, the axes of a mesh, or arguments that only a step has
         return
     if problem:
@@ -60,7 +60,7 @@ def refuse_mixed_leaves(argument: str, tx: optax.GradientTransformation, params:
         )
 
 
-def _find_problem(tx: optax.GradientTransformation, params: Params) -> str:
+def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
     """Return what packing `params` would change about `tx`, with the leaf; "" if nothing."""
     layout, leaves = make_packed_layout(params), tree.leaves(params)
     buffers = [[i for run in buffer.runs for i in run.leaves[:2]] for buffer in layout.buffers]

@@ -18,7 +18,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
-from optfn.interop.third_party import show_transform
+from optfn.interop.calls import show_transform
 from optfn.leaves import contents
 from optfn.state.inventory import inventory
 from optfn.state.names import is_state, state_word

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from optfn.collectives.devices import Devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
-from optfn.interop.third_party import show_transform
+from optfn.interop.calls import show_transform
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
