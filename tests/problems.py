@@ -34,6 +34,20 @@ def mean_square(y, target):
     return jnp.mean((y - target) ** 2)
 
 
+def stacked_layers(num_layers, width, mark=lambda x: x):
+    """Params of residual layers in one tree, which `mark` may wrap, and of a head."""
+    rng = np.random.default_rng(1)
+    return {
+        "layers": mark(
+            {
+                "w": 0.1 * rng.normal(size=(num_layers, width, width)).astype(np.float32),
+                "b": np.zeros((num_layers, width), np.float32),
+            }
+        ),
+        "head": rng.normal(size=(width, 8)).astype(np.float32),
+    }
+
+
 def square_error(w, x):
     return jnp.mean((x @ w - 1.0) ** 2)
 

@@ -15,7 +15,7 @@ from compilations import compilations
 from grids import nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import trained
+from problems import stacked_layers, trained
 
 import optfn
 from optfn.distributed import data_mesh, plan_memory, scan_layers
@@ -250,16 +250,7 @@ def layer(params, x):
 
 
 def stacked_params(mark=lambda x: x):
-    rng = np.random.default_rng(1)
-    return {
-        "layers": mark(
-            {
-                "w": 0.1 * rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32),
-                "b": np.zeros((LAYERS, WIDTH), np.float32),
-            }
-        ),
-        "head": rng.normal(size=(WIDTH, 8)).astype(np.float32),
-    }
+    return stacked_layers(LAYERS, WIDTH, mark)
 
 
 def stacked_loss(params, x):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from problems import trained
+from problems import stacked_layers, trained
 
 import optfn
 from optfn.distributed import data_mesh, plan_memory, scan_layers, sharded
@@ -20,16 +20,7 @@ STACKED = {"layers/.*": optfn.ParamAttr(stacked=1)}
 
 
 def params(mark=lambda x: x):
-    rng = np.random.default_rng(1)
-    return {
-        "layers": mark(
-            {
-                "w": 0.1 * rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32),
-                "b": np.zeros((LAYERS, WIDTH), np.float32),
-            }
-        ),
-        "head": rng.normal(size=(WIDTH, 8)).astype(np.float32),
-    }
+    return stacked_layers(LAYERS, WIDTH, mark)
 
 
 def loss_fn(p, x):
