@@ -143,6 +143,8 @@ class _Binding:
             return self._mesh(x)
         if isinstance(x, NamedSharding):
             return self._sharding(x)
+        if isinstance(x, tuple) and hasattr(x, "_fields"):  # the functions of custom_linear_solve
+            return type(x)(*map(self._param, x))
         return type(x)(map(self._param, x)) if type(x) in (tuple, list) else x
 
     def _mesh(self, mesh: AbstractMesh | Mesh) -> AbstractMesh | Mesh:

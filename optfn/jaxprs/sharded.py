@@ -184,13 +184,14 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
     if len(calls) != 1 or calls[0].primitive.name not in (*JITTED, *CHECKPOINTS):
         return _run_jaxpr(jaxpr, operands, by_name=False)
     (call,) = calls
-    values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
     inner = find_called_jaxpr(call)
     assert inner is not None  # a jit or a checkpoint
-    arguments = [*find_call_constants(call), *read(values, call.invars)]
-    values |= bindings(call.outvars, _run_without_outer_call(inner, arguments))
-    names = [e for e in jaxpr.eqns if e is not call]
-    values = run_equations(names, values, rule=run_on_shards)
+
+    def run_inside(*arguments: Value) -> list[Value]:
+        return _run_without_outer_call(inner, [*find_call_constants(call), *arguments])
+
+    values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
+    values = run_equations(jaxpr.eqns, values, {id(call): run_inside}, run_on_shards)
     return gather_params(read(values, jaxpr.outvars), by_name=False)
 
 

@@ -94,6 +94,13 @@ def checkpoint_in_reverse(w, x):
     return x * (1 + 1e-3 * means[0])
 
 
+def checkpoint_of_named(w, x):
+    def named(x, w):
+        return jax.checkpoint(body)(checkpoint_name(x, "x"), checkpoint_name(w, "w"))
+
+    return lax.scan(named, x, w)[0]
+
+
 def gradient_in_loss(w, x):
     return x + jax.grad(lambda x: jnp.sum(scan_layers(layer, w, x) ** 2))(x)
 
@@ -112,6 +119,7 @@ PLAIN = {
     "scan": scan,
     "scan of checkpoint": lambda w, x: lax.scan(jax.checkpoint(body), x, w)[0],
     "scan of checkpoint in reverse": checkpoint_in_reverse,
+    "scan of checkpoint of named": checkpoint_of_named,
     "checkpoint of scan": jax.checkpoint(scan),
     "jit of scan": jax.jit(scan),
     "scan in reverse": lambda w, x: lax.scan(body, x, w, reverse=True)[0],

@@ -150,6 +150,24 @@ def test_a_shard_map_over_another_axis():
     assert_near(train(loss, params, mesh=mesh)[1].params, expected.params)
 
 
+def test_a_linear_solver():
+    """It keeps its functions in a NamedTuple."""
+
+    def apply(params, x):
+        matrix = params["w"] @ params["w"].T + jnp.eye(WIDTH)
+        x = constrain(x, "data", "model")
+        solution, _ = jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, x.T, tol=1e-6)
+        return constrain(solution.T, "data", None)
+
+    params = {"w": weights(0, WIDTH, WIDTH)}
+    expected = train(
+        loss_of(lambda p, x: jnp.linalg.solve(p["w"] @ p["w"].T + jnp.eye(WIDTH), x.T).T), params
+    )[1]
+    for options in ({}, {"shard": "params"}):
+        found = train(loss_of(apply), params, mesh=mesh_of(), **options)[1]
+        assert_near(found.params, expected.params, 1e-4)
+
+
 def test_tables_keys_state_and_aux():
     """Rows as gradients, dropout, model state and an integer leaf pass through the traced loss."""
     ids = np.arange(EXAMPLES, dtype=np.int32) % 8
