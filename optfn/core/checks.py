@@ -131,12 +131,14 @@ def decay(name: str, value: object) -> Scalar:
     return number(name, value, BELOW_ONE)
 
 
-def count(name: str, value: object, *, low: int = 1) -> int:
+def count(
+    name: str, value: object, *, low: int = 1, hint: str = "make it a static argument"
+) -> int:
     """Return `value` as an int if it is a Python integer ≥ `low`, else raise;
-    static, because shapes depend on it."""
+    static, because shapes depend on it. The error for an array of JAX has the hint."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
-        raise TypeError(f"{name} must be a Python integer{hint}; got {show(value)}")
+        advice = f" ({hint})" if isinstance(value, jax.Array) else ""
+        raise TypeError(f"{name} must be a Python integer{advice}; got {show(value)}")
     if value < low:
         raise ValueError(f"{name} must be >= {low}; got {value}")
     return int(value)

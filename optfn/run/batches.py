@@ -80,11 +80,17 @@ class Remaining:
 
         Tokens are counted before: on a device, the count would wait for the step that runs there.
         """
-        count = self._count_tokens
         return [
-            _Drawn(epoch, place(x), count and checks.count("count_tokens(batch)", count(x), low=0))
+            _Drawn(epoch, place(x), self._count(x))
             for epoch, x in itertools.islice(self._passes, 1)
         ]
+
+    def _count(self, batch: Batch) -> int | None:
+        """Return the tokens of a batch; None if nothing counts them."""
+        if self._count_tokens is None:
+            return None
+        found = self._count_tokens(batch)
+        return checks.count("count_tokens(batch)", found, low=0, hint="wrap it in int()")
 
     def _look_ahead(self) -> bool:
         """Draw the next batch unless one is drawn already; tell whether there is one."""

@@ -130,6 +130,7 @@ def test_flops_that_are_not_known_are_no_utilization(monkeypatch):
         ({"count_tokens": 512}, r"count_tokens must be a function \(batch\); got 512"),
         ({"count_tokens": lambda: 1}, r"count_tokens is called with \(batch\)"),
         ({"count_tokens": lambda x: x.shape}, r"count_tokens\(batch\) must be a Python integer"),
+        ({"count_tokens": lambda x: jnp.sum(x > 0)}, r"Python integer \(wrap it in int\(\)\); got"),
         ({"count_tokens": lambda x: -1}, r"count_tokens\(batch\) must be >= 0; got -1"),
         ({"count_tokens": np.size, "log": None}, r"count_tokens needs log"),
     ],
