@@ -30,11 +30,13 @@ class Marking(NamedTuple, Generic[T]):
     none: the mark of a constant.
     join: returns the mark of a value that is one of several.
     of_equation: returns the mark of the results of an equation without a function inside.
+    marks_constants: whether the results of an equation of constants may have a mark.
     """
 
     none: T
     join: Callable[[Sequence[T]], T]
     of_equation: Callable[[Equation, Sequence[T]], T]
+    marks_constants: bool = False
 
 
 # An unknown primitive: all its results may depend on all operands.
@@ -95,8 +97,8 @@ class _MarkWalk(Generic[T]):
 
         for equation in jaxpr.eqns:
             given = marks(equation.invars)
-            # Marks only grow from marked operands, so other equations need no look.
-            if any(mark != none for mark in given):
+            # Most marks only grow from marked operands, so other equations need no look.
+            if self.marking.marks_constants or any(mark != none for mark in given):
                 marked |= bindings(equation.outvars, self._mark_equation(equation, given))
         return marks(jaxpr.outvars)
 

@@ -4,6 +4,10 @@ A rule on the elements of a leaf does the same to a buffer of several leaves. A 
 mean or a product of a leaf does not: it mixes elements, by a primitive such as `reduce_sum` or
 `dot_general`. optfn's own code knows where each leaf of a buffer begins, so its mixes do not count:
 the innermost line of an equation outside of JAX tells whose code it is.
+
+A mask or a label may choose the rule of a leaf by its axes or its path, and a buffer has others. So
+a mixture also tells the rule: the operations on the elements, which a leaf and its buffer must have
+in common, and the numbers of a state that it reads, such as a rate and a count.
 """
 
 import os
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.extend.core as jex
 from jax.extend import source_info_util
 
 from optfn.core.types import PyTree
@@ -31,6 +36,13 @@ _MIXING = {
     "hessenberg", "tridiagonal", "triangular_solve", "tridiagonal_solve", "custom_linear_solve",
 }  # fmt: skip
 
+# Primitives that move or cast elements, and are others for arrays of other shapes.
+_MOVING = {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
+    "dynamic_update_slice", "expand_dims", "gather", "optimization_barrier", "pad", "reshape",
+    "rev", "scatter", "slice", "split", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+
 # The bit of a group that was mixed along some axes of a leaf; leaf i has bit i + 1.
 _BY_AXIS = 1
 
@@ -40,10 +52,29 @@ class Mixture(NamedTuple):
 
     leaves: the leaves of which it may have elements, each in its place.
     mixes: the groups of leaves that have been mixed into it, each with the line that did it.
+    operations: what code outside of optfn has done to the elements: primitives with their literals.
+    numbers: the names of the numbers of a state that have been read.
+    is_made_by_optfn: whether it has arrays that optfn has made, such as zeros for a frozen leaf.
     """
 
     leaves: int
     mixes: dict[int, str]
+    operations: frozenset[tuple[str, ...]] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    is_made_by_optfn: bool = False
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether the value has elements of leaves, or those that optfn has put in their place."""
+        return bool(self.leaves) or self.is_made_by_optfn
+
+    def has_rule_in(self, buffer: "Mixture") -> bool:
+        """Tell whether the rule of this leaf is one of the rules of a buffer.
+
+        Code outside of optfn has one rule for a buffer; optfn may have one for each leaf in it.
+        """
+        is_same = self.operations == buffer.operations and self.numbers <= buffer.numbers
+        return is_same and self.has_elements == buffer.has_elements
 
     def find_partial(self, buffer: Sequence[int]) -> str:
         """Return the line of a mix that is another one in a buffer of these leaves, "" without.
@@ -63,15 +94,15 @@ def _bit(i: int) -> int:
 
 
 def find_mixtures(
-    fn: Callable[..., PyTree], args: Sequence[PyTree], leaves: Sequence[int]
+    fn: Callable[..., PyTree], args: Sequence[PyTree], sources: Sequence[int | str]
 ) -> PyTree:
     """Return a tree like fn(*args), with a `Mixture` in the place of each leaf.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
       args: arrays or ShapeDtypeStructs.
-      leaves: a number for each leaf of the arguments, in order; a parameter, its gradient and all
-        that belongs to it have the same number.
+      sources: for each leaf of the arguments, in order, its number, which a parameter, its gradient
+        and all that belongs to it have in common; or the name of a number of a state.
     """
 
     def run(*args: PyTree) -> PyTree:
@@ -79,20 +110,41 @@ def find_mixtures(
         with jax.disable_jit():
             return fn(*args)
 
-    return mark_results(_MIXTURES, run, args, [Mixture(_bit(i), {}) for i in leaves])
+    return mark_results(_MIXTURES, run, args, [_mark_source(x) for x in sources])
+
+
+def _mark_source(source: int | str) -> Mixture:
+    if isinstance(source, str):
+        return Mixture(0, {}, numbers=frozenset([source]))
+    return Mixture(_bit(source), {})
 
 
 def _mark_equation(equation: Equation, given: Sequence[Mixture]) -> Mixture:
     """Return the mixture of an equation's results; if it mixes, it has no leaf's elements."""
-    leaves, mixes = reduce(_combine, given)
-    if equation.primitive.name not in _MIXING:
-        return Mixture(leaves, mixes)
-    line = source_info_util.summarize(equation.source_info)
-    if not leaves or not line or line.startswith(_PACKAGE):
-        return Mixture(0, mixes)
+    mixture = reduce(_combine, given, _MIXTURES.none)
+    name, line = equation.primitive.name, source_info_util.summarize(equation.source_info)
+    is_array = any(type_of(x).ndim for x in equation.outvars)
+    if not line or line.startswith(_PACKAGE):
+        # A number that optfn has mixed from a leaf is no element; a product of matrices has them.
+        is_number = name in _MIXING and not is_array
+        made = mixture.is_made_by_optfn or is_array
+        leaves = 0 if is_number else mixture.leaves
+        return mixture._replace(leaves=leaves, is_made_by_optfn=made)
+    if name not in _MIXING:
+        if name in _MOVING or not mixture.has_elements:
+            return mixture
+        return mixture._replace(operations=mixture.operations | {_describe(equation)})
+    if not mixture.leaves:
+        return Mixture(0, mixture.mixes)
     has_axes = any(type_of(x).ndim > 1 for x in equation.invars)
-    by_axis = _BY_AXIS if has_axes and type_of(equation.outvars[0]).ndim else 0
-    return Mixture(0, {leaves | by_axis: line} | mixes)
+    by_axis = _BY_AXIS if has_axes and is_array else 0
+    return Mixture(0, {mixture.leaves | by_axis: line} | mixture.mixes)
+
+
+def _describe(equation: Equation) -> tuple[str, ...]:
+    """Return the primitive of an equation and its literals, such as a rate."""
+    literals = [str(x.val) for x in equation.invars if isinstance(x, jex.Literal)]
+    return (equation.primitive.name, *literals)
 
 
 def _combine(a: Mixture, b: Mixture) -> Mixture:
@@ -102,15 +154,16 @@ def _combine(a: Mixture, b: Mixture) -> Mixture:
     A group that overlaps stays apart: a norm of a leaf that a global norm has scaled is still a
     norm of the leaf.
     """
+    joined = _join([a, b])
     if not (a.mixes and b.mixes):
-        return Mixture(a.leaves | b.leaves, a.mixes or b.mixes)
+        return joined
     alone, mixes = dict(b.mixes), {}
     for group, line in a.mixes.items():
         disjoint = [other for other in alone if not other & group & ~_BY_AXIS]
         for other in disjoint:
             del alone[other]
         mixes[reduce(int.__or__, disjoint, group)] = line
-    return Mixture(a.leaves | b.leaves, mixes | alone)
+    return joined._replace(mixes=mixes | alone)
 
 
 def _join(values: Sequence[Mixture]) -> Mixture:
@@ -118,7 +171,13 @@ def _join(values: Sequence[Mixture]) -> Mixture:
     mixes: dict[int, str] = {}
     for value in reversed(values):  # the line of the first of them is kept
         mixes |= value.mixes
-    return Mixture(reduce(int.__or__, (value.leaves for value in values)), mixes)
+    return Mixture(
+        leaves=reduce(int.__or__, (value.leaves for value in values)),
+        mixes=mixes,
+        operations=frozenset().union(*(value.operations for value in values)),
+        numbers=frozenset().union(*(value.numbers for value in values)),
+        is_made_by_optfn=any(value.is_made_by_optfn for value in values),
+    )
 
 
-_MIXTURES = Marking(Mixture(0, {}), _join, _mark_equation)
+_MIXTURES = Marking(Mixture(0, {}), _join, _mark_equation, marks_constants=True)

@@ -64,8 +64,8 @@ def pack(params: Params) -> Packed:
     patterns of paths, attributes and norms per tensor refer to the original leaves. However, 8-bit
     moments have one scale for the whole buffer, and Deep Gradient Compression selects from all of
     it. Optimizers of optax, and rules of your own, see buffers: those on elements alone do what
-    they do with the tree, and a step with `packed=True` refuses those that take a norm, a mean or
-    a product of an array.
+    they do with the tree. A step with `packed=True` refuses those that take a norm, a mean or a
+    product of an array, and those whose masks or labels would choose another rule for a buffer.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are

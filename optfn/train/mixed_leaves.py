@@ -2,13 +2,13 @@
 
 A transformation of another library, or a rule that a user writes, sees a buffer as one flat array.
 Where it takes a norm, a mean or a product of an array, it would take that of all leaves together,
-and where a mask looks at the axes of an array, it would find one: another model would be trained.
+and where a mask or a label looks at the axes of an array, or at its path, it would find others:
+another model would be trained.
 optfn's own transformations look up where each leaf begins, and are not traced.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,8 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params, Updates
 from optfn.interop.calls import show_transform
-from optfn.jaxprs.dependence import find_dependent_leaves
 from optfn.jaxprs.mixtures import Mixture, find_mixtures
 from optfn.leaves.packed import make_packed_layout, pack
-
-Steps: TypeAlias = Callable[[Params, Updates], Updates]
 
 _REMEDY = (
     "Leave packed=True out, or use transformations of optfn, which know the leaves of a buffer, "
@@ -45,7 +42,7 @@ def refuse_mixed_leaves(argument: str, tx: optax.GradientTransformation, params:
     Raises:
       ValueError: the update of a leaf needs a mix of the elements of some leaves of its buffer, but
         not of all, or of the rows or columns of one. The message has the leaf and the line that
-        mixes. Or a mask takes the parameter away from a rule that would read it in the tree.
+        mixes. Or a mask or a label gives the buffer another rule than a leaf.
     """
     if _is_own(tx):
         return
@@ -67,25 +64,28 @@ def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
     chosen = sorted(itertools.chain(*buffers))
     shapes = dict.fromkeys(range(len(leaves)), optax.MaskedNode())
     shapes |= {i: jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in chosen}
-    like, steps = layout.structure.unflatten(shapes.values()), _take_two_steps(tx)
+    like = layout.structure.unflatten(shapes.values())
+    flat = jax.eval_shape(pack, like)
 
-    found = find_mixtures(steps, (like, like), chosen * 2)
-    mixtures = dict(zip(chosen, jax.tree.leaves(found, is_leaf=_is_mixture), strict=True))
-    reads = dict(zip(chosen, _find_reading(steps, like), strict=True))
-    packed_reads = _find_reading(steps, jax.eval_shape(pack, like))
-    for buffer, is_read in zip(buffers, packed_reads, strict=True):
+    numbers = _find_numbers(tx, like)
+    numbers = {name: x for name, x in numbers.items() if name in _find_numbers(tx, flat)}
+    mixtures = dict(zip(chosen, _find_mixtures(tx, like, chosen, numbers), strict=True))
+    packed = _find_mixtures(tx, flat, [*range(len(buffers))], numbers)
+    for buffer, of_buffer in zip(buffers, packed, strict=True):
         for i in buffer:
             if line := mixtures[i].find_partial(buffer):
                 return (
                     f"the update of leaf {layout.paths[i]!r} needs a mix of its elements (a norm, "
                     f"a mean, a product) at {line}, which would mix a whole buffer of leaves"
                 )
-        reading = [layout.paths[i] for i in buffer if reads[i]]
-        if reading and not is_read:
-            return (
-                f"it reads the parameter {reading[0]!r}, but not a flat buffer of leaves, as "
-                "with a mask that looks at the axes or the path of a leaf"
-            )
+        for i in buffer:
+            # A number of optfn's own, such as the zero for a frozen leaf, has no sign of the rule.
+            if leaves[i].ndim and not mixtures[i].has_rule_in(of_buffer):
+                return (
+                    f"the rule of leaf {layout.paths[i]!r} is not the rule of a flat buffer of "
+                    "leaves, as with a mask or a label that looks at the axes, the size or the "
+                    "path of a leaf"
+                )
     return ""
 
 
@@ -101,27 +101,48 @@ def _is_own(tx: object) -> bool:
     return all(map(_is_own, inside))
 
 
-def _take_two_steps(tx: optax.GradientTransformation) -> Steps:
-    """Return a function of params and gradients to the updates of the second step.
+def _find_numbers(tx: optax.GradientTransformation, params: Params) -> dict[str, Any]:
+    """Return the shapes of the numbers in the state of `tx`, such as rates and counts, by path."""
+    return {
+        jax.tree_util.keystr(path): jax.ShapeDtypeStruct((), x.dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, params))
+        if x.shape == () and not tree.is_key(x)
+    }
+
+
+def _find_mixtures(
+    tx: optax.GradientTransformation,
+    params: Params,
+    leaves: list[int],
+    numbers: dict[str, Any],
+) -> list[Mixture]:
+    """Return the mixture of each update of the second step.
 
     A rule may mix what the first step has left in its state, as optax.sm3 does.
+
+    Args:
+      tx: the optimizer.
+      params: the shapes of its params.
+      leaves: the number of each of them.
+      numbers: the shapes of numbers of its state, by path.
     """
     tx = optax.with_extra_args_support(tx)
 
-    def steps(params: Params, grads: Updates) -> Updates:
+    def take_two_steps(params: Params, grads: Updates, numbers: dict[str, jax.Array]) -> Updates:
+        def read(path: Any, x: Any) -> Any:
+            given = numbers.get(jax.tree_util.keystr(path))
+            return x if given is None else jnp.maximum(x, given)  # depends on both
+
         loss = jnp.zeros(())
         extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
-        _, state = tx.update(grads, tx.init(params), params, **extra)
+        state = jax.tree_util.tree_map_with_path(read, tx.init(params))
+        _, state = tx.update(grads, state, params, **extra)
         updates, _ = tx.update(grads, state, params, **extra)
         return updates
 
-    return steps
-
-
-def _find_reading(steps: Steps, params: Params) -> list[bool]:
-    """Tell for each array of `params` whether its update depends on a parameter."""
-    marks = [jax.tree.map(lambda x, mark=mark: mark, params) for mark in (True, False)]
-    return jax.tree.leaves(find_dependent_leaves(steps, (params, params), marks))
+    sources: list[int | str] = [*leaves, *leaves, *sorted(numbers)]
+    found = find_mixtures(take_two_steps, (params, params, numbers), sources)
+    return jax.tree.leaves(found, is_leaf=_is_mixture)
 
 
 def _is_mixture(x: object) -> bool:

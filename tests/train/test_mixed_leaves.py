@@ -1,4 +1,5 @@
-"""A buffer of several leaves changes rules that treat a leaf as a whole: these are refused.
+"""A buffer of several leaves changes rules that treat a leaf as a whole: these are refused, and
+masks and labels that look at a leaf.
 
 The property over optax's catalogue: a transformation trains packed params as it trains the tree, or
 the step refuses it with the line that mixes.
@@ -108,6 +109,23 @@ def by_axes(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
+def by_path(params):
+    """Mark the leaves that are called "b" and "d"."""
+
+    def is_marked(path, x):
+        return "b" in jax.tree_util.keystr(path) or "d" in jax.tree_util.keystr(path)
+
+    return jax.tree_util.tree_map_with_path(is_marked, params)
+
+
+def by_size(updates, params):
+    return jax.tree.map(lambda g: RATE * g / np.sqrt(g.size), updates)
+
+
+def labeled(labels, **rules):
+    return optax.partition({True: rules["true"], False: rules["false"]}, labels)
+
+
 WHOLE = {
     "behind a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(RATE)),
     "in a chain of optfn": optfn.chain(optax.lamb(RATE)),
@@ -116,6 +134,17 @@ WHOLE = {
     "injected": optax.inject_hyperparams(optax.lamb)(learning_rate=RATE),
     "a global norm of some leaves": optax.masked(optax.clip_by_global_norm(1.0), by_axes),
     "a decay of matrices": optax.adamw(RATE, weight_decay=0.5, mask=by_axes),
+    "a decay by path": optax.adamw(RATE, weight_decay=0.5, mask=by_path),
+    "no gradients of vectors": labeled(by_axes, true=optax.sgd(RATE), false=optax.set_to_zero()),
+    "frozen by path": optax.chain(optax.sgd(RATE), optax.masked(optax.set_to_zero(), by_path)),
+    "rates by axes": labeled(by_axes, true=optax.sgd(RATE), false=optax.sgd(RATE / 2)),
+    "rules by axes": labeled(by_axes, true=optfn.adam(RATE), false=optax.sgd(RATE)),
+    "rates of optfn by axes": labeled(by_axes, true=optfn.sgd(RATE), false=optfn.sgd(RATE / 2)),
+    "rates of optfn by path": labeled(by_path, true=optfn.adam(RATE), false=optfn.adam(RATE / 2)),
+    "a norm behind muon of optfn": optax.chain(
+        optfn.scale_by_muon(), optax.clip_by_block_rms(1e-3)
+    ),
+    "a scale by size": optax.stateless(by_size),
 }
 ELEMENTWISE = {
     "behind a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)),
@@ -124,6 +153,12 @@ ELEMENTWISE = {
     "optfn, injected": optax.inject_hyperparams(optfn.lamb)(learning_rate=RATE),
     "optfn in a partition": optax.partition(
         {"x": optfn.lamb(RATE)}, lambda params: jax.tree.map(lambda x: "x", params)
+    ),
+    "a scale behind optfn": optax.chain(
+        optfn.muon(RATE, matrices="a|c"), optfn.clip_by_norm(0.1), optax.scale(0.5)
+    ),
+    "frozen by optfn": optax.chain(
+        optfn.adam(RATE, param_attrs={"a|b": optfn.ParamAttr(trainable=False)}), optax.scale(0.5)
     ),
     "only finite": optax.apply_if_finite(optax.adam(RATE), 3),
     "accumulated": optfn.chain(optax.MultiSteps(optax.adam(RATE), 2)),
