@@ -157,24 +157,28 @@ def reduce_gradients(
     workers: Workers,
     metrics: PyTree = None,
     dtype: DType | None = None,
+    averaged: PyTree = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except over axes where a transform exchanges the leaf
-    itself.
+    """Average gradients over the worker axes, except over axes where the loss has averaged a leaf
+    or a transform exchanges it.
 
     Metrics are averaged over all worker axes, and gradients are added and sent in `dtype`, or in
-    their own if it is None.
+    their own if it is None. `averaged` has the axes of each leaf's mean in the loss; None if the
+    loss averages none.
 
     Returns:
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
       with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
-    axes = workers.axes
-    if not axes or not has_exchange(opt_state):
+    axes, exchanges = workers.axes, has_exchange(opt_state)
+    done = [Axes() for _ in tree.leaves(grads)] if averaged is None else tree.leaves(averaged)
+    if not axes or not (exchanges or any(done)):
         return *mean_over_workers(grads, metrics, workers, dtype), {}
-    remaining = [exclude_axes(axes, done) for done in find_exchange_axes(opt_state, grads)]
+    exchanged = find_exchange_axes(opt_state, grads)
+    remaining = [exclude_axes(axes, join_axes(*both)) for both in zip(done, exchanged, strict=True)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.
-    for names in dict.fromkeys([axes, *remaining]):
+    for names in dict.fromkeys([axes, *filter(None, remaining)]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
             return g if remaining[place.number] == names else None
@@ -185,4 +189,4 @@ def reduce_gradients(
         means, of_all = mean_over_workers(some, of_all, over, dtype)
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
-    return grads, metrics, {"workers": workers}
+    return grads, metrics, {"workers": workers} if exchanges else {}

@@ -14,6 +14,7 @@ If the step is left to the compiler, there are no workers: all devices are one, 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 
 import jax
@@ -34,11 +35,12 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.devices import Devices
+from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
-from optfn.leaves import patterns
+from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import copy_to_devices, refuse_exchange, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
@@ -62,6 +64,9 @@ class Layout:
     reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
     compiler_axes: the data axes if the compiler divides the loss over them; none if each device
       runs the loss on its own examples, inside `shard_map`.
+    mean_axes: the worker axes over which the loss averages the gradients of `mean_axes_of`; none if
+      the step averages all gradients after the loss.
+    mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: their own.
     """
 
     mesh: Mesh
@@ -73,6 +78,8 @@ class Layout:
     tx: optax.GradientTransformation | None = dataclasses.field(default=None, kw_only=True)
     reduce_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
     compiler_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
+    mean_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
+    mean_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:
@@ -217,6 +224,34 @@ class Layout:
         """Return the dimensions that a spec divides over shard axes,
         with these axes; [] if it divides none."""
         return divisions_of(spec, self.shard_axes)
+
+    def mean_axes_of(self, params: Params) -> PyTree:
+        """Return the worker axes over which the loss averages each leaf's gradient; masked leaves
+        stay masked.
+
+        They are `mean_axes` for a divided leaf, whose gather averages the gradient in the backward
+        pass, and none for a whole leaf, a table, and a leaf of which a device keeps at most 64 KB a
+        layer: the step averages small gradients by one all-reduce.
+        """
+        if not self.mean_axes:
+            return tree.map_arrays(lambda x: Axes(), params)
+        stacked = contents.count_stacked_axes(self.mark_stacked(params))
+
+        def choose(place: tree.Place, x: Leaf, spec: P, is_table: bool) -> Leaf:
+            if tree.is_masked(x):
+                return x
+            divisions = self.divisions(spec)
+            if is_table or not divisions:
+                return Axes()
+            devices = count_devices(self.mesh, join_axes(*(names for _, names in divisions)))
+            size = math.prod(jnp.shape(x)[stacked[place.number] :]) * jnp.result_type(x).itemsize
+            return self.mean_axes if size > SMALL_BYTES * devices else Axes()
+
+        return tree.map_named(choose, params, self.param_specs(params), self.is_table(params))
+
+    def average_later(self) -> "Layout":
+        """Return the same layout, with which the loss averages no gradient over workers."""
+        return dataclasses.replace(self, mean_axes=Axes()) if self.mean_axes else self
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return an array's shape, with divided dimensions rounded up so that all shards have one

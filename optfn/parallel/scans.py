@@ -28,7 +28,7 @@ from optfn.parallel.shards import compiler_slices, gather_shard
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "step"],
-    meta_fields=["divisions", "slices", "layout"],
+    meta_fields=["divisions", "slices", "layout", "mean_axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class LeafShard:
@@ -39,6 +39,7 @@ class LeafShard:
     divisions: the dimensions that shard axes divide.
     slices: how axes that are left to the compiler divide the leaf; see `compiler_slices`.
     layout: how params are divided.
+    mean_axes: the worker axes over which the gather averages the gradient.
     """
 
     array: jax.Array
@@ -46,9 +47,12 @@ class LeafShard:
     divisions: tuple[Division, ...]
     slices: P
     layout: Layout
+    mean_axes: Axes
 
     @classmethod
-    def of(cls, array: jax.Array, spec: P, layout: Layout, step: jax.Array) -> "LeafShard | None":
+    def of(
+        cls, array: jax.Array, spec: P, layout: Layout, step: jax.Array, mean_axes: Axes
+    ) -> "LeafShard | None":
         """Return the shard of a leaf with this spec; None if shard axes do not divide the leaf."""
         divisions = tuple(layout.divisions(spec))
         if not divisions:
@@ -56,11 +60,9 @@ class LeafShard:
         size = array.size * count_devices(
             layout.mesh, join_axes(*(names for _, names in divisions))
         )
-        if (
-            layout.gather_compressor is None and layout.reduce_compressor is None
-        ) or size < MIN_SIZE:
-            return cls(array, None, divisions, compiler_slices(spec, layout), layout)
-        return cls(array, step, divisions, compiler_slices(spec, layout), layout)
+        has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
+        number = step if has_packets and size >= MIN_SIZE else None
+        return cls(array, number, divisions, compiler_slices(spec, layout), layout, mean_axes)
 
     @property
     def is_gathered_ahead(self) -> bool:
@@ -78,9 +80,8 @@ class LeafShard:
         """
         # The loss may read a param in several places, of which each would add a reduce-scatter.
         if dtype not in self._gathered:
-            self._gathered[dtype] = gather_shard(
-                self.array, self.divisions, self.slices, self.layout, self.step, dtype
-            )
+            how = self.divisions, self.slices, self.layout, self.step, self.mean_axes
+            self._gathered[dtype] = gather_shard(self.array, *how, dtype)
         return self._gathered[dtype]
 
     def with_whole(self, whole: jax.Array, dtype: Any) -> "LeafShard":
@@ -143,7 +144,12 @@ class LeafShard:
 
 
 def wrap_shards(
-    params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
+    params: Params,
+    specs: PyTree,
+    tables: PyTree,
+    layout: Layout,
+    step: jax.Array,
+    mean_axes: PyTree,
 ) -> Params:
     """Return params with a ShardedParam in place of each leaf that shard axes divide.
 
@@ -155,13 +161,14 @@ def wrap_shards(
       tables: which leaves are tables.
       layout: how params are divided.
       step: the number of the training step, for packets.
+      mean_axes: the worker axes over which the gather of a leaf averages its gradient.
     """
 
-    def wrap(spec: P, is_table: bool, x: Leaf) -> Leaf:
-        shard = None if is_table else LeafShard.of(x, spec, layout, step)
+    def wrap(spec: P, is_table: bool, x: Leaf, mean_axes: Axes) -> Leaf:
+        shard = None if is_table else LeafShard.of(x, spec, layout, step, mean_axes)
         return x if shard is None else ShardedParam(shard)
 
-    return jax.tree.map(wrap, specs, tables, params, is_leaf=is_spec)
+    return jax.tree.map(wrap, specs, tables, params, mean_axes, is_leaf=is_spec)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:

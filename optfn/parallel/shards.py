@@ -76,11 +76,13 @@ def gather_shard(
     slices: P,
     layout: Layout,
     step: jax.Array | None,
+    mean_axes: Axes,
     dtype: Any = None,
 ) -> jax.Array:
     """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
 
-    The backward pass reduce-scatters the cotangents of all devices.
+    The backward pass reduce-scatters the cotangents of all devices of a shard group, and averages
+    the shard over `mean_axes`.
 
     Args:
       shard: this device's shard of the array.
@@ -89,6 +91,8 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
+      mean_axes: the worker axes over which the gradient is averaged too, in the layout's
+        `mean_dtype`.
       dtype: the dtype of the result; the array is sent in it. None keeps the shard's. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
@@ -111,7 +115,9 @@ def gather_shard(
     @functools.partial(_run_on_compiler_slices, slices, layout)
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
         names, mesh, dtype = layout.shard_axes, layout.mesh, layout.reduce_dtype
-        return mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
+        mean = mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
+        averaged: jax.Array = mean_over_axes(mean, mean_axes, layout.mean_dtype)
+        return averaged
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
         return scatter(cotangent.astype(kept), step), None

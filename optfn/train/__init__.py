@@ -7,7 +7,8 @@ axis is a shard axis, and there are no worker axes:
 2. `parallel/scans.wrap_shards` puts a `ShardedParam` in place of each divided leaf, and
    `sparse/loss_program.py` gathers it: for the whole loss, or a layer at a time in a scan.
 3. The backward pass of `parallel/shards.gather_shard` reduce-scatters each gradient: the mean over
-   the devices, as a shard. `scatter_gradients` all-reduces the gradients of whole leaves.
+   the devices, as a shard; with worker axes it averages the shard over them too.
+   `scatter_gradients` all-reduces the gradients of whole leaves.
 4. `worker_step`, outside of the `shard_map`, sees whole arrays, which the compiler divides: the
    norm of a clip is the norm over all shards. Without worker axes `reduce_gradients` changes
    nothing.

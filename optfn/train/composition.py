@@ -72,12 +72,11 @@ def compose_step(
     #    along them has its shards in it (or whole params), gathers them for the loss, and computes
     #    on its examples; loss and gradients are means over these devices, and gradients lie as the
     #    layout says.
-    objective = make_objective(loss_fn, options, layout)
-    if options.has_aux and (layout is not None or options.microbatches > 1):
-        objective = refuse_aux_of_examples(objective)
+    make = functools.partial(make_objective, loss_fn, options)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
-    step = make_worker_step(objective, tx, key_of, averaged, layout, options.reduce_dtype)
+    of_loss = layout and average_in_loss(layout, averaged, options)
+    step = make_worker_step(make, tx, key_of, averaged, of_loss, options.reduce_dtype)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -146,7 +145,8 @@ def _compose_for_compiler(
         objective = constrain_gradients(pack_objective(objective), inner)
     if options.has_aux and options.microbatches > 1:
         objective = refuse_aux_of_examples(objective)
-    step = make_worker_step(objective, tx, make_key_of(options.rng, Axes()), Axes(), inner)
+    key_of = make_key_of(options.rng, Axes())
+    step = make_worker_step(lambda layout: objective, tx, key_of, Axes(), inner)
     if layout.is_divided:
         step = _place_state(step, inner)
 
@@ -185,12 +185,16 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
     )
 
 
+def is_gathered_once(options: StepArguments) -> bool:
+    """Tell whether a step gathers all params before the loss runs."""
+    return isinstance(options.shard, Sharded) and options.shard.is_gathered_once
+
+
 def make_objective(
     loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
 ) -> Objective:
     """Return the objective of one device; or of all devices along shard axes, if there are any."""
     form = LossForm(options.model_state, options.has_aux)
-    is_gathered_once = isinstance(options.shard, Sharded) and options.shard.is_gathered_once
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Devices(layout.mesh, layout.shard_axes)
@@ -209,14 +213,33 @@ def make_objective(
     def on_device(gather: Gather | None) -> Objective:
         if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it
             return gather_once(pack_objective(in_microbatches(None)), gather)
-        if is_gathered_once:
+        if is_gathered_once(options):
             return gather_once(in_microbatches(None), gather)
         return in_microbatches(gather)
 
     if layout is None or not layout.shard_axes:
-        return on_device(None)
-    objective = shard_objective(on_device, layout)
-    return objective if owners is None else wrap_tables_of_objective(objective)
+        objective = on_device(None)
+    else:
+        objective = shard_objective(on_device, layout)
+    if owners is not None:
+        objective = wrap_tables_of_objective(objective)
+    if options.has_aux and (layout is not None or options.microbatches > 1):
+        objective = refuse_aux_of_examples(objective)
+    return objective
+
+
+def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> Layout:
+    """Return the layout with which gathers of params average their gradients over the workers.
+
+    The backward pass of a gather does so right after it has reduced the gradient to a shard, so
+    that the mean of a layer runs beside the products of the next. With microbatches it would send
+    each gradient several times. A loss that does not gather by itself has its gradients averaged
+    after it.
+    """
+    is_once = options.microbatches == 1 and not is_gathered_once(options)
+    if not is_once or options.packed or options.value_and_grad is not None:
+        return layout
+    return dataclasses.replace(layout, mean_axes=workers, mean_dtype=options.reduce_dtype)
 
 
 def make_local_steps(

@@ -52,7 +52,9 @@ class _Record:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "step"],
-    meta_fields=["divisions", "slices", "layout", "path", "record", "scan", "of_layers"],
+    meta_fields=[
+        *("divisions", "slices", "layout", "mean_axes", "path", "record", "scan", "of_layers"),
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class _DryShard(LeafShard):
@@ -148,7 +150,7 @@ def _run_dry(
     def wrap(place: tree.Place, x: Leaf, spec: Any) -> Leaf:
         if tree.is_masked(x):
             return x
-        shard = LeafShard.of(x, spec, layout, jnp.zeros((), jnp.int32))
+        shard = LeafShard.of(x, spec, layout, jnp.zeros((), jnp.int32), Axes())
         if shard is None:
             return x
         fields = {f.name: getattr(shard, f.name) for f in dataclasses.fields(LeafShard)}

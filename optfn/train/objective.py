@@ -63,15 +63,18 @@ class Gather(NamedTuple):
     specs: the PartitionSpecs of the whole params.
     tables: which leaves are tables; a table stays divided, because a loss only looks rows up.
     layout: how params are divided.
+    mean_axes: the worker axes over which the gather of each leaf averages its gradient.
     """
 
     specs: PyTree
     tables: PyTree
     layout: Layout
+    mean_axes: PyTree
 
     def wrap(self, inputs: Inputs) -> Params:
         """Return params with a ShardedParam in place of each leaf that the devices divide."""
-        return wrap_shards(inputs.params, self.specs, self.tables, self.layout, inputs.step)
+        params, step = inputs.params, inputs.step
+        return wrap_shards(params, self.specs, self.tables, self.layout, step, self.mean_axes)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
@@ -321,7 +324,9 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
 def _gather_of(params: Params, layout: Layout) -> Gather:
     """Return how devices gather whole params that the layout divides."""
-    return Gather(layout.param_specs(params), layout.is_table(params), layout)
+    return Gather(
+        layout.param_specs(params), layout.is_table(params), layout, layout.mean_axes_of(params)
+    )
 
 
 def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:

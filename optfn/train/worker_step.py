@@ -29,7 +29,7 @@ from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
-from optfn.state.per_worker import may_give_rows
+from optfn.state.per_worker import has_exchange, may_give_rows
 from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
@@ -70,7 +70,7 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
 
 
 def make_worker_step(
-    objective: Objective,
+    make_objective: Callable[[Layout | None], Objective],
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
     axes: Axes,
@@ -82,7 +82,7 @@ def make_worker_step(
     With several workers it must run where their axes are bound, inside `shard_map`.
 
     Args:
-      objective: the loss and its gradients.
+      make_objective: returns the loss and its gradients for a layout.
       tx: the optimizer.
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
@@ -97,11 +97,17 @@ def make_worker_step(
         state = state._replace(params=constrain_params(state.params, layout))
         inputs = _make_inputs(state, batch, key_of, layout)
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
-        values, grads = objective.value_and_grad(scaled)
-        # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
+        later = None if layout is None else layout.average_later()
+        # An exchange takes each worker's own gradient, of all leaves or of some.
+        of_loss = later if has_exchange(state.opt_state) else layout
+        values, grads = make_objective(of_loss).value_and_grad(scaled)
+        # 2. Gradients become means over workers, except the leaves that the loss has averaged or
+        #    the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
+        averaged = None if of_loss is None else of_loss.mean_axes_of(state.params)
+        own = values.loss, values.aux
         grads, (loss, aux), extra = reduce_gradients(
-            grads, state.opt_state, workers, (values.loss, values.aux), reduce_dtype
+            grads, state.opt_state, workers, own, reduce_dtype, averaged
         )
         # `extra` has "workers" only where the optimizer exchanges gradients itself.
         exchanges_itself = "workers" in extra
@@ -114,7 +120,7 @@ def make_worker_step(
         if exchanges_itself:
             mean, _ = mean_over_workers(grads, (), workers, reduce_dtype)
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
-        extra["value_fn"] = make_value_fn(objective, workers, inputs, reduce_dtype)
+        extra["value_fn"] = make_value_fn(make_objective(later), workers, inputs, reduce_dtype)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
