@@ -6,7 +6,7 @@
 The compilers are those of `make compiled`. Each way of dividing a model is lowered by
 `TrainStep.lower` for a topology of chips, and compiled. Beside our ways is GSPMD's: the same loss
 and optimizer under `jax.jit`, with params, state and batch divided as in FSDP, and activations
-constrained to the batch's division. "Sparse cores" are the same programs, compiled with
+constrained to the batch's division. "Sparse cores" are steps with the compiler options of
 `optfn.distributed.overlap_options`, which leave gathers and scatters to the sparse cores of v5p and
 v6e. Meshes have the chips in the order of their torus, as `optfn.distributed.data_mesh` sorts them.
 
@@ -213,13 +213,16 @@ def divisions(model: str) -> dict[str, Division]:
     return found | {"FSDP, 4 microbatches": found["FSDP"]._replace(options=in_turn)}
 
 
-def gspmd(division: Division, mesh: Mesh, keeps: bool) -> jax.stages.Lowered:
+def gspmd(
+    division: Division, mesh: Mesh, keeps: bool, options: dict[str, Any] | None
+) -> jax.stages.Lowered:
     """Return the loss and the optimizer of FSDP, lowered for the compiler to divide.
 
     Args:
       division: the params, divided over all devices.
       mesh: the devices.
       keeps: whether the loss takes `keep`, for a constraint on activations.
+      options: options of the compiler.
     """
     step = scale.made(division, mesh)
     state, batch = step.shapes(division.params, scale.batch_of_all(division, mesh))
@@ -233,16 +236,21 @@ def gspmd(division: Division, mesh: Mesh, keeps: bool) -> jax.stages.Lowered:
         return state._replace(params=params, opt_state=opt_state), loss
 
     placed = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(train, donate_argnums=0, out_shardings=(placed, None)).lower(state, batch)
+    jitted = jax.jit(
+        train, donate_argnums=0, out_shardings=(placed, None), compiler_options=options
+    )
+    return jitted.lower(state, batch)
 
 
 def lowered(model: str, way: str, chips: Sequence[Any]) -> jax.stages.Lowered:
     """Return a step lowered for some chips."""
+    options = overlap_options(data_mesh(devices=chips)) if way.endswith(SPARSE) else None
     way = way.removesuffix(SPARSE)
     if way == "GSPMD":
         division = divisions(model)["FSDP"]
-        return gspmd(division, division.mesh(chips), keeps=model in LLAMAS)
+        return gspmd(division, division.mesh(chips), model in LLAMAS, options)
     division = divisions(model)[way]
+    division = division._replace(options={**division.options, "compiler_options": options})
     mesh = division.mesh(chips)
     batch = scale.batch_of_all(division, mesh)
     return scale.made(division, mesh).lower(division.params, batch)
@@ -259,8 +267,7 @@ def measured(model: str, topology: str, way: str, texts: Path | None = None) -> 
     """
     chips = targets.devices(target_of(topology))
     start = time.process_time()
-    options = overlap_options(data_mesh(devices=chips)) if way.endswith(SPARSE) else None
-    program = lowered(model, way, chips).compile(options)
+    program = lowered(model, way, chips).compile()
     seconds = time.process_time() - start
     if texts is not None:
         name = f"{model} {topology} {way}".replace(":", "_")

@@ -12,11 +12,9 @@ stays contiguous.
 
 The last phase of a gather has nearly all bytes, so it is the one over two dimensions. On the sparse
 cores of v5p and v6e (`overlap_options`) it uses the links of both: half of the array goes along the
-first dimension and then the second, the rest the other way round. Phases in another order for every
-second leaf would not do so, because XLA runs one collective at a time: in a compiled loop no second
-one begins before the first is done. Scatters on sparse cores have an option for two dimensions too
-(`…_offload_nd_reduce_scatter` with `…_reduce_scatter_v2`), but of the matrices of Llama 2 7B on
-v6e:16x16 only those of 4096 × 4096 take it; the others become all-reduces.
+first dimension and then the second, the rest the other way round. Where the step has these options,
+so does the first phase of a scatter, whose slices are stacked on a leading axis. In three
+dimensions both are one ring through all chips, which is no faster.
 """
 
 import contextlib
@@ -32,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from optfn.compilers.options import has_plane_scatters
 from optfn.estimate.chips import find_chip
 
 
@@ -49,6 +48,8 @@ class PhaseOfCollective(NamedTuple):
 
 # Torus dimensions that one collective may span: a scatter 1; a gather 2, or 1 up to 16 MiB.
 _SCATTERED, _GATHERED, _SMALL_GATHER = 1, 2, 1 << 24
+# On sparse cores a scatter spans 2, if a slice fills tiles of 8 rows; else XLA makes an all-reduce.
+_SCATTERED_IN_PLANES, _ROWS_OF_TILE = 2, 8
 # The mesh of the enclosing `shard_map`. Only axis names reach a collective, but its phases depend
 # on the coordinates of the chips. None outside of a `shard_map`: collectives then have one phase.
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
@@ -99,13 +100,25 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
     # The transpose of `all_gather_along`, so the axes come in reversed order.
     for i, name in reversed(list(enumerate(names))):
         pieces, along = _split_dimension(x, names[:i], dimension)
-        for number, phase in enumerate(phases(name, _SCATTERED)):
-            # From the second phase on, slices along the minor dimension need another form.
-            is_minor = along == pieces.ndim - 1
-            scatter = _reduce_scatter_minor if number and is_minor else _reduce_scatter
+        most = _choose_most(pieces, name, along)
+        if most > _SCATTERED:
+            # XLA would let a product write the stacked slices, for which it has slower loops.
+            pieces = lax.optimization_barrier(pieces)
+        for number, phase in enumerate(phases(name, most)):
+            is_stacked = number > 0 or most > _SCATTERED
+            scatter = _reduce_scatter_stacked if is_stacked else _reduce_scatter
             pieces = scatter(pieces, phase, along)
         x = lax.collapse(pieces, dimension, along + 1)
     return x
+
+
+def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
+    """Return how many torus dimensions a phase of a scatter may span: 2 on sparse cores, if the
+    slice of a device has enough rows; else 1."""
+    if not has_plane_scatters() or dimension == x.ndim - 1:
+        return _SCATTERED
+    rows = x.shape[-2] // (lax.axis_size(name) if dimension == x.ndim - 2 else 1)
+    return _SCATTERED_IN_PLANES if rows >= _ROWS_OF_TILE else _SCATTERED
 
 
 def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
@@ -117,16 +130,19 @@ def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> j
     return slice_
 
 
-def _reduce_scatter_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Sum over the groups of a phase, and return this device's slice along the last dimension.
+def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    """Sum over the groups of a phase, and return this device's slice along a dimension.
 
-    If slices lie along the minor dimension, as the slices of embedding rows do, XLA for TPUs emits
-    an all-reduce. Stacking them on a leading axis avoids it.
+    The slices are stacked on a leading axis. Otherwise XLA for TPUs emits an all-reduce for slices
+    along the minor dimension, as the slices of embedding rows are; and for slices whose rows are no
+    multiple of 8, a scatter of a padded array, which does not run on sparse cores, and permutes.
     """
     axis, groups = phase
     count = lax.axis_size(axis) if groups is None else len(groups[0])
-    slices = jnp.moveaxis(x.reshape(*x.shape[:dimension], count, -1), dimension, 0)
-    slice_: jax.Array = lax.psum_scatter(slices, axis, axis_index_groups=groups)
+    slices = x.reshape(*x.shape[:dimension], count, -1, *x.shape[dimension + 1 :])
+    slice_: jax.Array = lax.psum_scatter(
+        jnp.moveaxis(slices, dimension, 0), axis, axis_index_groups=groups
+    )
     return slice_
 
 

@@ -1,7 +1,9 @@
 """Options of the compiler for a program on a mesh: which of them it knows, and which hide sends."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +15,7 @@ from optfn.core import checks
 
 _TRUE = "true"  # a string, because not all plugins of TPUs take a bool
 
+_PLANE_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
 # Gathers and scatters run on the sparse cores of a chip, beside the products of its TensorCore.
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": _TRUE,
@@ -20,6 +23,12 @@ _SPARSE_CORES = {
     # A gather over two dimensions of the torus sends a part of the array along one first, the rest
     # along the other first, and so uses the links of both. Without it, it stays on the TensorCore.
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": _TRUE,
+    # So does a reduce-scatter, which runs in a second version of its program.
+    _PLANE_SCATTERS: _TRUE,
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": _TRUE,
+    # Several collectives wait in the queue of a sparse core. Without it, one is sent off after the
+    # one before is done, and the TensorCore waits if the product between them is shorter.
+    "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": _TRUE,
     # A gather that is fused with a product stays on the TensorCore.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
 }
@@ -42,6 +51,8 @@ _OVERLAP_OF_CHIP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 _OVERLAP_OF_GPUS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# The compiler options of the program that is traced.
+_options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingProxyType({}))
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
@@ -88,6 +99,24 @@ def has_gathers_ahead(mesh: Mesh | AbstractMesh) -> bool:
     flight at a time: it would stretch the gather over the whole layer, and the scatters would wait.
     """
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "tpu"
+
+
+@contextlib.contextmanager
+def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Let what is traced in this context follow the compiler options of its program."""
+    token = _options.set(options or {})
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def has_plane_scatters() -> bool:
+    """Tell whether a reduce-scatter of the traced program may span two dimensions of a torus.
+
+    Sparse cores have a program for it; the compiler of a TensorCore makes it an all-reduce.
+    """
+    return str(_options.get().get(_PLANE_SCATTERS)).lower() == _TRUE
 
 
 def drop_unknown_options(

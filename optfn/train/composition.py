@@ -14,7 +14,7 @@ from optfn import core
 from optfn.collectives.axes import Axes
 from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import hide_explicit_axes
-from optfn.compilers.options import drop_unknown_options
+from optfn.compilers.options import drop_unknown_options, follow_options
 from optfn.core.types import Batch, LossFn
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
@@ -105,13 +105,15 @@ def compile_step(
     compose = functools.partial(compose_step, loss_fn, tx, options)
     step = compose(layout, local)
     device = None if layout is None else layout.mesh.devices.flat[0]
+    known = drop_unknown_options(options.compiler_options, device)
     jit_options: dict[str, Any] = {
         "donate_argnums": (0,) if options.donate else (),
-        "compiler_options": drop_unknown_options(options.compiler_options, device),
+        "compiler_options": known,
     }
     if not isinstance(layout, AsPlaced):
-        return jax.jit(step, **jit_options)
+        return jax.jit(follow_options(known)(step), **jit_options)
 
+    @follow_options(known)
     def run(
         state: TrainState, batch: Batch, layout: Layout = layout
     ) -> tuple[TrainState, dict[str, Any]]:

@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import Mesh
 
 import optfn
+from optfn.compilers.options import has_plane_scatters
 from optfn.distributed import data_mesh, overlap_options
+from optfn.train import composition
 
 NO_FUSION = {"xla_disable_hlo_passes": "fusion"}
 
@@ -54,6 +56,23 @@ def test_names_that_the_compiler_does_not_know_are_dropped_with_one_warning():
     assert metrics["loss"] == expected_metrics["loss"]
 
 
+@pytest.mark.parametrize("value", [True, "true", "false"])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_what_a_step_traces_follows_its_options(workers, value, monkeypatch):
+    monkeypatch.setattr(composition, "drop_unknown_options", lambda options, device: options)
+    found = []
+
+    def loss(params, batch):
+        found.append(has_plane_scatters())
+        return loss_fn(params, batch)
+
+    name = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
+    mesh = None if workers is None else data_mesh(workers)
+    step = optfn.make_train_step(loss, optfn.adam(0.1), mesh=mesh, compiler_options={name: value})
+    step.lower(PARAMS, BATCH)
+    assert set(found) == {value != "false"} and not has_plane_scatters()
+
+
 def test_minimize_takes_them():
     with pytest.warns(UserWarning, match="does not know xla_tpu_one"):
         optfn.minimize(
@@ -77,8 +96,9 @@ def mesh_of(platform, kind):
     ("platform", "kind", "name", "count"),
     [
         ("tpu", "TPU v5 lite", "xla_tpu_scoped_vmem_limit_kib", 4),
-        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 4),
-        ("tpu", "TPU v6 lite", "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", 4),
+        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 7),
+        ("tpu", "TPU v6 lite", "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", 7),
+        ("tpu", "TPU v6e", "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", 7),
         ("gpu", "NVIDIA H100", "xla_gpu_experimental_parallel_collective_overlap_limit", 1),
         ("tpu", "TPU v4", None, 0),
     ],
