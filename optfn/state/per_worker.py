@@ -166,8 +166,8 @@ def join_exchange_axes(state: OptState) -> Axes:
 
 
 def has_per_worker_state(state: OptState) -> bool:
-    """Tell whether a state has per-worker arrays."""
-    return bool(find_nodes(PerWorker, state))
+    """Tell whether a state has per-worker arrays; `accumulate` often has a `PerWorker` of none."""
+    return any(jax.tree.leaves(node) for node in find_nodes(PerWorker, state))
 
 
 def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:

@@ -109,6 +109,7 @@ OPTIMIZERS = {
     "int8": lambda: optfn.adam(1e-2, moment_dtype="int8"),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "averages": lambda: optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9)),
+    "accumulate": lambda: optfn.accumulate(optfn.adam(1e-2), 2),
     "guard": lambda: optfn.skip_nonfinite(optfn.record_metrics(optfn.adam(1e-2))),
     "line search": lambda: optax.chain(
         optax.sgd(0.1), optax.scale_by_backtracking_linesearch(4, store_grad=True)
