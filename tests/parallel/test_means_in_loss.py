@@ -250,6 +250,20 @@ def test_they_are_averaged_after_the_loss(change, monkeypatch):
     assert count(PLAIN | change)[0] == 0
 
 
+def scan_twice(layers, x):
+    return scan_of_jax(layers, scan_of_jax(layers, x))
+
+
+def test_a_stack_that_two_scans_read_is_averaged_in_each(monkeypatch):
+    monkeypatch.setitem(LOSSES, "scan twice", scan_twice)
+    monkeypatch.setattr(mesh_layout, "SMALL_BYTES", SMALL)
+    case = PLAIN | {"loss": "scan twice"}
+    assert count(case)[0] == 2 * LAYERS * 4 * WIDTH**2 / 4
+    got = train(case)[0]
+    with mean_after_the_loss(monkeypatch):
+        chex.assert_trees_all_close(got, train(case)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_small_shards_share_an_all_reduce():
     inside, _ = count(PLAIN)
     assert inside == 0

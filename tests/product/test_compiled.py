@@ -382,6 +382,7 @@ def test_what_a_llama_exposes(topology, tmp_path):
     [
         ("7B", "v5e:16x16", "FSDP", 2.5, 0.65, 1200),
         ("7B", "v6e:16x16", "FSDP" + pods.SPARSE, 2.5, 0.45, 420),
+        ("7B", "8x8x1", pods.IN_NODES, 4.9, 0.32, 295),
         ("70B", "v5p:8x8x8", "FSDP", 7.0, 1.0, 6200),
         ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.32, 4100),
     ],
