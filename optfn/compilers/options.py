@@ -63,9 +63,9 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     compiled programs: the milliseconds of a step, waits for links included, of FSDP of Llama 2 7B
     (32 layers) with `scan_layers` and 2,048 tokens a chip.
 
-    * TPU v5p and v6e: gathers and reduce-scatters run on the sparse cores, one at a time, and a
-      gather over two dimensions of the torus uses the links of both. On v5p:4x4x4 a step takes
-      477 ms for 693, on v6e:16x16 391 for 550. Costs: up to 9 % more memory for temporaries.
+    * TPU v5p and v6e: gathers and reduce-scatters wait in the queue of the sparse cores, and use
+      the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 686, on
+      v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
     * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
       16. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
       compilation, and products of padded arrays, which take back half of the gain.

@@ -380,11 +380,12 @@ def test_what_a_llama_exposes(topology, tmp_path):
 @pytest.mark.parametrize(
     ("model", "topology", "way", "most_gb", "exposed", "step"),
     [
-        ("7B", "v5e:16x16", "FSDP", 2.5, 0.65, 1200),
-        ("7B", "v6e:16x16", "FSDP" + pods.SPARSE, 2.5, 0.45, 420),
+        ("7B", "v5e:16x16", "FSDP", 2.5, 0.65, 1180),
+        ("7B", "v5p:4x4x4", "FSDP" + pods.SPARSE, 2.6, 0.1, 480),
         ("7B", "8x8x1", pods.IN_NODES, 4.9, 0.32, 295),
+        ("7B", "v6e:16x16", "FSDP" + pods.SPARSE, 2.4, 0.05, 350),
         ("70B", "v5p:8x8x8", "FSDP", 7.0, 1.0, 6200),
-        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 0.32, 4100),
+        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.4, 0.1, 3800),
     ],
 )
 def test_llama_on_a_pod(model, topology, way, most_gb, exposed, step, tmp_path):
