@@ -9,6 +9,7 @@ import operator
 import pkgutil
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,18 @@ def test_make_help_has_every_target():
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     found = re.findall(r"^make ([\w-]+) +\S", listed.stdout, re.MULTILINE)
     assert {*found, "compilers"} == set(targets.split())
+
+
+def test_an_extra_has_those_that_the_makefile_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    said = re.findall(r"^\S+/\.(\w+): HAS = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert said
+    for extra, names in said:
+        needs = [extra]
+        for name in needs:
+            needs += [x for x in extras if f"optfn[{x}]" in extras[name] and x not in needs]
+        assert {*names.split()} <= {*needs}
 
 
 def test_readme_begins_with_a_program():
