@@ -5,10 +5,11 @@
 "dgc" and "exchange" train on a loopback mesh, one device per process, by Deep Gradient Compression
 and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WORD every second
 step, and print a hash of their replica of the parameters at the end. With "dies" as well, the last
-process leaves without a word after step 4. "sharded" trains three times: with the state, the params
-and a table spread over the processes; the last lines have the parameters of each. "two_levels"
-trains with params divided over the devices of each process, which is one worker. "nonfinite" trains
-with a NaN in a batch, and resumes. "unlike" makes the mistakes of a program for one process.
+process leaves without a word after step 4. The other words print a line each, in JSON: the word and
+what was found; their files lie in DIRECTORY/WORD. "sharded" trains three times: with the state, the
+params and a table spread over the processes. "two_levels" trains with params divided over the
+devices of each process, which is one worker. "nonfinite" trains with a NaN in a batch, and resumes.
+"unlike" makes the mistakes of a program for one process.
 """
 
 import hashlib
@@ -90,7 +91,7 @@ def sharded_run(kind):
 
 
 def train_sharded(kind, directory):
-    """Train with params, state or tables spread over the processes; print what comes out."""
+    """Train with params, state or tables spread over the processes; return what comes out."""
     loss, tx, options, batches = sharded_run(kind)
     step = optfn.make_train_step(loss, tx, mesh=data_mesh(), **options)
     state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
@@ -107,7 +108,7 @@ def train_sharded(kind, directory):
     path = optfn.save_checkpoint(directory / kind, state, sharded=False)
     with np.load(path) as file:
         params = {k: file[f"train/params/{k}"].tolist() for k in ("w", "b")}
-    print(json.dumps({"loss": float(metrics["loss"]), "mu": mu, **params}), flush=True)
+    return {"loss": float(metrics["loss"]), "mu": mu, **params}
 
 
 def loss_with_nan(params, batch):
@@ -146,7 +147,7 @@ def two_levels(devices):
 
 
 def train_nonfinite(directory):
-    """Train with a NaN in the last batch, resume, and go on without it; print what there is.
+    """Train with a NaN in the last batch, resume, and go on without it; return what there is.
 
     Both save in parts in one directory; with `whole` each writes files into its own.
     """
@@ -181,7 +182,7 @@ def train_nonfinite(directory):
 
 
 def make_mistakes(directory):
-    """Pass examples of its own, and one directory for files of all; print the errors.
+    """Pass examples of its own, and one directory for files of all; return the errors.
 
     Then train on both kinds of right batches, with a directory of its own and a shared one.
     """
@@ -232,24 +233,28 @@ def restored(directory, state, processes):
     return optfn.load_state_dict(state, rescale_residuals(mapping, processes))
 
 
+# Each gets a directory of the process; its parent is shared by all.
+RUNS = {
+    "sharded": lambda d: [train_sharded(kind, d) for kind in ("state", "params", "tables")],
+    "nonfinite": train_nonfinite,
+    "unlike": make_mistakes,
+    "two_levels": lambda d: two_levels(jax.local_device_count()),
+}
+
+
 def main():
     port, processes, process, steps = map(int, sys.argv[1:5])
     jax.distributed.initialize(
         f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10
     )
-    directory, words = Path(sys.argv[5]) / str(process), sys.argv[6:]
-    if words == ["sharded"]:
-        for kind in ("state", "params", "tables"):
-            train_sharded(kind, directory)
-    if words == ["nonfinite"]:
-        print(json.dumps(train_nonfinite(directory)), flush=True)
-    if words == ["unlike"]:
-        print(json.dumps(make_mistakes(directory)), flush=True)
-    if words == ["two_levels"]:
-        print(json.dumps(two_levels(jax.local_device_count())), flush=True)
+    directory, words = Path(sys.argv[5]), sys.argv[6:]
+    for word in words:
+        if word in RUNS:
+            print(json.dumps([word, RUNS[word](directory / word / str(process))]), flush=True)
     for scheme in ("dgc", "exchange"):
         if scheme in words:
-            train(scheme, process, processes, steps, directory / scheme, "dies" in words)
+            own = directory / str(process) / scheme
+            train(scheme, process, processes, steps, own, "dies" in words)
     jax.distributed.shutdown()
 
 

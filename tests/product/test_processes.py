@@ -52,6 +52,21 @@ def launch(directory, processes, steps, *words, devices=1):
             p.kill()
 
 
+def found_in(results, word):
+    """Return what each process found by one of the words of train_worker.py."""
+    for code, out, error in results:
+        assert code == 0, out + error
+    lines = [[line for line in out.splitlines() if line[:2] == '["'] for _, out, _ in results]
+    return [dict(map(json.loads, each))[word] for each in lines]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Return the directory and the results of two processes, which start once for three tests."""
+    directory = tmp_path_factory.mktemp("two")
+    return directory, launch(directory, 2, 0, "sharded", "nonfinite", "unlike")
+
+
 def replicas(results):
     """Return the hash and the number of workers of each run, a list for each process."""
     for code, out, error in results:
@@ -78,13 +93,10 @@ def test_a_worker_that_dies(tmp_path):
     assert found[1] == "1"
 
 
-def test_sharded_processes_train_as_one_device(tmp_path):
+def test_sharded_processes_train_as_one_device(two):
     """Through gloo, whose reduce-scatter cannot be used (jax issue 40830)."""
-    results = launch(tmp_path, 2, 4, "sharded")
-    each = []
-    for code, out, error in results:
-        assert code == 0, out + error
-        each.append([json.loads(line) for line in out.splitlines()[-3:]])
+    directory, results = two
+    each = found_in(results, "sharded")
     assert each[0] == each[1]
     params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
     for kind, found in zip(("state", "params", "tables"), each[0], strict=True):
@@ -97,7 +109,7 @@ def test_sharded_processes_train_as_one_device(tmp_path):
             np.testing.assert_allclose(found[name], state.params[name], rtol=1e-4, atol=1e-6)
         # What the two processes wrote together, read by one.
         one = optfn.make_train_step(loss, tx, **options)
-        restored, _ = optfn.restore_checkpoint(tmp_path / kind, one.init(params))
+        restored, _ = optfn.restore_checkpoint(directory / "sharded" / kind, one.init(params))
         for name in params:
             np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))
 
@@ -110,9 +122,7 @@ def test_two_levels_are_those_of_one_process(devices, tmp_path):
     Sums of two terms are the same bits; those of four are in another order between processes.
     """
     results = launch(tmp_path, 2, 0, "two_levels", devices=devices)
-    for code, out, error in results:
-        assert code == 0, out + error
-    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    first, second = found_in(results, "two_levels")
     for name, run in train_worker.two_levels(devices).items():
         found = first[name]
         assert found["hashes"] == second[name]["hashes"]
@@ -126,12 +136,9 @@ def test_two_levels_are_those_of_one_process(devices, tmp_path):
         assert np.isfinite(found["losses"][4])
 
 
-def test_processes_go_on_from_the_newest_finite_checkpoint(tmp_path):
+def test_processes_go_on_from_the_newest_finite_checkpoint(two):
     """The NaN is in an example of one of them; divided params of 2 MiB, or files of each."""
-    results = launch(tmp_path, 2, 0, "nonfinite")
-    for code, out, error in results:
-        assert code == 0, out + error
-    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    first, second = found_in(two[1], "nonfinite")
     for kind in ("parts", "whole"):
         for found in (first[kind], second[kind]):
             bad, resumed, whole = found
@@ -142,12 +149,9 @@ def test_processes_go_on_from_the_newest_finite_checkpoint(tmp_path):
             assert resumed["digest"] == whole["digest"] and not whole["said"]
 
 
-def test_mistakes_of_several_processes_are_errors_before_the_first_step(tmp_path):
+def test_mistakes_of_several_processes_are_errors_before_the_first_step(two):
     """Examples of its own in each process, and one directory for the files of both."""
-    results = launch(tmp_path, 2, 0, "unlike")
-    for code, out, error in results:
-        assert code == 0, out + error
-    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    first, second = found_in(two[1], "unlike")
     assert first == second
     assert first["own examples"].startswith(
         "batches of process 1 differ in their numbers from process 0's: pass the same array"
