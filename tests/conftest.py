@@ -1,6 +1,7 @@
 """Which tests run, and what is said at the end; machine.py has the compilers and the memory."""
 
 import collections
+import importlib
 
 import pytest
 
@@ -29,6 +30,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, metavar="K", help="run at most the first K cases of each test"
     )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files without a test of an optimized program where these alone are chosen.
+
+    To import all files takes each worker some seconds.
+    """
+    if config.option.markexpr == "optimized" and collection_path.name.startswith("test_"):
+        return "mark.optimized" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -60,21 +71,42 @@ def leave_out(is_left, config, items):
     items[:] = [item for item in items if item not in left]
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Print the recordings and the programs of others that are left out, with the reasons.
+# What a run says at its end: a title, the folder of the tests, and where the reasons are.
+SECTIONS = {
+    "recordings not compared": ("rules", "recorded", "skipped"),
+    "programs of others that are not tried": ("outside", "clients", "left_out"),
+}
+LEFT_OUT = {}  # the reasons by name, by title, as workers found them
 
-    A run of a single file or folder says nothing of them, but for their own.
+
+def find_left_out(config):
+    """Return the recordings and the programs of others that are left out, with the reasons.
+
+    A run of a single file or folder has nothing of them, but for their own.
     """
-    import clients
-    import recorded
+    found = {}
+    for title, (folder, module, function) in SECTIONS.items():
+        place = f"tests/{folder}"
+        if any(place.startswith(x.strip("/")) or f"/{folder}" in x for x in config.args):
+            found[title] = getattr(importlib.import_module(module), function)()
+    return found
 
-    left_out = {
-        "recordings not compared": ("rules", recorded.skipped()),
-        "programs of others that are not tried": ("outside", clients.left_out()),
-    }
-    chosen = terminalreporter.config.args
-    for title, (folder, reasons) in left_out.items():
-        if any(f"tests/{folder}".startswith(x.strip("/")) or f"/{folder}" in x for x in chosen):
-            terminalreporter.section(title)
-            for name, reason in reasons.items():
-                terminalreporter.write_line(f"{name}: {reason}")
+
+def pytest_sessionfinish(session):
+    """Hand what is left out to the process that reports, which imports none of these modules."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = find_left_out(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Take from a worker of xdist what is left out."""
+    LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what is left out."""
+    for title, reasons in (LEFT_OUT or find_left_out(terminalreporter.config)).items():
+        terminalreporter.section(title)
+        for name, reason in reasons.items():
+            terminalreporter.write_line(f"{name}: {reason}")

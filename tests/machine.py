@@ -60,6 +60,9 @@ def pytest_configure(config):
     if config.getoption("quick_compiler"):
         add_flags(QUICK_COMPILER)
         keep_programs(config)
+    # The process that hands out tests and reports needs no JAX; the workers wait for it.
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
     import jax
 
     jax.devices()  # before examples and benchmarks are imported, which ask for other numbers
@@ -85,8 +88,6 @@ def keep_programs(config):
     JAX's keys are made of the program, the flags and the version. Not for optimized programs: what
     the tests read of them should be the compiler's own figures.
     """
-    import jax
-
     flags = hashlib.sha256(QUICK_COMPILER.encode()).hexdigest()[:8]
     version = importlib.metadata.version("jaxlib")
     folder = config.rootpath / ".cache" / "programs" / f"{version}-{flags}"
@@ -99,8 +100,9 @@ def keep_programs(config):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     for name, value in options.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for the processes that tests start
+        os.environ[name.upper()] = str(value)  # also for the processes that tests start
+        if "jax" in sys.modules:  # a plugin has imported it
+            sys.modules["jax"].config.update(name, value)
 
 
 # Memory
@@ -168,9 +170,13 @@ def peak_memory() -> float:
 
 
 def pytest_sessionfinish(session):
-    """Hand what a worker held at most to the process that reports."""
+    """Hand what a worker held at most to the process that reports.
+
+    Before a process ends pytest and Python look for cycles again: seconds, in so many traces.
+    """
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak_memory"] = peak_memory()
+    gc.freeze()
 
 
 PEAKS = {}  # bytes by worker
