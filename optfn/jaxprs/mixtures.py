@@ -7,7 +7,7 @@ the innermost line of an equation outside of JAX tells whose code it is.
 
 A mask or a label may choose the rule of a leaf by its axes or its path, and a buffer has others. So
 a mixture also tells the rule: the operations on the elements, which a leaf and its buffer must have
-in common, and the numbers of a state that it reads, such as a rate and a count.
+in common, the transforms of optfn, and the numbers of a state, such as a rate.
 """
 
 import os
@@ -25,6 +25,7 @@ from optfn.jaxprs.dependence import Marking, mark_results
 from optfn.jaxprs.equations import Equation, type_of
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TRANSFORMS = f"{_PACKAGE}transforms{os.sep}"
 # Primitives that mix the elements of an operand. Others, such as slices and reshapes, count as
 # elementwise: to accuse a right rule is worse than to miss a wrong one.
 _MIXING = {
@@ -53,14 +54,15 @@ class Mixture(NamedTuple):
     leaves: the leaves of which it may have elements, each in its place.
     mixes: the groups of leaves that have been mixed into it, each with the line that did it.
     operations: what code outside of optfn has done to the elements: primitives with their literals.
-    numbers: the names of the numbers of a state that have been read.
+    sources: by name, the numbers of a state that have been read, and the files of optfn's
+      transforms that have run.
     is_made_by_optfn: whether it has arrays that optfn has made, such as zeros for a frozen leaf.
     """
 
     leaves: int
     mixes: dict[int, str]
     operations: frozenset[tuple[str, ...]] = frozenset()
-    numbers: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
     is_made_by_optfn: bool = False
 
     @property
@@ -73,7 +75,7 @@ class Mixture(NamedTuple):
 
         Code outside of optfn has one rule for a buffer; optfn may have one for each leaf in it.
         """
-        is_same = self.operations == buffer.operations and self.numbers <= buffer.numbers
+        is_same = self.operations == buffer.operations and self.sources <= buffer.sources
         return is_same and self.has_elements == buffer.has_elements
 
     def find_partial(self, buffer: Sequence[int]) -> str:
@@ -115,7 +117,7 @@ def find_mixtures(
 
 def _mark_source(source: int | str) -> Mixture:
     if isinstance(source, str):
-        return Mixture(0, {}, numbers=frozenset([source]))
+        return Mixture(0, {}, sources=frozenset([source]))
     return Mixture(_bit(source), {})
 
 
@@ -129,7 +131,8 @@ def _mark_equation(equation: Equation, given: Sequence[Mixture]) -> Mixture:
         is_number = name in _MIXING and not is_array
         made = mixture.is_made_by_optfn or is_array
         leaves = 0 if is_number else mixture.leaves
-        return mixture._replace(leaves=leaves, is_made_by_optfn=made)
+        sources = mixture.sources | _find_transform(line)
+        return mixture._replace(leaves=leaves, sources=sources, is_made_by_optfn=made)
     if name not in _MIXING:
         if name in _MOVING or not mixture.has_elements:
             return mixture
@@ -139,6 +142,13 @@ def _mark_equation(equation: Equation, given: Sequence[Mixture]) -> Mixture:
     has_axes = any(type_of(x).ndim > 1 for x in equation.invars)
     by_axis = _BY_AXIS if has_axes and is_array else 0
     return Mixture(0, {mixture.leaves | by_axis: line} | mixture.mixes)
+
+
+def _find_transform(line: str) -> set[str]:
+    """Return the file of a line; none if it is not in `transforms/`."""
+    # Not the function: the catch-up of Adam has another one for rows, which a buffer has not.
+    file = line.partition(":")[0]
+    return {file} if file.startswith(_TRANSFORMS) else set()
 
 
 def _describe(equation: Equation) -> tuple[str, ...]:
@@ -175,7 +185,7 @@ def _join(values: Sequence[Mixture]) -> Mixture:
         leaves=reduce(int.__or__, (value.leaves for value in values)),
         mixes=mixes,
         operations=frozenset().union(*(value.operations for value in values)),
-        numbers=frozenset().union(*(value.numbers for value in values)),
+        sources=frozenset().union(*(value.sources for value in values)),
         is_made_by_optfn=any(value.is_made_by_optfn for value in values),
     )
 

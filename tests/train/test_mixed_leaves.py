@@ -144,6 +144,12 @@ WHOLE = {
     "a norm behind muon of optfn": optax.chain(
         optfn.scale_by_muon(), optax.clip_by_block_rms(1e-3)
     ),
+    "rules of optfn by path": labeled(
+        by_path, true=optfn.sgd(RATE), false=optfn.chain(optfn.scale_by_rms(), optfn.sgd(RATE))
+    ),
+    "a clip of optfn by axes": optax.chain(
+        optax.masked(optfn.clip_by_value(1e-2), by_axes), optfn.sgd(RATE)
+    ),
     "a scale by size": optax.stateless(by_size),
 }
 ELEMENTWISE = {
