@@ -130,7 +130,8 @@ def draw(seed):
     }
     if case["kind"] == "specs":
         case["codecs"] = "as they are"
-    cannot = ("specs", "packed"), ("loss scale", "local steps")
+    cannot = [("specs", "packed")]
+    cannot += [(name, "local steps") for name in ("loss scale", *EXCHANGES)]
     if any({*pair} <= {*case.values()} for pair in cannot):
         case["option"] = "nothing"
     return case
