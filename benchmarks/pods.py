@@ -8,7 +8,8 @@ The compilers are those of `make compiled`. Each way of dividing a model is lowe
 and optimizer under `jax.jit`, with params, state and batch divided as in FSDP, and activations
 constrained to the batch's division. "Sparse cores" are steps with the compiler options of
 `optfn.distributed.overlap_options`, which leave gathers and scatters to the sparse cores of v5p and
-v6e. Meshes have the chips in the order of their torus, as `optfn.distributed.data_mesh` sorts them.
+v6e. "Overlap options" are the same on other chips. Meshes have the chips in the order of their
+torus, as `optfn.distributed.data_mesh` sorts them.
 
 * "small" is the stack of layers of `benchmarks.scale`, 8.4 M parameters, adam.
 * "7B" and "70B" are Llama 2 in bfloat16 with float32 masters, adamw, clipping by the global norm,
@@ -84,6 +85,8 @@ TOPOLOGIES = {
 SECONDS = ("compute", "communication", "exposed", "step")
 # The ending of a way whose gathers and scatters are left to the sparse cores of v5p and v6e.
 SPARSE = ", sparse cores"
+# The ending of a way with `overlap_options` on other chips.
+OPTIONS = ", overlap options"
 # The way for H100s, of which a switch joins 8.
 IN_NODES = "two levels, nodes of 8"
 
@@ -242,10 +245,15 @@ def gspmd(
     return jitted.lower(state, batch)
 
 
+def strip_ending(way: str) -> str:
+    """Return the way without the ending for options of the compiler."""
+    return way.removesuffix(SPARSE).removesuffix(OPTIONS)
+
+
 def lowered(model: str, way: str, chips: Sequence[Any]) -> jax.stages.Lowered:
     """Return a step lowered for some chips."""
-    options = overlap_options(data_mesh(devices=chips)) if way.endswith(SPARSE) else None
-    way = way.removesuffix(SPARSE)
+    options = overlap_options(data_mesh(devices=chips)) if strip_ending(way) != way else None
+    way = strip_ending(way)
     if way == "GSPMD":
         division = divisions(model)["FSDP"]
         return gspmd(division, division.mesh(chips), model in LLAMAS, options)
@@ -275,7 +283,7 @@ def measured(model: str, topology: str, way: str, texts: Path | None = None) -> 
     found, memory = wire.collectives(program), program.memory_analysis()
     found = [x if x.devices else x._replace(devices=tuple(range(len(chips)))) for x in found]
     sent = sum(x.sent for x in found)
-    division = divisions(model).get(way.removesuffix(SPARSE))
+    division = divisions(model).get(strip_ending(way))
     row: measure.Row = {
         "model": model, "topology": topology, "way": way, "chips": len(chips),
         "kept": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
@@ -337,7 +345,8 @@ def ways(model: str, topology: str) -> list[str]:
         for name, x in divisions(model).items()
         if math.prod(x.inner.values()) <= chips and not (name == IN_NODES and ":" in topology)
     ]
-    return [*found, "GSPMD", *sparse]
+    options = ["FSDP" + OPTIONS] if topology in ("1x8x1", "v5e:4x4") and model in LLAMAS else []
+    return [*found, "GSPMD", *sparse, *options]
 
 
 def target_of(topology: str) -> targets.Target:

@@ -50,7 +50,12 @@ _OVERLAP_OF_CHIP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "TPU v6e": _SPARSE_CORES,
     }
 )
-_OVERLAP_OF_GPUS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+_OVERLAP_OF_GPUS = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # XLA merges products of one operand, if one of them moves at most 64 MB, such as those of
+    # queries and keys. The merged product waits for the gathers of both params.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 # The compiler options of the program that is traced.
 _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingProxyType({}))
 
@@ -67,11 +72,12 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
       the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 686, on
       v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
     * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
-      16. On v5e:4x4 a step takes 1,224 ms for 1,321. Costs: three times the seconds of
+      16. On v5e:4x4 a step takes 1,210 ms for 1,310. Costs: three times the seconds of
       compilation, and products of padded arrays, which take back half of the gain.
-    * GPUs: up to 4 collectives run at the same time, for 1. On 8 H100 a step takes 247 ms for 249.
-      Costs: 3 % more memory for temporaries, the buffers of several collectives at a time. Leave
-      it out for two levels: on 64 H100 a step then takes 320 ms for 285.
+    * GPUs: up to 4 collectives run at the same time, for 1, and products of one operand are not
+      merged. On 8 H100 a step takes 239 ms for 247. Costs: 3 % more memory for temporaries, the
+      buffers of several collectives at a time. Leave it out for two levels: on 64 H100 a step then
+      takes 320 ms for 285.
     * CPUs, and chips that are not listed: {}.
 
     The options are for the compiler of these measurements. A step drops the options that another
@@ -93,12 +99,23 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 
 
 def has_gathers_ahead(mesh: Mesh | AbstractMesh) -> bool:
-    """Tell whether scans over layers gather the first leaf of the next layer ahead.
+    """Tell whether scans over layers gather the first leaves of the next layer ahead.
 
-    They do on GPUs, and on CPUs, where tests see it. A TensorCore of a TPU has one collective in
-    flight at a time: it would stretch the gather over the whole layer, and the scatters would wait.
+    They do on GPUs and TPU v5e, and on CPUs, where tests see it. On v5p:4x4x4 it saves nothing
+    without `overlap_options`, and on sparse cores it adds 20 % to the memory for temporaries.
     """
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "tpu"
+    if isinstance(mesh, AbstractMesh):
+        return False  # nothing is compiled for it
+    device = mesh.devices.flat[0]
+    return device.platform != "tpu" or _OVERLAP_OF_CHIP.get(device.device_kind) is _SCATTER_FUSIONS
+
+
+def has_one_collective(mesh: Mesh | AbstractMesh) -> bool:
+    """Tell whether a chip has one collective in flight at a time, as the TensorCore of a TPU has.
+
+    XLA then stretches a gather for the next layer over the whole layer, unless something ends it.
+    """
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The gather that a layer runs first, found by tracing the layer, and its result in its place."""
+"""The gathers that a layer runs first, found by tracing the layer, and results in their places."""
 
 import dataclasses
 import math
@@ -12,22 +12,27 @@ from jax import lax
 from optfn.jaxprs.equations import Value
 from optfn.jaxprs.sharded_param import Shard, ShardedParam
 
-# A leaf is gathered ahead if it has at most this share of the bytes that a layer gathers: two such
-# leaves are held beside the layer.
+# Leaves are gathered ahead if they have at most this share of the bytes that a layer gathers: they
+# are held twice beside the layer.
 _LARGEST_SHARE = 1 / 4
+# XLA for GPUs merges the products of the first two, if they share an operand as those of queries
+# and keys do. A third is gathered beside these products, and would only delay the scatters.
+_MOST_LEAVES = 2
 # In place of a dtype: a scan inside of the layer takes the leaf, and gathers it layer by layer.
 _BY_LAYERS = object()
 
 
 class FirstGather(NamedTuple):
-    """The leaf that a layer gathers first.
+    """A leaf that a layer gathers first.
 
     position: its place in the layer.
     dtype: the dtype in which it is gathered.
+    is_sent_alone: whether no other collective is in flight while it is gathered.
     """
 
     position: int
     dtype: Any
+    is_sent_alone: bool
 
     def gather(
         self, stacks: Sequence[Value], number: Any, after: Sequence[jax.Array] = ()
@@ -61,15 +66,15 @@ class FirstGather(NamedTuple):
         return shard.gather(self.dtype)
 
 
-def find_first_gather(
+def find_first_gathers(
     run: Callable[[Sequence[Value]], list[Value]],
     operands: Sequence[Value],
     stacks: Sequence[Value],
-) -> FirstGather | None:
-    """Return the first gather of a layer; None if it cannot or should not be a layer ahead.
+) -> list[FirstGather]:
+    """Return the gathers that a layer runs first, at most two; none where the devices want none.
 
-    The reasons are the devices, a leaf of more than a quarter of the layer, which would be held
-    twice, and a leaf that the layer gathers again, in another dtype or in a scan.
+    Leaves of more than a quarter of the layer's bytes, which would be held twice, and leaves that
+    the layer gathers again, in another dtype or in a scan, are left out, and all leaves after them.
 
     Args:
       run: [*operands, *layer] -> results.
@@ -77,7 +82,25 @@ def find_first_gather(
       stacks: the layers; a ShardedParam is divided within each layer.
     """
     if not any(isinstance(x, ShardedParam) and x.shard.is_gathered_ahead for x in stacks):
-        return None
+        return []
+    gathers = _record_gathers(run, operands, stacks)
+    most_bytes = _LARGEST_SHARE * sum(x.num_bytes for x in gathers)
+    found: list[FirstGather] = []
+    for x in gathers[:_MOST_LEAVES]:
+        most_bytes -= x.num_bytes
+        is_used_once = [other.position for other in gathers].count(x.position) == 1
+        if x.dtype is _BY_LAYERS or not is_used_once or most_bytes < 0:
+            break
+        found.append(FirstGather(x.position, x.dtype, stacks[x.position].shard.is_sent_alone))
+    return found
+
+
+def _record_gathers(
+    run: Callable[[Sequence[Value]], list[Value]],
+    operands: Sequence[Value],
+    stacks: Sequence[Value],
+) -> list["_Gather"]:
+    """Return the gathers of a layer in the order of their first uses."""
     record: list[_Gather] = []
 
     def run_recorded(operands: Sequence[Value], stacks: Sequence[Value]) -> list[Value]:
@@ -89,16 +112,7 @@ def find_first_gather(
         return run([*operands, *layer])
 
     jax.eval_shape(run_recorded, operands, stacks)
-    gathers = list(dict.fromkeys(record))
-    if not gathers:
-        return None
-    first = gathers[0]
-    is_gathered = first.dtype is not _BY_LAYERS
-    is_used_once = [x.position for x in gathers].count(first.position) == 1
-    is_small = first.num_bytes <= _LARGEST_SHARE * sum(x.num_bytes for x in gathers)
-    if not (is_gathered and is_used_once and is_small):
-        return None
-    return FirstGather(first.position, first.dtype)
+    return list(dict.fromkeys(record))
 
 
 def take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:

@@ -12,11 +12,11 @@ the loop. In JAX's backward scan no product is between the start of a scatter an
 products that give the gradients of the next layer are: of Llama 2 7B on 8 H100s 1.5 of 33 ms of
 scatters a step are exposed, for 32 (`benchmarks/schedule.py`). The values are the same to the bit.
 
-XLA runs the gather of a leaf beside the products of leaves before it, but the leaf that a layer
-uses first has none before it. It is gathered a layer ahead, and the loops carry it. It is one leaf,
-not a layer: XLA copies a whole layer in the carry, and gathers it last. The last leaf ahead of the
-forward pass is the first of the backward pass, whose own last is not used: a step gathers this leaf
-of one layer more than before.
+XLA runs the gather of a leaf beside the products of leaves before it, but the leaves that a layer
+uses first have none before them. They are gathered a layer ahead, and the loops carry them. They
+are one or two leaves, not a layer: XLA copies a whole layer in the carry, and gathers it last. The
+last leaves ahead of the forward pass are the first of the backward pass, whose own last are not
+used: a step gathers these leaves of one layer more than before.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from jax import lax
 
 from optfn.core import tree
 from optfn.jaxprs.equations import RECOMPUTED, Value
-from optfn.jaxprs.first_gather import FirstGather, find_first_gather, take_layer
+from optfn.jaxprs.first_gather import FirstGather, find_first_gathers, take_layer
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
 Arrays = list[jax.Array]
@@ -93,7 +93,7 @@ def scan_recomputed(
       order: the order of the layers.
     """
     constants, init = [tree.as_array(x) for x in constants], [tree.as_array(x) for x in init]
-    ahead = find_first_gather(run, [*constants, *init], stacks) if order.is_rolled() else None
+    ahead = find_first_gathers(run, [*constants, *init], stacks) if order.is_rolled() else []
 
     @jax.custom_vjp
     def scan(constants: Arrays, init: Arrays, stacks: list[Value]) -> Arrays:
@@ -119,17 +119,17 @@ class _Passes(NamedTuple):
 
     run, constants, stacks: its arguments.
     order: the order of the layers in the pass.
-    ahead: the leaf that is gathered a layer ahead; None: none is.
+    ahead: the leaves that are gathered a layer ahead.
     """
 
     run: Body
     constants: Arrays
     stacks: list[Value]
     order: Order
-    ahead: FirstGather | None
+    ahead: list[FirstGather]
 
     def run_forward(self, init: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """Return [*carry, *results], the inputs of all layers, and the first leaf of the last."""
+        """Return [*carry, *results], the inputs of all layers, and the first leaves of the last."""
 
         def body(state: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Any]:
             early, carry = state
@@ -146,7 +146,7 @@ class _Passes(NamedTuple):
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of constants, first carry and stacks; None for integers.
 
-        early: the first leaf of the first layer of this pass, if it is gathered ahead.
+        early: the first leaves of the first layer of this pass, if they are gathered ahead.
         """
 
         def body(state: tuple[Arrays, Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
@@ -157,6 +157,10 @@ class _Passes(NamedTuple):
             # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
             with jax.named_scope(RECOMPUTED):
                 _, pull_back = pullback(run_layer, weights, take_layer(inputs, number), None)
+            if any(gather.is_sent_alone for gather in self.ahead):
+                # XLA for TPUs would stretch the gather over the whole layer, and the scatters would
+                # wait for it, and run beside no product. A barrier ends it before they begin.
+                later, carry = lax.optimization_barrier((later, carry))
             of_weights, carry = pull_back([*carry, *take_layer(of_results, number)])
             of_constants, of_layer = of_weights[: len(sums)], of_weights[len(sums) :]
             sums = [a + b for a, b in zip(sums, of_constants, strict=True)]
@@ -180,21 +184,17 @@ class _Passes(NamedTuple):
         key: object = None,
     ) -> Arrays:
         constants, layer = weights
-        if self.ahead is not None:
-            layer = self.ahead.place(layer, early[0])
+        for gather, whole in zip(self.ahead, early, strict=True):
+            layer = gather.place(layer, whole)
         return self.run([*constants, *carry, *layer])
 
     def _gather_first(self, carry: Arrays) -> Arrays:
-        """Return the first leaf of the first layer, if a leaf is gathered ahead."""
-        if self.ahead is None:
-            return []
-        return [self.ahead.gather(self.stacks, self.order.first(), carry)]
+        """Return the leaves of the first layer that are gathered ahead."""
+        return [x.gather(self.stacks, self.order.first(), carry) for x in self.ahead]
 
     def _gather_next(self, number: jax.Array) -> Arrays:
-        """Return the first leaf of the layer after this one, if a leaf is gathered ahead."""
-        if self.ahead is None:
-            return []
-        return [self.ahead.gather(self.stacks, self.order.next(number))]
+        """Return the leaves of the layer after this one that are gathered ahead."""
+        return [x.gather(self.stacks, self.order.next(number)) for x in self.ahead]
 
 
 def _select_gradients(cotangents: Sequence[Any]) -> Arrays:

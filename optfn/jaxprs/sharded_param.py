@@ -33,6 +33,10 @@ class Shard(Protocol):
     def is_gathered_ahead(self) -> bool:
         """Whether a scan may gather it for the next layer while the layer before runs."""
 
+    @property
+    def is_sent_alone(self) -> bool:
+        """Whether the devices have one collective in flight at a time."""
+
     def whole_type(self) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of the whole array."""
 

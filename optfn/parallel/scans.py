@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import Axes, Division, is_spec, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
-from optfn.compilers.options import has_gathers_ahead
+from optfn.compilers.options import has_gathers_ahead, has_one_collective
 from optfn.core import tree
 from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
@@ -68,6 +68,11 @@ class LeafShard:
     def is_gathered_ahead(self) -> bool:
         """Whether it pays on these devices that a scan gathers it a layer ahead."""
         return has_gathers_ahead(self.layout.mesh)
+
+    @property
+    def is_sent_alone(self) -> bool:
+        """Whether the devices have one collective in flight at a time."""
+        return has_one_collective(self.layout.mesh)
 
     @functools.cached_property
     def _gathered(self) -> dict[Any, jax.Array]:

@@ -1,4 +1,4 @@
-"""The leaf that a layer uses first is gathered a layer ahead, and the plan counts it."""
+"""The leaves that a layer uses first are gathered a layer ahead, and the plan counts them."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,14 +14,15 @@ from jax.sharding import Mesh
 
 import optfn
 from benchmarks import wire
-from optfn.compilers.options import has_gathers_ahead
+from optfn.compilers.options import has_gathers_ahead, has_one_collective
 from optfn.distributed import data_mesh, plan_memory, scan_layers
 from optfn.jaxprs import recomputed_scan
-from optfn.jaxprs.first_gather import find_first_gather
+from optfn.jaxprs.first_gather import find_first_gathers
 from optfn.jaxprs.sharded_param import ShardedParam
+from optfn.parallel.scans import LeafShard
 
 N, WIDTH = 8, 160
-NAMES = ("a", "b", "c", "d", "e")
+NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 FIRST = "c"
 
 
@@ -60,6 +61,7 @@ class Shard:
     """A whole array in place of a shard."""
 
     is_gathered_ahead = True
+    is_sent_alone = False
 
     def __init__(self, array):
         self.array = array
@@ -77,45 +79,57 @@ class Shard:
 jax.tree_util.register_pytree_node(Shard, lambda x: ((x.array,), None), lambda _, x: Shard(*x))
 
 
-def find(use, widths=(8, 8, 8, 8, 8)):
-    """Return the position and dtype of the first gather of use(params of a layer)."""
+EIGHT = (8,) * 8
+
+
+def find(use, widths=EIGHT):
+    """Return positions and dtypes of the first gathers of use(params of a layer)."""
     stacks = [ShardedParam(Shard(jnp.zeros((2, 8, width)))) for width in widths]
 
     def run(operands):
         return [operands[0] + sum(jnp.sum(x) for x in use(operands[1:]))]
 
-    first = find_first_gather(run, [jnp.zeros(())], stacks)
-    return first
+    return [gather[:2] for gather in find_first_gathers(run, [jnp.zeros(())], stacks)]
 
 
-def test_the_first_gather_is_found():
-    assert find(lambda w: [x.gather() for x in (w[2], w[0], w[1], w[3], w[4])]) == (2, None)
+def test_the_first_gathers_are_found():
     half = jnp.bfloat16
-    assert find(lambda w: [x.shard.gather(half) for x in (w[1], w[0], *w[2:])]) == (1, half)
+    order = (2, 0, 1, *range(3, 8))
+    assert find(lambda w: [w[i].gather() for i in order]) == [(2, None), (0, None)]
+    order = (1, 0, *range(2, 8))
+    assert find(lambda w: [w[i].shard.gather(half) for i in order]) == [(1, half), (0, half)]
 
 
 @pytest.mark.parametrize(
-    ("use", "widths"),
+    ("use", "widths", "count"),
     [
-        (lambda w: [x.gather() for x in w], (9, 6, 6, 6, 6)),  # more than a quarter of the layer
-        (lambda w: [x.gather() for x in w[:3]], (8,) * 5),
+        (lambda w: [x.gather() for x in w], (8,) * 12, 2),
+        (lambda w: [x.gather() for x in w], (8,) * 7, 1),  # two have more than a quarter
+        (lambda w: [x.gather() for x in w], (9, 6, 6, 6, 6), 0),
+        (lambda w: [x.gather() for x in w[:3]], EIGHT, 0),
         (
             lambda w: [w[0].gather(), w[0].shard.gather(jnp.bfloat16), *(x.gather() for x in w)],
-            (8,) * 5,
+            EIGHT,
+            0,
         ),
-        (lambda w: [w[0].shard.divide_layers().array, *(x.gather() for x in w)], (8,) * 5),
-        (lambda w: [], (8,)),
+        (lambda w: [w[0].shard.divide_layers().array, *(x.gather() for x in w)], EIGHT, 0),
+        (
+            lambda w: [w[0].gather(), w[1].shard.divide_layers().array, *(x.gather() for x in w)],
+            EIGHT,
+            1,
+        ),
+        (lambda w: [], (8,), 0),
     ],
-    ids=["large", "few", "two dtypes", "scanned", "none"],
+    ids=["many", "two large", "large", "few", "two dtypes", "scanned", "second scanned", "none"],
 )
-def test_no_gather_is_ahead_where_it_does_not_pay(use, widths):
-    assert find(use, widths) is None
+def test_gathers_are_ahead_where_they_pay(use, widths, count):
+    assert len(find(use, widths)) == count
 
 
 def train(fn, layers, monkeypatch=None, **options):
     step = optfn.make_train_step(fn, optfn.sgd(0.1), mesh=data_mesh(N), shard="params", **options)
     if monkeypatch is not None:
-        monkeypatch.setattr(recomputed_scan, "find_first_gather", lambda *arguments: None)
+        monkeypatch.setattr(recomputed_scan, "find_first_gathers", lambda *arguments: [])
     state = step.init(stack(layers))
     for i in range(2):
         state, metrics = step(state, normal(i, N, WIDTH))
@@ -129,10 +143,27 @@ def test_a_gather_ahead_changes_no_bit(fn, layers, monkeypatch):
     chex.assert_trees_all_equal(got, train(fn, layers, monkeypatch))
 
 
-@pytest.mark.parametrize(("platform", "is_ahead"), [("gpu", True), ("tpu", False)])
-def test_gpus_gather_ahead(platform, is_ahead):
-    mesh = Mock(spec=Mesh, devices=np.array([SimpleNamespace(platform=platform)]))
-    assert has_gathers_ahead(mesh) == is_ahead
+def test_a_barrier_ends_gathers_that_are_sent_alone(monkeypatch):
+    """As on the TensorCore of a TPU: it changes no bit."""
+    got, barriers = train(loss, 3), lowered(loss, 3).count("optimization_barrier")
+    monkeypatch.setattr(LeafShard, "is_sent_alone", True)
+    assert lowered(loss, 3).count("optimization_barrier") == barriers + 1
+    chex.assert_trees_all_equal(train(loss, 3), got)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "is_ahead", "is_alone"),
+    [
+        ("gpu", "NVIDIA H100", True, False),
+        ("tpu", "TPU v5 lite", True, True),
+        ("tpu", "TPU v5", False, True),
+        ("tpu", "TPU v4", False, True),
+    ],
+)
+def test_chips_that_gather_ahead(platform, kind, is_ahead, is_alone):
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    mesh = Mock(spec=Mesh, devices=np.array([device]))
+    assert (has_gathers_ahead(mesh), has_one_collective(mesh)) == (is_ahead, is_alone)
 
 
 @pytest.mark.optimized
@@ -149,19 +180,22 @@ def test_the_plan_is_what_a_gather_ahead_sends(fn, layers, microbatches):
     assert plan.sent == pytest.approx(sent, rel=1e-3)
 
 
-def test_the_leaf_ahead_is_gathered_before_the_loop():
-    """It has a gather before the loop, and all leaves have one in each loop."""
-    assert count_gathers(loss, 5) == 1 + len(NAMES) + len(NAMES)
+def test_the_leaves_ahead_are_gathered_before_the_loop():
+    """They have a gather before the loop, and all leaves have one in each loop."""
+    assert count_gathers(loss, 5) == 2 + len(NAMES) + len(NAMES)
 
 
 def test_an_unrolled_scan_gathers_no_leaf_ahead(monkeypatch):
     """XLA gathers layers of one iteration together, and would leave out the last gather ahead."""
     count = count_gathers(loss_unrolled, 4)
-    monkeypatch.setattr(recomputed_scan, "find_first_gather", lambda *arguments: None)
+    monkeypatch.setattr(recomputed_scan, "find_first_gathers", lambda *arguments: [])
     assert count == count_gathers(loss_unrolled, 4)
 
 
 def count_gathers(fn, layers):
+    return lowered(fn, layers).count("all_gather_dim")
+
+
+def lowered(fn, layers):
     step = optfn.make_train_step(fn, optfn.sgd(0.1), mesh=data_mesh(N), shard="params")
-    text = step.lower(stack(layers), normal(0, N, WIDTH)).as_text()
-    return text.count("all_gather_dim")
+    return step.lower(stack(layers), normal(0, N, WIDTH)).as_text()
