@@ -105,7 +105,8 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
             # XLA would let a product write the stacked slices, for which it has slower loops.
             pieces = lax.optimization_barrier(pieces)
         for number, phase in enumerate(phases(name, most)):
-            is_stacked = number > 0 or most > _SCATTERED
+            is_ragged = number > 0 and not _has_whole_tiles(pieces, phase, along)
+            is_stacked = is_ragged or most > _SCATTERED
             scatter = _reduce_scatter_stacked if is_stacked else _reduce_scatter
             pieces = scatter(pieces, phase, along)
         x = lax.collapse(pieces, dimension, along + 1)
@@ -119,6 +120,19 @@ def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
         return _SCATTERED
     rows = x.shape[-2] // (lax.axis_size(name) if dimension == x.ndim - 2 else 1)
     return _SCATTERED_IN_PLANES if rows >= _ROWS_OF_TILE else _SCATTERED
+
+
+def _has_whole_tiles(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> bool:
+    """Tell whether the slices along a dimension are whole tiles of a TPU: not along the minor
+    dimension, and along the one before it if 8 divides their rows."""
+    if dimension != x.ndim - 2:
+        return dimension < x.ndim - 2
+    return x.shape[dimension] // _count_slices(phase) % _ROWS_OF_TILE == 0
+
+
+def _count_slices(phase: PhaseOfCollective) -> int:
+    axis, groups = phase
+    return lax.axis_size(axis) if groups is None else len(groups[0])
 
 
 def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
@@ -136,13 +150,12 @@ def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: i
     The slices are stacked on a leading axis. Otherwise XLA for TPUs emits an all-reduce for slices
     along the minor dimension, as the slices of embedding rows are; and for slices whose rows are no
     multiple of 8, a scatter of a padded array, which does not run on sparse cores, and permutes.
+    Slices of whole tiles are not stacked on a TensorCore: a step of 70B would compute 6 % longer.
     """
     axis, groups = phase
-    count = lax.axis_size(axis) if groups is None else len(groups[0])
-    slices = x.reshape(*x.shape[:dimension], count, -1, *x.shape[dimension + 1 :])
-    slice_: jax.Array = lax.psum_scatter(
-        jnp.moveaxis(slices, dimension, 0), axis, axis_index_groups=groups
-    )
+    shape = *x.shape[:dimension], _count_slices(phase), -1, *x.shape[dimension + 1 :]
+    slices = jnp.moveaxis(x.reshape(shape), dimension, 0)
+    slice_: jax.Array = lax.psum_scatter(slices, axis, axis_index_groups=groups)
     return slice_
 
 

@@ -215,6 +215,18 @@ def test_scatters_over_planes_give_what_scatters_over_lines_give(
     assert tuple(found) == counts
 
 
+@pytest.mark.parametrize(
+    ("shape", "dimension", "count"),
+    [((128, 6), 0, 0), ((64, 6), 0, 0), ((32, 6), 0, 1), ((48, 6), 0, 2), ((64,), 0, 2)],
+)
+def test_later_phases_stack_slices_that_are_no_whole_tiles(in_phases, shape, dimension, count):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("a",))
+    run = lambda x: torus.reduce_scatter_along(x[0], ("a",), dimension)  # noqa: E731
+    scatter = shard_map(run, mesh, ("a",), P("a"), P("a"))
+    found = str(jax.make_jaxpr(scatter)(jnp.zeros((8, *shape))))
+    assert found.count("tiled=False") == count and found.count("tiled=True") == 3 - count
+
+
 def test_where_no_step_is_traced_an_axis_is_one_phase(in_phases):
     assert torus.phases("a", 1) == [("a", None)]
     out = jax.pmap(lambda x: all_gather(x, Axes(("i",))), "i")(jnp.arange(8.0))
