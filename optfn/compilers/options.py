@@ -69,7 +69,7 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     (32 layers) with `scan_layers` and 2,048 tokens a chip.
 
     * TPU v5p and v6e: gathers and reduce-scatters wait in the queue of the sparse cores, and use
-      the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 686, on
+      the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 694, on
       v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
     * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
       16. On v5e:4x4 a step takes 1,210 ms for 1,310. Costs: three times the seconds of
