@@ -25,17 +25,30 @@ from optfn.core.types import Leaf, PyTree
 
 T = TypeVar("T")
 
-# Platforms that get the expression for CPUs. Tests set () to run the plain expression on a CPU.
-CPU_PLATFORMS = ("cpu",)
+# Platforms that get the expression for CPUs. Tests set () to run another expression on a CPU, and
+# ("cpu",) for the platforms whose expression they run.
+CPU_PLATFORMS: tuple[str, ...] = ("cpu",)
+TPU_PLATFORMS: tuple[str, ...] = ("tpu",)
+GPU_PLATFORMS: tuple[str, ...] = ("cuda", "rocm")
 
 
-def call_for_platform(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    """Return cpu(*arguments) in a program for a CPU, plain(*arguments) for another platform.
+def call_for_platform(
+    cpu: Callable[..., Any],
+    plain: Callable[..., Any],
+    *arguments: Any,
+    tpu: Callable[..., Any] | None = None,
+    gpu: Callable[..., Any] | None = None,
+) -> Any:
+    """Return cpu(*arguments) in a program for a CPU, plain(*arguments) for another platform; for a
+    TPU or GPU that has an expression of its own, the result of that.
 
-    Both are traced, so a jaxpr has a cond of both, and both give trees of the same shapes and
-    dtypes. Lowering for a platform drops the branch that it does not run.
+    All are traced, so a jaxpr has a cond of them, and they give trees of the same shapes and
+    dtypes. Lowering for a platform drops the branches that it does not run.
     """
     branches = dict.fromkeys(CPU_PLATFORMS, cpu)
+    for platforms, fn in ((TPU_PLATFORMS, tpu), (GPU_PLATFORMS, gpu)):
+        if fn is not None:
+            branches |= dict.fromkeys(platforms, fn)
     return lax.platform_dependent(*arguments, default=plain, **branches)
 
 
@@ -125,15 +138,14 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
     width = min(4096, -(-n // 32) * 32)
     mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)
     number = jnp.arange(width, dtype=jnp.int32)[:, None]
+    # Column j has the low half of word j, and column j + width/32 the high half.
+    half, word = jnp.divmod(jnp.arange(width // 16, dtype=jnp.int32), width // 32)
     # bfloat16 has powers of two exactly, and float32 their sums of 16 bits.
     power = (1 << number % 16).astype(jnp.bfloat16)
-
-    def halves(half: int) -> jax.Array:
-        powers = jnp.where(number // 16 == 2 * jnp.arange(width // 32) + half, power, 0)
-        sums = jnp.matmul(mask.astype(jnp.bfloat16), powers, preferred_element_type=jnp.float32)
-        return sums.astype(jnp.uint32)
-
-    return (halves(0) | halves(1) << np.uint32(16)).reshape(*lead, -1)[..., : -(-n // 32)]
+    powers = jnp.where(number // 16 == 2 * word + half, power, 0)
+    sums = jnp.matmul(mask.astype(jnp.bfloat16), powers, preferred_element_type=jnp.float32)
+    low, high = jnp.split(sums.astype(jnp.uint32), 2, axis=-1)
+    return (low | high << np.uint32(16)).reshape(*lead, -1)[..., : -(-n // 32)]
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -275,6 +287,32 @@ def sum_arrays(*x: jax.Array) -> tuple[jax.Array, ...]:
 
     zeros = tuple(np.zeros((), array.dtype) for array in x)
     return tuple(lax.reduce(x, zeros, add, tuple(range(x[0].ndim))))
+
+
+@jax.custom_jvp
+def sum_each(*x: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sum of each of several arrays of one shape; on a GPU by one reduction.
+
+    XLA for GPUs puts separate reductions into the kernel that writes the new parameter, and then
+    copies the parameter instead of writing it over the old one. On a TPU one reduction keeps a
+    temporary array that separate ones do not.
+    """
+
+    def sum_apart(*x: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.sum, x))
+
+    if len(x) == 1:
+        return sum_apart(*x)
+    sums: tuple[jax.Array, ...] = call_for_platform(sum_apart, sum_apart, *x, gpu=sum_arrays)
+    return sums
+
+
+@sum_each.defjvp
+def _sum_each_jvp(
+    x: tuple[jax.Array, ...], directions: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Differentiate separate sums: JAX has no derivative of one reduction to several numbers."""
+    return sum_each(*x), tuple(map(jnp.sum, directions))
 
 
 def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Array:

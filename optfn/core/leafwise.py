@@ -236,7 +236,12 @@ def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates
 
 def _square(x: jax.Array) -> jax.Array:
     """Return the sum of squares of an array, taken in float32 or wider."""
-    return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
+    return jnp.sum(wide_squares(x))
+
+
+def wide_squares(x: jax.Array) -> jax.Array:
+    """Return |x|² of each number, in float32 or wider."""
+    return numerics.abs_squared(cast(x, numerics.accumulator_dtype(x.dtype)))
 
 
 def global_norm(updates: Updates) -> jax.Array:
@@ -249,7 +254,11 @@ def global_norm(updates: Updates) -> jax.Array:
 
     arrays = [jnp.asarray(numbers_of(g)) for g in tree.arrays(updates)]
     square = jit_if_traced(_square, checks.has_tracer(arrays))
-    squares = [square(x) for x in arrays]
+    return root_of_sum([square(x) for x in arrays])
+
+
+def root_of_sum(squares: Sequence[jax.Array]) -> jax.Array:
+    """Return the root of the sum of scalars, in their widest dtype; a float32 0 without any."""
     if not squares:
         return jnp.zeros((), jnp.float32)
     # Of float32 and float64 leaves, so that neither is rounded.

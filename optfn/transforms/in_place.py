@@ -23,12 +23,14 @@ def run_in_passes(
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
     place; see `run_if`. All other platforms get the plain expressions, which they fuse themselves.
+    Only with `due` a TPU gets a loop too, one for all functions, so that the arrays are not touched
+    where nothing is due. On a GPU the host would have to read the condition of a loop.
 
     Args:
       fns: as for `run_if`.
       carry: as for `run_if`.
       *reads: as for `run_if`.
-      due: where this is false, the functions give their carry, and a CPU does not run them.
+      due: where this is false, the functions give their carry, and a CPU or TPU does not run them.
     """
     if not checks.is_traced((carry, reads)):
         return _run(fns, carry, reads)
@@ -89,11 +91,10 @@ def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTre
     """Run the functions on a CPU in loops, if `due`, and plainly elsewhere; the derivative is the
     plain functions'."""
 
-    def run_in_loops(*arguments: PyTree) -> PyTree:
-        # XLA would inline a loop with a known count, and fuse the passes again.
-        return _run_in_loops(fns, xla.hide_constant(True) if due is None else due, *arguments)
-
-    return xla.call_for_platform(run_in_loops, partial(_run, fns), *arguments)
+    # XLA would inline a loop with a known count, and fuse the passes again.
+    in_loops = partial(_run_in_loops, fns, xla.hide_constant(True) if due is None else due)
+    in_one_loop = None if due is None else partial(_run_in_one_loop, fns, due)
+    return xla.call_for_platform(in_loops, partial(_run, fns), *arguments, tpu=in_one_loop)
 
 
 @partial(_run_in_passes.defjvp, symbolic_zeros=True)
@@ -132,6 +133,19 @@ def _run_in_loops(
 
     bodies = [partial(body, fn) for fn in fns]
     return xla.run_in_place(bodies, due, carry, [(reads, own) for own in constants])
+
+
+def _run_in_one_loop(
+    fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
+) -> PyTree:
+    """Return the carry after each of `fns`, all in a loop of one iteration if `due`,
+    else of none."""
+
+    def run_all(*arrays: PyTree) -> PyTree:
+        *values, owns = arrays
+        return _run(fns, tuple(values[: len(carry)]), values[len(carry) :], owns)
+
+    return _run_in_loops((run_all,), due, carry, reads, [(constants,)])
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:

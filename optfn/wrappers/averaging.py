@@ -176,8 +176,8 @@ def model_average(
       min_average_window: the shortest window, in updates, ≥ 1 and ≤ max_average_window.
       max_average_window: the longest window, in updates, ≥ 1.
 
-    State: three sums and three int32 counters; 12 bytes per parameter. On a CPU, s2 and s3 are read
-    and written only in steps that move sums. Needs params.
+    State: three sums and three int32 counters; 12 bytes per parameter. On a CPU or TPU, s2 and s3
+    are read and written only in steps that move sums. Needs params.
 
     Source: fluid's ModelAverage.
     """

@@ -12,7 +12,9 @@ import optax
 from optfn import core
 from optfn.collectives.axes import AxisName, check_axis_names
 from optfn.collectives.devices import join_workers
-from optfn.core import checks, errors, leafwise
+from optfn.compilers import xla
+from optfn.compilers.groups import map_groups, varying_axes
+from optfn.core import checks, errors, leafwise, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.patterns import check_pattern, match_names
@@ -114,7 +116,7 @@ def record_metrics(
         trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
-            return [among.root_mean_square(_norm(x)) for x in trees]
+            return list(map(among.root_mean_square, _norms(trees)))
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
         for pattern in patterns:
@@ -148,10 +150,28 @@ def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> R
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
-def _norm(x: Updates) -> jax.Array:
-    """Return the norm over all leaves, float32;
+def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
+    """Return the norm over all leaves of each tree, float32;
     repeated rows are merged, or they would count apart."""
-    return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
+    squares: list[list[jax.Array]] = [[] for _ in trees]
+    for row in zip(*(tree.leaves(leafwise.merge_rows(x)) for x in trees), strict=True):
+        present = [i for i, x in enumerate(row) if not tree.is_masked(x)]
+        arrays = [jnp.asarray(leafwise.numbers_of(row[i])) for i in present]
+        sums = leafwise.jit_if_traced(_sum_squares, checks.has_tracer(arrays))
+        for i, square in zip(present, map_groups(sums, arrays, _kind), strict=True):
+            squares[i].append(square)
+    return [leafwise.root_of_sum(found).astype(jnp.float32) for found in squares]
+
+
+def _kind(x: jax.Array) -> tuple[Any, ...]:
+    """Return what arrays of one reduction have in common."""
+    return x.shape, varying_axes(x)
+
+
+def _sum_squares(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the sum of squares of each of some arrays of one shape."""
+    sums: tuple[jax.Array, ...] = xla.sum_each(*map(leafwise.wide_squares, arrays))
+    return sums
 
 
 def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """Programs for a CPU make several passes over memory; those for a TPU or GPU are one expression."""
 
+import re
 from functools import partial
 
 import jax
@@ -75,3 +76,59 @@ def test_small_moments_are_those_of_a_cpu(name, monkeypatch):
     for ours, theirs in zip(*found, strict=True):
         assert np.mean(ours != theirs) < 0.01
         np.testing.assert_allclose(ours, theirs, rtol=0.01, atol=1)
+
+
+WRAPPERS = {
+    "TPU": lambda: optfn.chain(
+        optfn.sgd(0.1), optfn.model_average(0.5, min_average_window=2, max_average_window=3)
+    ),
+    "GPU": lambda: optfn.record_metrics(optfn.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("platform", WRAPPERS)
+def test_an_expression_of_one_platform_gives_what_a_cpu_does(platform, monkeypatch):
+    """On a TPU a loop moves the sums of an average where they are due; on a GPU one reduction
+    gives three norms."""
+    tx, p, g = WRAPPERS[platform](), {"w": normal(0), "b": normal(1, (3,))}, normal(2)
+    g = {"w": g, "b": g[0, :3]}
+    found = []
+    for behind in (False, True):
+        if behind:
+            monkeypatch.setattr(xla, "CPU_PLATFORMS", ())
+            monkeypatch.setattr(xla, f"{platform}_PLATFORMS", ("cpu",))
+        state, step = tx.init(p), jax.jit(lambda *arguments: tx.update(*arguments)[1])
+        trail = []
+        for _ in range(5):
+            state = step(g, state, p)
+            trail += jax.tree.leaves(state)
+        found.append(trail)
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_which_platform_has_a_loop_for_an_average_and_one_reduction_for_norms():
+    p = normal(0)
+    texts = {}
+    for name, make in WRAPPERS.items():
+        tx = make()
+        traced = jax.jit(tx.update).trace(p, tx.init(p), p)
+        for x in ("cpu", "tpu", "cuda"):
+            texts[name, x] = traced.lower(lowering_platforms=(x,)).as_text()
+    loops = {x: texts["TPU", x].count("stablehlo.while") for x in ("cpu", "tpu", "cuda")}
+    assert loops == {"cpu": 3, "tpu": 1, "cuda": 0}
+    several = r"stablehlo\.reduce\(.* init: .*\), \(.* init: "
+    found = {x: bool(re.search(several, texts["GPU", x])) for x in loops}
+    assert found == {"cpu": False, "tpu": False, "cuda": True}
+
+
+def test_the_derivative_of_sums_in_one_reduction(monkeypatch):
+    monkeypatch.setattr(xla, "CPU_PLATFORMS", ())
+    monkeypatch.setattr(xla, "GPU_PLATFORMS", ("cpu",))
+
+    def fn(x):
+        first, second = xla.sum_each(x**2, normal(1))
+        return first * second
+
+    x = normal(0)
+    np.testing.assert_allclose(jax.grad(fn)(x), 2 * x * normal(1).sum(), rtol=1e-4)
