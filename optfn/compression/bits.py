@@ -1,8 +1,10 @@
 """Packing of small integers and masks into 32-bit words, without gaps.
 
-All fields of a packet form one stream of bits, the lowest bit of a word first. The stream consists
-of digits, the widest groups of bits that divide every field and a word evenly. For 12-bit indices
-and 2-bit values, a digit has 2 bits, and a word has 16 digits.
+All fields of a packet form one stream of bits, the lowest bit of a word first. Each field is packed
+into whole words by itself, as digits, the widest groups of bits that divide an entry and a word
+evenly: for 12-bit indices a digit has 4 bits, and a word has 8 digits. Then its words are shifted
+to the end of the field before. Digits of all fields together would be narrower, and the compilers
+of TPUs take seconds for a value of 32 bits in digits of 4.
 """
 
 import math
@@ -14,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from optfn.collectives.axes import mark_varying
-from optfn.compilers import xla
 from optfn.compilers.groups import varying_axes
 
 
@@ -32,34 +33,72 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
       fields: flat uint32 arrays; entries are below 2^width.
       widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
+    stream, end = None, 0  # `end`: the number of bits so far
+    for x, width in zip(fields, widths, strict=True):
+        if width and x.size:
+            words, start = _shift_up(_pack_field(x, width), end % 32), end // 32
+            end += width * x.size
+            words = words[: -(-end // 32) - start]
+            stream = words if stream is None else _overlap(stream, words, start)
+    return jnp.zeros(0, jnp.uint32) if stream is None else stream
+
+
+def _overlap(stream: jax.Array, words: jax.Array, start: int) -> jax.Array:
+    """Return a stream, and from its word `start` on the bits of `words` too."""
+    shared = stream.size - start
+    if not shared:
+        return jnp.concatenate([stream, words])
+    both = stream[start:] | words[:shared]
+    return jnp.concatenate([stream[:start], both, words[shared:]])
+
+
+def _pack_field(x: jax.Array, width: int) -> jax.Array:
+    """Return the words of entries of `width` bits; zeros fill the last word."""
     # No digit of this width crosses the end of an entry or of a word, so that packing needs only
     # reshapes and shifts.
-    digit = math.gcd(32, *widths)
-    digits = []
-    for x, width in zip(fields, widths, strict=True):
-        if width:
-            digits.append(_split_digits(x, width, digit))
-    stream = digits[0] if len(digits) == 1 else jnp.concatenate(digits)
-    per_word = 32 // digit
-    # Unconditional, a pad of nothing would still copy the stream in some programs.
-    if stream.size % per_word:
-        stream = jnp.pad(stream, (0, -stream.size % per_word))
-    return _join_digits(stream, 32, digit)
+    digit = math.gcd(32, width)
+    digits = _split_digits(x, width, digit)
+    # Unconditional, a pad of nothing would still copy the digits in some programs.
+    if missing := -digits.size % (32 // digit):
+        digits = jnp.pad(digits, (0, missing))
+    return _join_digits(digits, 32, digit)
+
+
+def _shift_up(words: jax.Array, by: int) -> jax.Array:
+    """Return a stream of words that is preceded by `by` < 32 zero bits: a word more, if by > 0."""
+    if not by:
+        return words
+    low = jnp.pad(words << np.uint32(by), (0, 1))
+    return low | jnp.pad(words >> np.uint32(32 - by), (1, 0))
 
 
 def unpack_fields(
     words: jax.Array, widths: Sequence[int], counts: Sequence[int]
 ) -> list[jax.Array]:
     """Undo `pack_fields`: return each field, uint32 (counts[i],); a field of width 0 is zeros."""
-    digit = math.gcd(32, *widths)
-    lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
-    stream = _split_digits(words, 32, digit)
-    fields = [stream[: lengths[0]]] if len(lengths) == 1 else xla.split(stream, lengths)
+    fields, start = [], 0
+    for width, count in zip(widths, counts, strict=True):
+        end = start + width * count
+        own = words[start // 32 : -(-end // 32)]
+        fields.append(_unpack_field(_shift_down(own, start % 32), width, count))
+        start = end
+    return fields
 
-    def unpack(field: jax.Array, width: int, count: int) -> jax.Array:
-        return _join_digits(field, width, digit) if width else jnp.zeros(count, jnp.uint32)
 
-    return list(map(unpack, fields, widths, counts))
+def _unpack_field(words: jax.Array, width: int, count: int) -> jax.Array:
+    """Return the entries that `_pack_field` packed; zeros for a width of 0."""
+    if not width or not count:
+        return jnp.zeros(count, jnp.uint32)
+    digit = math.gcd(32, width)
+    return _join_digits(_split_digits(words, 32, digit)[: count * width // digit], width, digit)
+
+
+def _shift_down(words: jax.Array, by: int) -> jax.Array:
+    """Return a stream of words without its first `by` < 32 bits; zeros follow its last word."""
+    if not by:
+        return words
+    next_words = jnp.pad(words[1:], (0, 1))
+    return words >> np.uint32(by) | next_words << np.uint32(32 - by)
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:

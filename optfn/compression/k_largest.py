@@ -103,7 +103,7 @@ def fill_up(
     """
     before = _accumulate_counts(equal) - bits.count_ones(equal)
     last = before[segments.first_word] + k - count_set_bits(above, segments)
-    wanted = jnp.repeat(segments.broadcast_to_rows(last), segments.words) - before
+    wanted = segments.broadcast_to_words(last) - before
     return above | bits.first_bits(equal, jnp.maximum(wanted, 0))
 
 

@@ -246,6 +246,22 @@ class Segments:
         """Repeat a number per segment, (segments,), for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
+    def broadcast_to_words(self, per_segment: jax.Array) -> jax.Array:
+        """Repeat a number per segment, (segments,), for each word of a packed mask, flat."""
+
+        def repeat(per_segment: jax.Array) -> jax.Array:
+            return jnp.repeat(self.broadcast_to_rows(per_segment), self.words)
+
+        def spread(per_segment: jax.Array) -> jax.Array:
+            # To lay out rows of 8 words anew takes the compiler of a TPU seconds.
+            counts = (self.num_rows * self.words).tolist()
+            return jnp.concatenate(list(map(jnp.broadcast_to, per_segment, counts)))
+
+        if self.chunk is not None:
+            return repeat(per_segment)
+        words: jax.Array = xla.call_for_platform(repeat, spread, per_segment)
+        return words
+
     def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
         """Repeat a number per segment for each of its k entries, (∑k,).
 
