@@ -12,7 +12,8 @@ Functions that a custom derivative keeps for later still hold the mesh of step 1
 function must be the whole gradient, which has called them.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -47,6 +48,26 @@ def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     bound = _Binding(mesh).bind_program(closed)
     results = jex.jaxpr_as_fun(bound)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+@contextlib.contextmanager
+def name_refused_constraints() -> Iterator[None]:
+    """Name the constraints that JAX refuses only when it lowers a program for its devices.
+
+    Raises:
+      ValueError: a NamedSharding constrains an array along a bound axis. Such a sharding has the
+        mesh outside of the `shard_map`, where the axis is not bound, so the trace takes it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "with_sharding_constraint under a shard_map" not in str(error):
+            raise
+        raise ValueError(
+            "the loss constrains an array along data_axis by a NamedSharding of the mesh. Write "
+            "the PartitionSpec alone, jax.lax.with_sharding_constraint(x, P(...)), which a worker "
+            f'drops; or pass partitioner="compiler" beside mesh. JAX says: {error}'
+        ) from error
 
 
 def _check_refused_constraint(error: ValueError, mesh: AbstractMesh) -> None:

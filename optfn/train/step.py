@@ -24,6 +24,7 @@ from optfn.collectives.devices import Devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.interop.calls import show_transform
+from optfn.jaxprs.constraints import name_refused_constraints
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
@@ -188,7 +189,8 @@ class TrainStep:
         12
         """
         arguments = self.shapes(params, batch, model_state)
-        lowered: jax.stages.Lowered = self.compiled.lower(*self.list_arguments(*arguments))
+        with name_refused_constraints():
+            lowered: jax.stages.Lowered = self.compiled.lower(*self.list_arguments(*arguments))
         return lowered
 
     def shapes(
@@ -250,7 +252,8 @@ class TrainStep:
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
-        state, metrics = self.compiled(*self.list_arguments(state, self._split_batch(batch)))
+        with name_refused_constraints():
+            state, metrics = self.compiled(*self.list_arguments(state, self._split_batch(batch)))
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True

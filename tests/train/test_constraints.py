@@ -133,6 +133,16 @@ def test_constraints_on_the_mesh_itself():
     assert_near(state.params, expected.params)
 
 
+def test_constraints_on_the_mesh_alone_are_refused_with_advice():
+    placement = NamedSharding(mesh_of(), P("data", None))
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.with_sharding_constraint(x @ params["w"], placement))
+
+    with pytest.raises(ValueError, match=r'PartitionSpec alone.*partitioner="compiler"'):
+        train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=mesh_of())
+
+
 def test_a_shard_map_over_another_axis():
     mesh = mesh_of()
 
