@@ -77,7 +77,7 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     * GPUs: up to 4 collectives run at the same time, for 1, and products of one operand are not
       merged. On 8 H100 a step takes 239 ms for 247. Costs: 3 % more memory for temporaries, the
       buffers of several collectives at a time. Leave it out for two levels: on 64 H100 a step then
-      takes 320 ms for 285.
+      takes 342 ms for 281.
     * CPUs, and chips that are not listed: {}.
 
     The options are for the compiler of these measurements. A step drops the options that another
