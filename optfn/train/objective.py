@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.named_segments import check_names, recompute_function
+from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_axes, mean_over_workers
@@ -130,8 +130,7 @@ def differentiate(
 
     transform = None
     if recompute is not None:
-        names = check_names("recompute", recompute)
-        transform = functools.partial(recompute_function, names=names, argument="recompute")
+        transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def value(inputs: Inputs) -> Values:
         values: Values = make_program(values_at, inputs).value()

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import core
+from optfn.autodiff.named_segments import check_names
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
 from optfn.collectives.mesh import count_devices
@@ -169,6 +170,8 @@ class StepArguments(StepOptions):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
+        if self.recompute is not None:
+            check_names("recompute", self.recompute)
         _check_mesh(self.mesh, self.data_axis)
         if not isinstance(self.compiler_options, Mapping | None):
             raise TypeError(
