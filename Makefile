@@ -38,10 +38,11 @@ test-product: $(VENV)/.test ## test docs, examples, benchmarks, pictures, the wh
 outside: ## test programs that take an optimizer of optax; 9 GB of packages
 	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
 
-# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, a soak, steps
-# compiled for 512 devices, and programs of others.
+# All values of the grids of which `make test` runs a part, each test on the newest JAX of which CI runs
+# a half, 5,400 properties, all faults, a soak, steps compiled for 512 devices, and programs of others.
 nightly: ## test whole grids, properties, faults, soak, scale, outside; over an hour
 	$(MAKE) test test-product OPTIONS=--nightly
+	.ci/test-newer --cases 1
 	$(MAKE) properties faults soak scale outside
 
 # 68 times as many cases as in the suite, other ones each time.

@@ -30,6 +30,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, metavar="K", help="run at most the first K cases of each test"
     )
+    parser.addoption(
+        "--half",
+        type=int,
+        choices=(0, 1),
+        help="run every second test, from the first (0) or from the second (1) on",
+    )
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -52,16 +58,25 @@ def pytest_collection_modifyitems(config, items):
         marked("nightly")
     if config.getoption("quick_compiler"):
         marked("optimized")
-    most = config.getoption("cases")
+    places, seen = {}, collections.Counter()
+    half, most = config.getoption("half"), config.getoption("cases")
+
+    def is_of_the_other_half(item):
+        return places.setdefault(test_of(item), len(places)) % 2 != half
+
+    def is_beyond(item):
+        seen[test_of(item)] += 1
+        return seen[test_of(item)] > most
+
+    if half is not None:
+        leave_out(is_of_the_other_half, config, items)
     if most is not None:
-        seen = collections.Counter()
-
-        def is_beyond(item):
-            test = item.nodeid.partition("[")[0]
-            seen[test] += 1
-            return seen[test] > most
-
         leave_out(is_beyond, config, items)
+
+
+def test_of(item):
+    """Return the id of a test without its case."""
+    return item.nodeid.partition("[")[0]
 
 
 def leave_out(is_left, config, items):
