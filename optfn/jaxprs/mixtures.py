@@ -73,8 +73,11 @@ class Mixture(NamedTuple):
     def has_rule_in(self, buffer: "Mixture") -> bool:
         """Tell whether the rule of this leaf is one of the rules of a buffer.
 
-        Code outside of optfn has one rule for a buffer; optfn may have one for each leaf in it.
+        Code outside of optfn has one rule for a buffer; optfn may have one for each leaf in it, and
+        gives zeros to a frozen leaf, whatever the rule.
         """
+        if self.is_made_by_optfn and not self.leaves and not self.operations:
+            return True
         is_same = self.operations == buffer.operations and self.sources <= buffer.sources
         return is_same and self.has_elements == buffer.has_elements
 

@@ -19,6 +19,7 @@ from optax import contrib
 import optfn
 from optfn import core
 from optfn.core import leafwise
+from optfn.optimizers.assembly import optimizer
 from optfn.train.mixed_leaves import refuse_mixed_leaves
 
 RATE = 0.05
@@ -105,6 +106,18 @@ def catalogue(names):
                     continue
 
 
+@optimizer
+def halves(
+    learning_rate, *, grad_clip=None, regularization=None, param_attrs=None, multi_precision=False
+):
+    """Half of the sign of the gradient."""
+
+    def rule(updates, params=None):
+        return jax.tree.map(lambda g: 0.5 * jnp.sign(g), updates)
+
+    return core.chain(optax.stateless(rule), optfn.scale_by_learning_rate(learning_rate))
+
+
 def by_axes(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
@@ -165,6 +178,13 @@ ELEMENTWISE = {
     ),
     "frozen by optfn": optax.chain(
         optfn.adam(RATE, param_attrs={"a|b": optfn.ParamAttr(trainable=False)}), optax.scale(0.5)
+    ),
+    "a rule of one's own, frozen and with rates by optfn": halves(
+        RATE,
+        param_attrs={
+            "a": optfn.ParamAttr(trainable=False),
+            "b": optfn.ParamAttr(learning_rate=2.0, regularization=optfn.l2_decay(0.1)),
+        },
     ),
     "only finite": optax.apply_if_finite(optax.adam(RATE), 3),
     "accumulated": optfn.chain(optax.MultiSteps(optax.adam(RATE), 2)),
