@@ -105,8 +105,7 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
             # XLA would let a product write the stacked slices, for which it has slower loops.
             pieces = lax.optimization_barrier(pieces)
         for number, phase in enumerate(phases(name, most)):
-            is_ragged = number > 0 and not _has_whole_tiles(pieces, phase, along)
-            is_stacked = is_ragged or most > _SCATTERED
+            is_stacked = most > _SCATTERED or (number > 0 and _is_ragged(pieces, phase, along))
             scatter = _reduce_scatter_stacked if is_stacked else _reduce_scatter
             pieces = scatter(pieces, phase, along)
         x = lax.collapse(pieces, dimension, along + 1)
@@ -122,12 +121,14 @@ def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
     return _SCATTERED_IN_PLANES if rows >= _ROWS_OF_TILE else _SCATTERED
 
 
-def _has_whole_tiles(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> bool:
-    """Tell whether the slices along a dimension are whole tiles of a TPU: not along the minor
-    dimension, and along the one before it if 8 divides their rows."""
-    if dimension != x.ndim - 2:
-        return dimension < x.ndim - 2
-    return x.shape[dimension] // _count_slices(phase) % _ROWS_OF_TILE == 0
+def _is_ragged(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> bool:
+    """Tell whether the slices along a dimension are no whole tiles of a TPU: along the minor
+    dimension always, along the one before it if they have over 8 rows, but no multiple of 8."""
+    if dimension == x.ndim - 1:
+        return True
+    # Of fewer rows XLA makes an all-reduce if they are stacked.
+    rows = x.shape[dimension] // _count_slices(phase)
+    return dimension == x.ndim - 2 and rows > _ROWS_OF_TILE and rows % _ROWS_OF_TILE > 0
 
 
 def _count_slices(phase: PhaseOfCollective) -> int:
