@@ -236,12 +236,7 @@ def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates
 
 def _square(x: jax.Array) -> jax.Array:
     """Return the sum of squares of an array, taken in float32 or wider."""
-    return jnp.sum(wide_squares(x))
-
-
-def wide_squares(x: jax.Array) -> jax.Array:
-    """Return |x|² of each number, in float32 or wider."""
-    return numerics.abs_squared(cast(x, numerics.accumulator_dtype(x.dtype)))
+    return jnp.sum(numerics.abs_squared(cast(x, numerics.accumulator_dtype(x.dtype))))
 
 
 def global_norm(updates: Updates) -> jax.Array:

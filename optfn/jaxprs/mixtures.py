@@ -139,7 +139,7 @@ def _mark_equation(equation: Equation, given: Sequence[Mixture]) -> Mixture:
     if name not in _MIXING:
         if name in _MOVING or not mixture.has_elements:
             return mixture
-        return mixture._replace(operations=mixture.operations | {_describe(equation)})
+        return mixture._replace(operations=mixture.operations | {_list_operation(equation)})
     if not mixture.leaves:
         return Mixture(0, mixture.mixes)
     has_axes = any(type_of(x).ndim > 1 for x in equation.invars)
@@ -154,7 +154,7 @@ def _find_transform(line: str) -> set[str]:
     return {file} if file.startswith(_TRANSFORMS) else set()
 
 
-def _describe(equation: Equation) -> tuple[str, ...]:
+def _list_operation(equation: Equation) -> tuple[str, ...]:
     """Return the primitive of an equation and its literals, such as a rate."""
     literals = [str(x.val) for x in equation.invars if isinstance(x, jex.Literal)]
     return (equation.primitive.name, *literals)

@@ -97,14 +97,14 @@ def make_worker_step(
         state = state._replace(params=constrain_params(state.params, layout))
         inputs = _make_inputs(state, batch, key_of, layout)
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
-        later = None if layout is None else layout.average_later()
+        later = layout and layout.average_later()
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = later if has_exchange(state.opt_state) else layout
+        averaged = of_loss and of_loss.mean_axes_of(state.params)
         values, grads = make_objective(of_loss).value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        averaged = None if of_loss is None else of_loss.mean_axes_of(state.params)
         own = values.loss, values.aux
         grads, (loss, aux), extra = reduce_gradients(
             grads, state.opt_state, workers, own, reduce_dtype, averaged
@@ -128,9 +128,7 @@ def make_worker_step(
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_new_params(apply_updates(params, updates), layout)
         model_state = _next_model_state(values.model_state, inputs, state, opt_state, axes)
-        metrics = (
-            {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)
-        )
+        metrics = _collect_metrics(loss, aux, opt_state)
         if exchanges_itself:
             metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
         return TrainState(core.next_step(state.step), params, opt_state, model_state), metrics
@@ -195,9 +193,10 @@ def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
     return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
-def _collect_metrics(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return all that the wrappers of a state report, and its learning rate if it has just one."""
-    metrics = collect_reports(opt_state)
+def _collect_metrics(loss: jax.Array, aux: PyTree, opt_state: OptState) -> dict[str, Any]:
+    """Return the loss, aux unless it is None, all that the wrappers of a state report, and its
+    learning rate if it has just one."""
+    metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | collect_reports(opt_state)
     with contextlib.suppress(ValueError):  # no rate, or several different ones
         metrics["learning_rate"] = get_learning_rate(opt_state)
     return metrics

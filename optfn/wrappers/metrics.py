@@ -14,7 +14,7 @@ from optfn.collectives.axes import AxisName, check_axis_names
 from optfn.collectives.devices import join_workers
 from optfn.compilers import xla
 from optfn.compilers.groups import map_groups, varying_axes
-from optfn.core import checks, errors, leafwise, tree
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.patterns import check_pattern, match_names
@@ -158,19 +158,20 @@ def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
         present = [i for i, x in enumerate(row) if not tree.is_masked(x)]
         arrays = [jnp.asarray(leafwise.numbers_of(row[i])) for i in present]
         sums = leafwise.jit_if_traced(_sum_squares, checks.has_tracer(arrays))
-        for i, square in zip(present, map_groups(sums, arrays, _kind), strict=True):
+        for i, square in zip(present, map_groups(sums, arrays, _shape_and_axes), strict=True):
             squares[i].append(square)
     return [leafwise.root_of_sum(found).astype(jnp.float32) for found in squares]
 
 
-def _kind(x: jax.Array) -> tuple[Any, ...]:
+def _shape_and_axes(x: jax.Array) -> tuple[Any, ...]:
     """Return what arrays of one reduction have in common."""
     return x.shape, varying_axes(x)
 
 
 def _sum_squares(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the sum of squares of each of some arrays of one shape."""
-    sums: tuple[jax.Array, ...] = xla.sum_each(*map(leafwise.wide_squares, arrays))
+    """Return the sum of squares of each of some arrays of one shape, in float32 or wider."""
+    wide = (leafwise.cast(x, numerics.accumulator_dtype(x.dtype)) for x in arrays)
+    sums: tuple[jax.Array, ...] = xla.sum_each(*map(numerics.abs_squared, wide))
     return sums
 
 
