@@ -345,8 +345,9 @@ def ways(model: str, topology: str) -> list[str]:
         for name, x in divisions(model).items()
         if math.prod(x.inner.values()) <= chips and not (name == IN_NODES and ":" in topology)
     ]
-    options = ["FSDP" + OPTIONS] if topology in ("1x8x1", "v5e:4x4") and model in LLAMAS else []
-    return [*found, "GSPMD", *sparse, *options]
+    with_options = {"1x8x1": "FSDP", "v5e:4x4": "FSDP", "8x8x1": IN_NODES}
+    options = [with_options[topology] + OPTIONS] if topology in with_options else []
+    return [*found, "GSPMD", *sparse, *(options if model in LLAMAS else [])]
 
 
 def target_of(topology: str) -> targets.Target:
