@@ -9,14 +9,16 @@ The type of a state declares them, and the step, its rounds and the history read
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 
 from optfn.collectives.devices import Workers
+from optfn.core import checks
 from optfn.core.traits import Report, reporting_types, traits_of
 from optfn.core.tree import join, leaves_with_paths
 from optfn.core.types import OptState
@@ -80,6 +82,26 @@ def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState
     for flag in _find_flags(structure):
         leaves[flag.value] = metrics[flag.metric]
     return jax.tree.unflatten(structure, leaves)
+
+
+def raise_flags(flags: Iterable[Flag]) -> None:
+    """Raise the error of the first flag that is not 0; nothing if there is none."""
+    for flag in flags:
+        value = read_local(flag.value)
+        if np.any(value):
+            raise flag.error(int(np.max(value)))
+
+
+def raise_lasting_flags(opt_state: OptState) -> None:
+    """Raise the error of the first flag that keeps its value and is not 0. Traced flags say
+    nothing."""
+    flags = get_flags(opt_state)
+    raise_flags(x for x in flags if x.is_lasting and not checks.is_traced(x.value))
+
+
+def read_local(x: Any) -> np.ndarray[Any, Any]:
+    """Return the value of a replicated array, from a device of this process."""
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Access to the learning rates in a state: read, set, and list them."""
 
+import functools
 from typing import TypeGuard
 
 import jax
@@ -60,6 +61,13 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     return first
 
 
+def largest_rate(opt_state: OptState) -> jax.Array:
+    """Return the largest learning rate of the last update in a state; 1 if the state has none."""
+    found = _find_rates(opt_state).values()
+    values = [_rate_of_workers(x.learning_rate) for x in found]
+    return functools.reduce(jnp.maximum, values) if values else jnp.ones(())
+
+
 def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
     """Return `opt_state` with another learning rate, of all rates if `path` is None;
     nothing is recompiled.
@@ -98,10 +106,7 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
     for None all rates of the main state. None found raises."""
     if path is None:
         opt_state = state_names.find_main_state(opt_state)
-    rates = dict(state_names.states_with_names(is_rate, opt_state))
-    # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
-    plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
-    found = {name: rates[name] for name in plateau or rates}
+    found = _find_rates(opt_state)
     if not found:
         raise ValueError("the state has no learning rate")
     if path is None:
@@ -110,6 +115,14 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
     if not chosen:
         raise ValueError(f"no learning rate at path {path!r}; there are {', '.join(found)}")
     return chosen
+
+
+def _find_rates(opt_state: OptState) -> dict[str, RateState]:
+    """Return the rates of a state by name."""
+    rates = dict(state_names.states_with_names(is_rate, opt_state))
+    # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
+    plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
+    return {name: rates[name] for name in plateau or rates}
 
 
 def numbers_of_rates(

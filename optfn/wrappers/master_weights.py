@@ -95,12 +95,13 @@ def master_weights(
 
         bits(|M|) = bits(|p|)·2ᵏ + e,  k = bits − 16
 
-    Nothing may change a parameter besides the update. With copies, each update compares up to 1,024
-    entries of each leaf with its master: if you edited the parameter by hand, or a link behind the
-    masters changed the update, `make_train_step`, `minimize` and eager updates raise a ValueError
-    that names the leaf, and so does a jitted loop of your own on a CPU; on a TPU or GPU its updates
-    are NaN from then on. With a remainder your change stays, and M is the edited parameter moved by
-    e, which is at most half a unit of its last place.
+    Nothing may change a parameter besides the update, added as `apply_updates` adds it. With
+    copies, each update compares up to 1,024 entries of each leaf with its master: if you edited the
+    parameter by hand, or a link behind the masters changed the update, `make_train_step`,
+    `minimize` and eager updates raise a ValueError that names the leaf, and so does a jitted loop
+    of your own on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`, and
+    `metrics` raises it. No update is changed. With a remainder your change stays, and M is the
+    edited parameter moved by e, which is at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.
@@ -111,8 +112,9 @@ def master_weights(
         parameter is the larger neighbour. With 24 the remainder is int8, and masters are rounded at
         random to 24 bits in each step; their mean is exact, so small steps are not lost.
 
-    If a master shrinks by a factor above 2¹⁶ in one step, p + u is rounded, and M is off by at most
-    2⁻²⁴ of its old value. Masters below 2⁻¹²⁶ lose digits if XLA flushes denormals.
+    If a master shrinks by a factor above 2¹⁶ in one step, as where it crosses zero, p + u is
+    rounded, and M is off by at most 2⁻²⁴ of its old value. Masters below 2⁻¹²⁶ lose digits if XLA
+    flushes denormals.
 
     State: per narrow parameter 4 bytes for a copy, 2 or 1 for a remainder, and the state of `tx`;
     for copies also the number of a moved leaf, with 24 bits the step. The update of a leaf with a
@@ -202,13 +204,22 @@ def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
 
 
 def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
-    """Return the form of masters that are arrays of `dtype`; a moved leaf gets updates of NaN."""
+    """Return the form of masters that are arrays of `dtype`."""
+
+    def write(p: jax.Array, master: jax.Array, moved: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (u, M), so that p + u, rounded, is M rounded. M is p + u where no u reaches the
+        master, as `moved_params` explains."""
+        u = update_to(p, master)
+        reached = p.astype(dtype) + u
+        is_exact = reached.astype(p.dtype) == master.astype(p.dtype)
+        return u, jnp.where(is_exact, master, reached)
+
     return MasterForm(
         MasterWeightsState,
         lambda p: _is_narrower(p, dtype),
         lambda p: p.astype(dtype),
         lambda p, master: master,
-        lambda p, master, moved: (jnp.where(moved > 0, jnp.nan, update_to(p, master)), master),
+        write,
         lambda: (jnp.zeros((), jnp.int32),),
         lambda numbers, masters, params: [
             jnp.where(numbers[0] > 0, numbers[0], first_moved(masters, params))

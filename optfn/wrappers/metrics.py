@@ -21,7 +21,7 @@ from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
 from optfn.state import names as state_names
 from optfn.state.per_worker import find_nodes
-from optfn.state.reports import collect_reports, iterate_nodes
+from optfn.state.reports import collect_reports, iterate_nodes, raise_lasting_flags
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 
@@ -202,8 +202,10 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         norms of the inner one are root mean squares over the workers.
 
     Raises:
-      ValueError: the state has no `record_metrics`, or several, even if one is inside another.
+      ValueError: the state has no `record_metrics`, or several, even if one is inside another; or
+        `master_weights` found that something besides the update changed a parameter.
     """
+    raise_lasting_flags(opt_state)
     state = state_names.find_main_state(opt_state) if path is None else opt_state
     found: list[RecordMetricsState] = []
     for name, node in state_names.states_with_names(_is_recorder, state):

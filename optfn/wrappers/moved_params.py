@@ -3,6 +3,14 @@
 If a link behind the masters changes the update, or a program sets params by hand, params and
 masters part. The next update would then pull params back to masters that never were theirs, and the
 run would train wrongly without a word.
+
+A run whose updates are added as `apply_updates` adds them is never accused. Let p be the parameter
+before the update, u the update in the dtype of the master, and ⊕ the sum rounded to this dtype. The
+parameter becomes p′ = round(p ⊕ u). `master_weights` keeps M′ = M where round(p ⊕ u) = round(M),
+and M′ = p ⊕ u elsewhere, so p′ = round(M′) in both cases, and the next update compares these two.
+The second case is rare, but a long run has it: where M is far smaller than p, as at a crossing of
+zero, u = M − p is rounded to 2⁻²⁵ of p, and p ⊕ u misses M by that much. So M moves by at most 2⁻²⁴
+of its old value. If a compiler leaves out a rounding in the comparison, then M′ = p ⊕ u more often.
 """
 
 from typing import Any
@@ -80,7 +88,8 @@ def _error(names: list[str], number: int) -> ValueError:
         "update changed this parameter. If a link behind the masters changes the update, "
         "put it inside: master_weights(chain(…)), with the optimizer without multi_precision. If "
         "you set params by hand, make a new state by init, or keep masters as remainders, "
-        "multi_precision=32, which follow your change"
+        "multi_precision=32, which follow your change. If a loop of your own adds the update, add "
+        "it as optfn.apply_updates does, in the dtype of the update"
     )
 
 
@@ -89,7 +98,8 @@ def raise_if_moved(masters: Params, number: jax.Array) -> None:
     a TPU or GPU do nothing. `number` is the leaf's number from 1, 0 for none.
 
     Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
-    one, and a GPU would wait for the host in each step. There updates become NaN.
+    one, and a GPU would wait for the host in each step. There the number waits in the state until
+    `TrainStep` or `metrics` reads it.
     """
     names = _names(masters)
 

@@ -14,6 +14,7 @@ from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.transforms.rates import largest_rate
 from optfn.wrappers.nonfinite import select_unless_skipped
 
 
@@ -49,12 +50,16 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip an update if its norm is far above the previous norms, and keep the state.
 
-        n = ‖tx(g)‖                        the L2 norm over all parameters
-        m = median of the norms of the last `window` updates that were made
+        n = ‖tx(g)‖ / α                    the L2 norm over all parameters
+        m = median of n of the last `window` updates that were made
         spike = n > factor·m
         consecutive = consecutive + 1 if spike else 0
         skip = spike and consecutive ≤ max_consecutive
         u, state = (−0.0, state) if skip else tx(g, state)
+
+    α is the learning rate of this update in the state of `tx`, the largest if there are several, so
+    a schedule that begins anew makes no spike. α is 1 if the state has no rate, as with optimizers
+    of optax, or if the rate is 0.
 
     Norms before the first update count as infinite, so nothing is a spike until more than half of
     the window is filled. After `max_consecutive` spikes in a row, the next ones are applied, and
@@ -94,6 +99,8 @@ def skip_spikes(
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
+        rate = largest_rate(inner_state).astype(jnp.float32)
+        norm = norm / jnp.where(rate > 0, rate, 1.0)
         # A median, because a mean of norms would follow the spikes themselves.
         in_order = jnp.sort(state.norms)
         median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2

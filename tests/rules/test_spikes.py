@@ -111,3 +111,17 @@ def test_the_guard_may_be_added_in_mid_run(tmp_path):
 def test_a_factor_that_skips_ordinary_updates_is_refused(factor):
     with pytest.raises(ValueError, match="factor"):
         optfn.skip_spikes(optfn.sgd(0.1), factor)
+
+
+@pytest.mark.parametrize("optimizer", [optfn.sgd, optfn.adam])
+def test_a_schedule_that_begins_anew_is_no_spike(optimizer):
+    """The rate rises by 1,000 every ten steps."""
+    rate = optfn.schedules.polynomial(0.1, 10, 1e-4, cycle=True)
+    tx = optfn.skip_spikes(optimizer(rate), window=4)
+    state = tx.init(jnp.zeros(3))
+    for n in range(40):
+        updates, state = tx.update(jnp.full(3, 1.0 + n % 2), state, jnp.zeros(3))
+        assert abs(updates).min() > 0
+    assert state.skipped == 0
+    _, state = tx.update(jnp.full(3, 1e3), state, jnp.zeros(3))
+    assert state.skipped == (optimizer is optfn.sgd)  # Adam's update does not grow so much
