@@ -106,7 +106,7 @@ class OrbaxDirectory:
                 self._write_remote(path, saved, marks)
                 return
             # Orbax does not wait until the disk has its metadata, so it writes under another name.
-            unsynced = path.absolute().with_suffix(".unsynced")
+            unsynced = path.with_suffix(".unsynced")
             _get_checkpointer().save(unsynced, args=saved, force=True)
             try:
                 if jax.process_index() == 0:  # the processes share the directory
