@@ -87,6 +87,12 @@ class OrbaxDirectory:
         ocp = _import_orbax()
         state = to_logical(unpack_state(state))
         arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
+        cut = [name for name in arrays if name.endswith("/")]
+        if cut:
+            raise ValueError(
+                f"the names {list_names(cut)} end with an empty key or with '/', which orbax cuts "
+                "off. Rename them, or save a file by sharded=False"
+            )
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
