@@ -5,7 +5,7 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import jax
 import numpy as np
 
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf
 
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
@@ -15,14 +15,15 @@ def convert_batch(batch: Batch) -> Batch:
     """Convert arrays of other libraries in a batch to NumPy's; arrays of JAX and NumPy stay.
 
     Others are in the memory of the host, such as tensors of torch or TensorFlow, and `np.asarray`
-    takes them without a copy.
+    takes them without a copy. Numbers in another byte order are converted.
 
     Raises:
-      TypeError: a leaf is text, which cannot be put on a device, or `np.asarray` cannot convert it.
-      ValueError: a leaf has integers beyond 32 bits, which JAX would cut.
+      TypeError: a leaf is text, which cannot be put on a device, `np.asarray` cannot convert it, or
+        JAX would ignore its mask or lacks its dtype.
+      ValueError: a leaf has integers beyond 32 bits, which JAX would cut; or it has been donated.
     """
     leaves = jax.tree.leaves(batch)
-    if any(map(_is_tensor, leaves)):
+    if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
         leaves = jax.tree.leaves(batch)
     for i, x in enumerate(leaves):
@@ -32,15 +33,39 @@ def convert_batch(batch: Batch) -> Batch:
             raise TypeError(
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
-        if _has_wide_integers(x):
-            path = tree.array_paths(batch)[i]
-            where = f"leaf {path!r} of the batch" if path else "the batch"
+        if isinstance(x, jax.Array) and not checks.is_traced(x) and x.is_deleted():
             raise ValueError(
-                f"{where} has integers from {np.min(x)} to {np.max(x)}, which "
+                f"{_name_leaf(batch, i)} has been deleted: an earlier call of the step has "
+                "overwritten the state that it belongs to. Put a copy into the batch, as by "
+                "jnp.copy(x), or make the step with donate=False"
+            )
+        if _is_foreign(x):
+            errors.refuse_foreign_numbers(_name_leaf(batch, i), x)
+        if _has_wide_integers(x):
+            raise ValueError(
+                f"{_name_leaf(batch, i)} has integers from {np.min(x)} to {np.max(x)}, which "
                 "JAX would cut to 32 bits without an error: map them to smaller ones, such as "
                 "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
             )
     return batch
+
+
+def _name_leaf(batch: Batch, i: int) -> str:
+    """Return in words which leaf of a batch is the one of number i."""
+    path = tree.array_paths(batch)[i]
+    return f"leaf {path!r} of the batch" if path else "the batch"
+
+
+def _is_swapped(x: Leaf) -> bool:
+    """Tell whether the bytes of a NumPy array are in another order than this machine's."""
+    return isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative
+
+
+def _is_foreign(x: Leaf) -> bool:
+    """Tell whether JAX would lose something of a NumPy array, or lacks its dtype."""
+    if not isinstance(x, np.ndarray | np.generic):
+        return False
+    return isinstance(x, np.ma.MaskedArray) or not errors.is_known_to_jax(x.dtype)
 
 
 def _has_wide_integers(x: Leaf) -> bool:
@@ -66,7 +91,10 @@ def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
 
 
 def _convert_leaf(place: tree.Place, x: Leaf) -> Leaf:
-    """Return a tensor of another library as a NumPy array; any other leaf as it is."""
+    """Return a tensor of another library as a NumPy array, and a NumPy array in the byte order of
+    this machine; any other leaf as it is."""
+    if _is_swapped(x):
+        return x.astype(x.dtype.newbyteorder("="))
     if not _is_tensor(x):
         return x
     try:

@@ -94,6 +94,16 @@ def copy_repeated(state: TrainState) -> TrainState:
     return jax.tree.map(once, state)
 
 
+def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
+    """Copy the arrays of a tree that are in a donated one too: JAX refuses a buffer that a call
+    donates and reads.
+    """
+    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
+        return values
+    known = {id(x) for x in jax.tree.leaves(donated)}
+    return jax.tree.map(lambda x: copy(x) if id(x) in known else x, values)
+
+
 def replicate_counters(state: TrainState) -> TrainState:
     """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
 

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
-from optfn.core import checks
+from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.interop.calls import show_transform
 from optfn.jaxprs.constraints import name_refused_constraints
@@ -53,6 +53,7 @@ from optfn.train.state import (
     check_initial_params,
     copy,
     copy_repeated,
+    copy_shared,
     replicate_counters,
 )
 
@@ -75,6 +76,7 @@ class TrainStep:
         self.compiled: Any = compile_step(options.loss_fn, self.tx, options, layout, self.local)
         self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
         self._has_run = False
+        self._placed: Batch = None  # the batch that `place_batch` returned last
         self._flags: collections.deque[jax.Array] = collections.deque()
 
     def __repr__(self) -> str:
@@ -122,6 +124,9 @@ class TrainStep:
         """
         check_initial_params(params)
         self._check_model_state(model_state)
+        for path, x in tree.arrays_with_paths(model_state):
+            if isinstance(x, np.ndarray):
+                errors.refuse_foreign_numbers(f"TrainStep.init: model_state {path!r}", x)
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
@@ -223,8 +228,9 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step.
 
-        `state` is donated: don't use it again, unless the step was made with `donate=False`. You
-        can also call the step inside `jax.jit` and `lax.scan`.
+        `state` is donated: don't use it again, unless the step was made with `donate=False`. Where
+        its arrays are in the batch or the model state too, they are copied. You can also call the
+        step inside `jax.jit` and `lax.scan`.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
@@ -247,6 +253,7 @@ class TrainStep:
         """
         self.check_state(state)
         flags = self._check_flags(state)
+        state, batch = self._copy_shared(state, batch)
         batch = convert_batch(batch)
         # Only at the first call: the comparison is a collective of all processes.
         is_first = not self._has_run and not checks.is_traced(state.step)
@@ -265,10 +272,21 @@ class TrainStep:
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
         """Return a batch on the devices of a state, as a call would place it."""
-        batch = self._split_batch(convert_batch(batch))
-        if self.layout is not None:
-            return batch
-        return parallel.copy_beside(batch, state.step)
+        batch = self._split_batch(convert_batch(self._copy_shared(state, batch)[1]))
+        if self.layout is None:
+            batch = parallel.copy_beside(batch, state.step)
+        self._placed = batch
+        return batch
+
+    def _copy_shared(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """Copy what a call would both donate and read: params of a target network, for example."""
+        is_placed, self._placed = batch is self._placed, None
+        if not self.options.donate or checks.is_traced(state.step):
+            return state, batch
+        if state.model_state is not None:
+            others = state._replace(model_state=None)
+            state = state._replace(model_state=copy_shared(state.model_state, others))
+        return state, batch if is_placed else copy_shared(batch, state)
 
     def _split_batch(self, batch: Batch) -> Batch:
         """Return a batch on the mesh, split over the data axes; without a mesh, as it is."""
