@@ -30,8 +30,6 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
             )
         is_complex = tree.is_inexact(x) and jnp.iscomplexobj(x)
         if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, kind):
-            if isinstance(x, np.ndarray):
-                refuse_foreign_numbers(f"{name}: {kind} {place!r}", x)
             continue
         leaf = f"{kind} {place!r}"
         if is_complex:
@@ -41,37 +39,6 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
         raise TypeError(
             f"{name}: {leaf} must be a floating-point array; got {came}{_split_hint(x)}"
         )
-
-
-def refuse_foreign_numbers(noun: str, x: np.ndarray | np.generic) -> None:
-    """Raise a TypeError if JAX would lose something of a NumPy array, or has no such dtype.
-
-    Args:
-      noun: the array, for the error.
-      x: the array.
-    """
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{noun} is a masked array, and JAX would ignore the mask: pass x.filled(0.0), or "
-            "x.data and x.mask as two arrays"
-        )
-    if not x.dtype.isnative:
-        raise TypeError(
-            f"{noun} has dtype {x.dtype.str}, in another byte order than this machine's: pass "
-            'x.astype(x.dtype.newbyteorder("="))'
-        )
-    if not is_known_to_jax(x.dtype):
-        raise TypeError(
-            f"{noun} has dtype {x.dtype}, which JAX does not have: convert it, as in "
-            "x.astype(np.float32)"
-        )
-
-
-def is_known_to_jax(dtype: np.dtype) -> bool:
-    """Tell whether JAX has arrays of a dtype, or of one that it takes in its place."""
-    if dtype.kind in "biufc":
-        return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-    return dtype.isbuiltin == 2 or dtype == jax.dtypes.float0  # 2: of ml_dtypes, as bfloat16
 
 
 def _is_of_another_library(x: object) -> bool:

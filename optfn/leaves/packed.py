@@ -15,6 +15,7 @@ from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
 from optfn.leaves import contents
+from optfn.leaves.foreign import check_arrays
 from optfn.leaves.layout import (
     BufferLayout,
     PackedLayout,
@@ -86,6 +87,7 @@ def pack(params: Params) -> Packed:
     >>> optfn.unpack(packed)["w"].shape
     (2, 3)
     """
+    check_arrays("pack: parameter", params)
     if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
         raise TypeError("pack: params are already packed")
 

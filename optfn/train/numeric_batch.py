@@ -5,8 +5,9 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import jax
 import numpy as np
 
-from optfn.core import checks, errors, tree
+from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf
+from optfn.leaves.foreign import check_keys, is_known_to_jax, refuse_foreign_numbers
 
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
 
@@ -22,6 +23,7 @@ def convert_batch(batch: Batch) -> Batch:
         JAX would ignore its mask or lacks its dtype.
       ValueError: a leaf has integers beyond 32 bits, which JAX would cut; or it has been donated.
     """
+    check_keys("the batch", batch)
     leaves = jax.tree.leaves(batch)
     if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
@@ -40,7 +42,7 @@ def convert_batch(batch: Batch) -> Batch:
                 "jnp.copy(x), or make the step with donate=False"
             )
         if _is_foreign(x):
-            errors.refuse_foreign_numbers(_name_leaf(batch, i), x)
+            refuse_foreign_numbers(_name_leaf(batch, i), x)
         if _has_wide_integers(x):
             raise ValueError(
                 f"{_name_leaf(batch, i)} has integers from {np.min(x)} to {np.max(x)}, which "
@@ -65,7 +67,7 @@ def _is_foreign(x: Leaf) -> bool:
     """Tell whether JAX would lose something of a NumPy array, or lacks its dtype."""
     if not isinstance(x, np.ndarray | np.generic):
         return False
-    return isinstance(x, np.ma.MaskedArray) or not errors.is_known_to_jax(x.dtype)
+    return isinstance(x, np.ma.MaskedArray) or not is_known_to_jax(x.dtype)
 
 
 def _has_wide_integers(x: Leaf) -> bool:

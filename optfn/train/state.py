@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
+from optfn.leaves.foreign import check_arrays, check_keys
 
 # The name of an optimizer's operations in profiles, and in the equations of a step.
 UPDATE_SCOPE = "optimizer_update"
@@ -46,6 +47,7 @@ def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
       params: the params.
       who: the method that takes them, for the errors.
     """
+    check_keys(f"{who}: params", params)
     if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=is_train_state)):
         raise TypeError(
             f"{who}: params must be the parameters alone; got a TrainState, which init "
@@ -54,6 +56,7 @@ def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
         )
     check_split(who, params)
     errors.check_params(who, params, "")
+    check_arrays(f"{who}: parameter", params)
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(

@@ -21,10 +21,11 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
-from optfn.core import checks, errors, tree
+from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.interop.calls import show_transform
 from optfn.jaxprs.constraints import name_refused_constraints
+from optfn.leaves.foreign import check_arrays
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
@@ -124,9 +125,7 @@ class TrainStep:
         """
         check_initial_params(params)
         self._check_model_state(model_state)
-        for path, x in tree.arrays_with_paths(model_state):
-            if isinstance(x, np.ndarray):
-                errors.refuse_foreign_numbers(f"TrainStep.init: model_state {path!r}", x)
+        check_arrays("TrainStep.init: model_state", model_state)
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
@@ -253,8 +252,7 @@ class TrainStep:
         """
         self.check_state(state)
         flags = self._check_flags(state)
-        state, batch = self._copy_shared(state, batch)
-        batch = convert_batch(batch)
+        state, batch = self._copy_shared(state, convert_batch(batch))
         # Only at the first call: the comparison is a collective of all processes.
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
@@ -272,7 +270,7 @@ class TrainStep:
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
         """Return a batch on the devices of a state, as a call would place it."""
-        batch = self._split_batch(convert_batch(self._copy_shared(state, batch)[1]))
+        batch = self._split_batch(self._copy_shared(state, convert_batch(batch))[1])
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)
         self._placed = batch

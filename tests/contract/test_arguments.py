@@ -160,7 +160,16 @@ CASES = [
     (lambda: D.data_mesh(devices=[]), TypeError, "devices must be a sequence of jax.Device"),
     (lambda: D.data_mesh(axis_name=None), TypeError, "axis_name must be the name"),
     (lambda: step(value_and_grad=3), TypeError, "value_and_grad must be a function.*got 3"),
-    (lambda: step(recompute=3), TypeError, "recompute must be a sequence of names; got 3"),
+    (
+        lambda: step(recompute=3),
+        TypeError,
+        "recompute must be a sequence of one name or more; got 3",
+    ),
+    (
+        lambda: step(recompute=()),
+        TypeError,
+        "recompute must be a sequence of one name or more; got ",
+    ),
     (lambda: optfn.pack(optfn.pack(W)), TypeError, "already packed"),
     (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
     (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must contain a floating-point array"),

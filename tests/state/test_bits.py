@@ -26,6 +26,8 @@ def by_numpy(directory, saved, like):
 
 
 def by_file(directory, saved, like, sharded=False):
+    if sharded:
+        pytest.importorskip("orbax.checkpoint")
     optfn.save_checkpoint(directory, saved, step=1, sharded=sharded, background=False)
     return optfn.restore_checkpoint(directory, like)[0]
 

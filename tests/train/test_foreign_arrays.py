@@ -32,6 +32,24 @@ def make(layout, loss=distance, **options):
     return optfn.make_train_step(loss, optfn.sgd(0.5), **LAYOUTS[layout], **options)
 
 
+MIXED = {"a": {1: ONES, "b": ONES}}
+STEP = optfn.make_train_step(lambda p, x: jnp.sum(p["w"]), optfn.sgd(0.5))
+KEYS = {
+    "TrainStep.init: params": lambda: STEP.init(MIXED),
+    "pack: parameter": lambda: optfn.pack(MIXED),
+    "summary: params": lambda: optfn.summary(optfn.adam(0.1), MIXED),
+    "state_dict": lambda: optfn.state_dict(MIXED),
+    "the batch": lambda: STEP(STEP.init({"w": ONES}), MIXED),
+    "save_checkpoint: state": lambda: optfn.save_checkpoint("unused", MIXED, step=1),
+}
+
+
+@pytest.mark.parametrize("noun", KEYS)
+def test_keys_that_jax_cannot_sort_are_named(noun):
+    with pytest.raises(TypeError, match=f"{noun}: JAX sorts the keys of dicts.*; got 1, 'b'"):
+        KEYS[noun]()
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("layout", suite(LAYOUTS, "one device", "packed", "params"))
 def test_params_that_jax_would_read_wrongly_are_refused(layout, name):

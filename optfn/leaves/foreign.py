@@ -1,0 +1,77 @@
+"""Values that JAX would read as others, or refuses without a name: trees and arrays of NumPy."""
+
+import jax
+import numpy as np
+
+from optfn.core import tree
+from optfn.core.types import PyTree
+
+
+def check_arrays(noun: str, values: PyTree) -> None:
+    """Raise a TypeError that names the leaf unless JAX takes the tree and its NumPy arrays as they
+    are.
+
+    Args:
+      noun: what the leaves are, for the error, as in "TrainStep.init: parameter".
+      values: the tree.
+    """
+    check_keys(noun, values)
+    for place, x in tree.items(values):
+        if isinstance(x, np.ndarray):
+            refuse_foreign_numbers(f"{noun} {place!r}", x)
+
+
+def check_keys(noun: str, values: PyTree) -> None:
+    """Raise a TypeError if a dict in a tree has keys that JAX cannot sort, such as 1 and "b"."""
+    try:
+        jax.tree.structure(values)
+    except ValueError:
+        for node in jax.tree.leaves(values, is_leaf=_has_mixed_keys):
+            if _has_mixed_keys(node):
+                keys = ", ".join(repr(key) for key in node)
+                raise TypeError(
+                    f"{noun}: JAX sorts the keys of dicts, so all keys of a dict must be of one "
+                    f"type, such as str; got {keys}"
+                ) from None
+        raise
+
+
+def _has_mixed_keys(x: object) -> bool:
+    """Tell whether `x` is a dict whose keys cannot be sorted."""
+    if isinstance(x, dict):
+        try:
+            sorted(x)
+        except TypeError:
+            return True
+    return False
+
+
+def refuse_foreign_numbers(noun: str, x: np.ndarray | np.generic) -> None:
+    """Raise a TypeError if JAX would lose something of a NumPy array, or has no such dtype.
+
+    Args:
+      noun: the array, for the error.
+      x: the array.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{noun} is a masked array, and JAX would ignore the mask: pass x.filled(0.0), or "
+            "x.data and x.mask as two arrays"
+        )
+    if not x.dtype.isnative:
+        raise TypeError(
+            f"{noun} has dtype {x.dtype.str}, in another byte order than this machine's: pass "
+            'x.astype(x.dtype.newbyteorder("="))'
+        )
+    if not is_known_to_jax(x.dtype):
+        raise TypeError(
+            f"{noun} has dtype {x.dtype}, which JAX does not have: convert it, as in "
+            "x.astype(np.float32)"
+        )
+
+
+def is_known_to_jax(dtype: np.dtype) -> bool:
+    """Tell whether JAX has arrays of a dtype, or of one that it takes in its place."""
+    if dtype.kind in "biufc":
+        return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+    return dtype.isbuiltin == 2 or dtype == jax.dtypes.float0  # 2: of ml_dtypes, as bfloat16
