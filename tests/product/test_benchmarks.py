@@ -35,7 +35,7 @@ from benchmarks import (
     update,
     wire,
 )
-from benchmarks.studies import compile_time, exchange, front, soak
+from benchmarks.studies import compile_time, exchange, front, packed_init, soak
 from optfn.autodiff.budget import is_recomputation_kept
 from optfn.distributed import data_mesh
 
