@@ -155,6 +155,11 @@ def test_compile_time(toy):
 
 
 @pytest.mark.nightly
+def test_packed_init(toy):
+    assert {row["tx"] for row in toy(packed_init, "packed_init")} == packed_init.RULES.keys()
+
+
+@pytest.mark.nightly
 def test_packed(toy):
     found = toy(packed, "packed")
     assert [row["leaves"] for row in found] == [20, 3, 2, 2, 6]
