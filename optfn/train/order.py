@@ -146,7 +146,8 @@ class _Walk:
             return self._follow_wrapper(wrapper, state, before, tx, text)
         if kind := forms.KINDS.get(_find_kind(state)):
             return self._follow_link(kind, state, before, text)
-        if _is_identity(tx, state, before):
+        is_averaged = any(x.form == forms.AVERAGED for x in before.values())
+        if is_averaged and _is_identity(tx, state, before):
             return before
         return self._follow_unknown(state, before)
 

@@ -36,6 +36,7 @@ from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
+from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.loss_scale import scale_of
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
@@ -102,7 +103,8 @@ def make_worker_step(
         of_loss = later if has_exchange(state.opt_state) else layout
         averaged = of_loss and of_loss.mean_axes_of(state.params)
         values, grads = make_objective(of_loss).value_and_grad(scaled)
-        grads = conjugate(grads)
+        # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
+        grads = mask_frozen(tx, conjugate(grads))
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)

@@ -13,6 +13,7 @@ from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.state.per_worker import find_nodes
+from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.nonfinite import skip_nonfinite
 
 
@@ -37,6 +38,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 @core.record_call
+@without_frozen
 def dynamic_loss_scale(
     tx: optax.GradientTransformation,
     *,
