@@ -55,6 +55,9 @@ def _bit_words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if (jnp.iinfo if is_integer else jnp.finfo)(x.dtype).bits < 8:  # int4, float4
+        x = x.astype(jnp.int8 if is_integer else jnp.float32)
     # An element of eight bytes becomes two words.
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)

@@ -1,6 +1,7 @@
 """Writing of checkpoints in the background: copies of states, and the thread that writes them."""
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.core.types import PyTree
+
+# From 3.12.0 to 3.12.2, Python starts no thread once a program has ended (CPython gh-104690), so a
+# write that needs new threads, as one by orbax, must be on the disk before.
+STARTS_THREADS_AT_EXIT = not (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 
 # The memory of the host that devices can copy to while they compute.
 _PINNED = "pinned_host"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.run.options import LoopOptions
-from optfn.run.position import Position, StatefulIterator
+from optfn.run.position import Position, StatefulIterator, TakenPosition, take_position
 
 
 class _Drawn(NamedTuple):
@@ -54,7 +54,7 @@ class Remaining:
         # At most one, or the error of the iterator in its place.
         self._ahead: list[_Drawn | Exception] = []
         self._is_saved = options.checkpoint is not None
-        self._before_ahead: Position | None = None
+        self._before_ahead: TakenPosition | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         self._skip_used()
@@ -132,14 +132,14 @@ class Remaining:
         self.epoch = None if self.epochs is None else found.epoch
         return iterator
 
-    def position(self) -> Position | None:
+    def position(self) -> TakenPosition | None:
         """Return the iterator's position after the last batch; None if it has no state."""
         return self._before_ahead if self._ahead else self._position()
 
-    def _position(self) -> Position | None:
+    def _position(self) -> TakenPosition | None:
         """Return the iterator's position after its last batch; None if it has no state."""
         if isinstance(self._iterator, StatefulIterator):
-            return Position(self._pass, self._iterator.get_state())
+            return take_position(self._pass, self._iterator.get_state())
         return None
 
     def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:

@@ -19,7 +19,7 @@ from optfn.core import checks, tree
 from optfn.core.types import Params, PyTree
 from optfn.leaves.patterns import Pattern, check_pattern
 from optfn.parallel import processes
-from optfn.run.background import start_write, wait_for_writes
+from optfn.run.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
 from optfn.run.checkpoint_directory import OrbaxDirectory, is_directory_default
 from optfn.run.checkpoint_file import NpzFile
 from optfn.run.checkpoint_loader import HISTORY, Loaded, Loader, check_tree, to_key_data
@@ -76,7 +76,8 @@ def save_checkpoint(
       keep: how many finite checkpoints to keep; older ones are removed.
       sharded: whether to write a directory. None: only if params or state are divided over devices
         (`shard`, `shard_tables`) and orbax is installed.
-      background: whether to write in the background. None: only if it is a directory.
+      background: whether to write in the background. None: only if it is a directory. Python 3.12.0
+        to 3.12.2 write no directory in the background: they could lose the last one.
       save_frozen: whether to save the params that are not trained. False: a TrainState is saved
         without the params that `tx` freezes by `ParamAttr(trainable=False)`, and with their
         checksums. Loading then takes these params from the template, compares them, and refuses
@@ -155,7 +156,8 @@ def write_checkpoint(
     )
     # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
-    if not (sharded if background is None else background):
+    is_lost_at_exit = sharded and not STARTS_THREADS_AT_EXIT
+    if is_lost_at_exit or not (sharded if background is None else background):
         wait_for_writes(directory)
     return path
 

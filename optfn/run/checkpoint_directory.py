@@ -28,6 +28,7 @@ from optfn.run.directory_arrays import read_directory
 from optfn.run.finiteness import select_params
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import to_logical, unwrap_tables
+from optfn.state.bits import list_dtypes
 from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
@@ -174,7 +175,12 @@ class OrbaxDirectory:
             raise ValueError(f"the checksum of {list_names(damaged)} is wrong")
         arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
-        return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
+        return {
+            **list_dtypes(arrays),
+            **{name: np.array(about[name]) for name in ABOUT if name in about},
+            **empty,
+            **arrays,
+        }
 
     def is_finite(self, path: Path) -> bool:
         """Tell whether the directory lacks the file that marks it as not finite."""

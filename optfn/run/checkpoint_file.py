@@ -39,7 +39,7 @@ class NpzFile:
 
         def write() -> None:
             host = jax.tree.map(np.asarray, whole)
-            arrays = {**name_host_arrays(host), **beside}
+            arrays = name_host_arrays(host, beside)
             if not (is_loss_finite and are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))

@@ -16,6 +16,7 @@ from optfn.run.frozen import FROZEN, compare_frozen, select_frozen
 from optfn.run.newest import OtherRun, backend_of
 from optfn.run.storage import NONFINITE
 from optfn.sparse.sharded_table import unwrap_tables
+from optfn.state.bits import DecodedArrays
 from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import has_per_worker_state
 from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
@@ -86,7 +87,8 @@ class Loader(NamedTuple):
             self.template, {k: x for k, x in saved.items() if x is not None}
         )
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
-        history = {k.removeprefix(HISTORY): found[k] for k in found if k.startswith(HISTORY)}
+        decoded = DecodedArrays(found)
+        history = {k.removeprefix(HISTORY): decoded[k] for k in found if k.startswith(HISTORY)}
         try:
             # `only` leaves names out on purpose.
             is_strict = self.strict and self.only is None

@@ -37,14 +37,31 @@ class Position(NamedTuple):
     state: object
 
 
-def encode_position(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
+class TakenPosition(NamedTuple):
+    """A position as JSON, taken at once: an iterator may change the state that it returned.
+
+    text: the JSON; "" if it does not keep the state.
+    refused: the state that it does not keep, in words.
+    """
+
+    text: str
+    refused: str = ""
+
+
+def encode_position(position: TakenPosition | None, is_shared: bool) -> dict[str, np.ndarray]:
     """Return the positions of all processes as one entry of a checkpoint; {} if none has one.
 
     Args:
-      position: the position of this process.
+      position: the position of this process. You get a warning if JSON does not keep it.
       is_shared: whether all processes call this; the entry then has the positions of all.
     """
-    text = "" if position is None else _to_json(position)
+    text, refused = position or TakenPosition("")
+    if refused:
+        checks.warn(
+            "the checkpoint is saved without the state of the iterator of batches, so a run that "
+            "resumes will draw the used batches again and skip them. get_state must return bytes, "
+            f"or a value that JSON keeps unchanged; got {refused}"
+        )
     texts = processes.gather_texts(text) if is_shared else [text]
     if not any(texts):
         return {}
@@ -71,21 +88,16 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Position | None:
     return Position(one["epoch"], state)
 
 
-def _to_json(position: Position) -> str:
-    """Return a position as JSON; "" with a warning if JSON does not keep its state."""
-    epoch, state = position
+def take_position(epoch: int, state: object) -> TakenPosition:
+    """Return the position of an iterator whose `get_state` returned `state`, in pass `epoch`."""
     if isinstance(state, bytes):
-        return json.dumps({"epoch": epoch, "bytes": base64.b64encode(state).decode()})
+        encoded = base64.b64encode(state).decode()
+        return TakenPosition(json.dumps({"epoch": epoch, "bytes": encoded}))
     try:
         text = json.dumps({"epoch": epoch, "state": state})
         # JSON turns tuples into lists, and keys into text, without an error.
         if json.loads(text)["state"] == state:
-            return text
+            return TakenPosition(text)
     except (TypeError, ValueError):  # a type that JSON does not have, or a circular reference
         pass
-    checks.warn(
-        "the checkpoint is saved without the state of the iterator of batches, so a run that "
-        "resumes will draw the used batches again and skip them. get_state must return bytes, or "
-        f"a value that JSON keeps unchanged; got {checks.show(state)}"
-    )
-    return ""
+    return TakenPosition("", checks.show(state))

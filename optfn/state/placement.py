@@ -24,6 +24,7 @@ from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.state.bits import DecodedArrays, is_raw
 from optfn.state.encoded import find_codes
 from optfn.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.state.names import find_names_in_field
@@ -124,7 +125,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     not yet received, stays the same. An array that all workers share, such as `published` of
     `exchange(route="parts")`, stays whole, and is divided again. Codes, such as 8-bit moments, are
     decoded, averaged, and encoded as the nearest code under the mean of their scales. In a mapping,
-    uint16 arrays are the bits of bfloat16, as in `state_dict`.
+    uint16 arrays are the bits of bfloat16, unless its list of dtypes says something else.
 
     `restore_checkpoint` does this by itself.
 
@@ -161,10 +162,16 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     entries += [Entry(name, None, "count") for name in find_count_names(mapping, names)]
     saved = [np.asarray(mapping[entry.name]) for entry in entries]
     # `state_dict` gives bfloat16 as its bits.
-    arrays = [x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in saved]
+    decoded = DecodedArrays(mapping)
+    arrays = [_read_raw(np.asarray(decoded[entry.name])) for entry in entries]
     rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
     changed = zip(entries, saved, rescaled, strict=True)
     return dict(mapping) | {entry.name: new.view(old.dtype) for entry, old, new in changed}
+
+
+def _read_raw(x: np.ndarray) -> np.ndarray:
+    """Return an array whose dtype a mapping does not list: bfloat16, or codes of 8 bits."""
+    return x.view(jnp.bfloat16 if x.itemsize == 2 else np.uint8) if is_raw(x.dtype) else x
 
 
 def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:

@@ -17,6 +17,7 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import to_physical, unwrap_tables
+from optfn.state.bits import DecodedArrays, convert_dtype
 from optfn.state.inventory import Entry, arrays_with_entries
 from optfn.state.names import (
     arrays_with_names,
@@ -33,7 +34,7 @@ from optfn.train.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.train.state_dict import ABOUT, VERSION, bits_dtype, is_foreign
+from optfn.train.state_dict import ABOUT, VERSION
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
 
@@ -51,6 +52,9 @@ def load_state_dict(
         missing arrays are taken from the template and superfluous ones are dropped, and one
         warning lists the names that were carried over, are new, or were dropped.
 
+    Arrays of another dtype than the template's are converted: floats are rounded, and integers keep
+    their value, in a float too. A float for an integer, and a number beyond the range, are errors.
+
     Even with `strict=True`, names that only report on a run may be missing or superfluous: the
     factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
@@ -65,8 +69,9 @@ def load_state_dict(
     begins at that parameter.
 
     Raises:
-      ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
-        or the version is newer than this one. The error lists all of them.
+      ValueError: names are missing or not expected (strict), shapes do not fit, a number does not
+        fit the dtype of the template, or the version is newer than this one. The error lists all of
+        them.
     """
     checks.flag("strict", strict)
     loaded, changes = load_named(opt_state, mapping, strict=strict)
@@ -90,6 +95,7 @@ def load_named(
       Misfit: names or arrays do not fit.
     """
     _check_format(mapping)
+    mapping = DecodedArrays(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
     is_converted = any(
@@ -367,13 +373,9 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     array = np.asarray(value)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
-    # state_dict gives bfloat16 as unsigned integers, np.load as raw bytes.
-    if is_foreign(dtype) and array.dtype in (bits_dtype(dtype), np.dtype(f"V{dtype.itemsize}")):
-        array = array.view(dtype)
-    # A float would be cut to an integer without a word.
-    if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
-        return leaf, f"has dtype {array.dtype}, but the template has {dtype}"
-    array = array.astype(dtype)
+    array, problem = convert_dtype(array, dtype)
+    if problem:
+        return leaf, problem
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""

@@ -16,6 +16,7 @@ import numpy as np
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState
 from optfn.state import names as state_names
+from optfn.state.bits import convert_dtype
 from optfn.transforms import codes
 from optfn.wrappers.master_weights import (
     MasterWeights24State,
@@ -107,13 +108,13 @@ def _convert_each(
 def _find_saved_param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return the saved parameter, its bits read as bfloat16;
+    """Return the saved parameter as bfloat16;
     None if template or mapping lacks it or the shape differs."""
     name = tree.join("train/params", path)
     if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
         return None
-    x = np.asarray(mapping[name])
-    return jnp.asarray(x if x.dtype == jnp.bfloat16 else x.view(jnp.bfloat16))
+    x, _ = convert_dtype(np.asarray(mapping[name]), jnp.dtype(jnp.bfloat16))
+    return jnp.asarray(x)
 
 
 def _convert_master(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optfn.core import checks, errors, tree
@@ -68,6 +69,8 @@ def is_train_state(x: object) -> bool:
 
 def copy(x: Leaf) -> jax.Array:
     """Return a copy of a leaf as an array of the same dtype."""
+    # JAX copies an aligned NumPy array later, when it may have changed (JAX 0.10 to 0.12, CPU).
+    x = np.array(x) if isinstance(x, np.ndarray) else x
     # A weakly typed parameter would come back strongly typed, and the step would compile again.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
 

@@ -7,7 +7,8 @@ in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.arrays_with_names`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from optfn import core
 from optfn.collectives.axes import AxisName
 from optfn.core import checks, tree
-from optfn.core.types import DType, Leaf, OptState, Params, PyTree
+from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.leaves import patterns
 from optfn.leaves.packed import unpack
@@ -28,6 +29,7 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
+from optfn.state.bits import DTYPES, encode_arrays
 from optfn.state.inventory import arrays_with_entries, find_whole_matrices, inventory
 from optfn.state.names import arrays_with_names
 from optfn.state.padded import map_padded, unwrap_padded
@@ -40,7 +42,7 @@ from optfn.wrappers.averaging import is_average, read_average
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
 # The keys of a mapping of `state_dict` that name no array of the state.
-ABOUT = ("version", PER_WORKER_KEY)
+ABOUT = ("version", PER_WORKER_KEY, DTYPES)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -48,8 +50,9 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
     Names do not change when you insert a transform in the chain, replace a number as learning rate
     by a schedule, or pack the params. You can save all of it by `numpy.savez(file, **d)`: arrays
-    without a NumPy dtype (bfloat16) are given as their bits, PRNG keys as their data. Beside the
-    arrays the dict has the "version" of the format and, if there are per-worker arrays, the list of
+    without a NumPy dtype (bfloat16, float8) are given as their bits, PRNG keys as their data.
+    Beside the arrays the dict has the "version" of the format; "dtypes", a JSON text as bytes, if
+    arrays are bits, or integers that could be bits; and if there are per-worker arrays, the list of
     their names, "per_worker".
 
     Args:
@@ -62,7 +65,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     Raises:
       TypeError: you passed an optimizer instead of its state.
       ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have; a
-        name has a NUL character, or is "version" or "per_worker".
+        name has a NUL character, or is "version", "dtypes" or "per_worker".
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
@@ -72,13 +75,21 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     return name_host_arrays(jax.tree.map(_host_copy, opt_state))
 
 
-def name_host_arrays(host: OptState) -> dict[str, Any]:
-    """Return `state_dict` of a state whose arrays are host arrays, without copying them."""
-    host = to_logical(unpack_state(jax.tree.map(_view_as_bits, host)))
+def name_host_arrays(
+    host: OptState, beside: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return `state_dict` of a state whose arrays are host arrays, without copying them.
+
+    It has the arrays `beside` the state too, by their names."""
+    host = to_logical(unpack_state(host))
     per_worker = per_worker_names(host)
     # A reader on another number of workers must know which arrays to convert.
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
-    return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
+    return {
+        "version": np.asarray(VERSION),
+        **listed,
+        **encode_arrays({**leaves_by_name(host), **beside}),
+    }
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
@@ -134,23 +145,6 @@ def _host_copy(leaf: Leaf) -> Leaf:
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
-
-
-def _view_as_bits(leaf: Leaf) -> Leaf:
-    """Return a host array without a NumPy dtype as unsigned integers; any other leaf as it is."""
-    # NumPy saves such an array as raw bytes, and loads no numbers from them.
-    is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
-    return leaf.view(bits_dtype(leaf.dtype)) if is_host else leaf
-
-
-def is_foreign(dtype: DType) -> bool:
-    """Tell whether NumPy knows a dtype only as raw bytes, as bfloat16 and float8."""
-    return np.dtype(dtype).kind == "V"
-
-
-def bits_dtype(dtype: DType) -> np.dtype:
-    """Return the unsigned integer dtype of the same size."""
-    return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:

@@ -142,7 +142,7 @@ class TrainStep:
     ) -> TrainState:
         """Return the state before the first step, placed on the mesh by the params' layout."""
         if self.options.packed:
-            given, params = params, pack(params)
+            given, params = params, pack(parallel.copy_host_arrays(params))
             refuse_changed_rules("tx", self.tx, given)
             if self.local is not None:
                 refuse_changed_rules("outer", self.local.outer, given)
@@ -251,8 +251,11 @@ class TrainStep:
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
+        batch = self._split_batch(batch)
+        if self.layout is None and not checks.is_traced(state.step):
+            batch = parallel.copy_host_arrays(batch)
         with name_refused_constraints():
-            state, metrics = self.compiled(*self.list_arguments(state, self._split_batch(batch)))
+            state, metrics = self.compiled(*self.list_arguments(state, batch))
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True

@@ -141,7 +141,8 @@ def numbers_of_rates(
     found: dict[str, float] = {}
     for name, x in state_names.states_with_names(is_rate, opt_state):
         if type(x) is kind and not checks.is_traced(x):
-            rate = jax.tree.leaves(x.learning_rate)[0].addressable_data(0)
+            rate = jax.tree.leaves(x.learning_rate)[0]
+            rate = rate.addressable_data(0) if isinstance(rate, jax.Array) else rate
             # np.max of a JAX array would run on the devices of the mesh in the context.
             found[name] = float(np.max(np.asarray(rate)))
     return found

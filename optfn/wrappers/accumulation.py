@@ -42,12 +42,13 @@ def accumulate(
     """Take one step of an optimizer for `every` gradients, with their mean.
 
         total = g if n = 0, else total + g;  n += 1
-        if n = every:  u = tx(total/every);  n = 0
+        if n ≥ every:  u = tx(total/n);  n = 0
         else:          u = −0.0
 
     Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
     step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
-    real steps. If the optimizer exchanges gradients itself, each worker keeps a private sum.
+    real steps. A run that resumes with another `every` takes the mean of all gradients that it has
+    summed. If the optimizer exchanges gradients itself, each worker keeps a private sum.
 
     Args:
       tx: an optimizer of optfn or optax.
@@ -72,14 +73,15 @@ def accumulate(
         errors.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
             errors.check_shapes("accumulate", updates, "params", params)
-        due = state.micro_step + 1 == every
+        count = state.micro_step + 1
+        due = count >= every  # a run that resumes with a smaller `every` may be beyond it
         add = partial(_add_to_total, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
-            mean = tree.map(partial(_mean_gradient, every), updates, totals)
+            mean = tree.map(partial(_mean_gradient, count), updates, totals)
             updated, inner_state = inner.update(mean, inner_state, params, **arrays, **static)
             # Without params a boundary inside `tx` cannot know their dtype; gradients have it.
             if params is None:
@@ -89,7 +91,7 @@ def accumulate(
         updated, totals, inner_state = _step_if(
             due, step, totals, state.inner_state, (params, arrays)
         )
-        micro_step = jnp.where(due, 0, state.micro_step + 1)
+        micro_step = jnp.where(due, 0, count)
         return updated, AccumulateState(micro_step, *_split_totals(totals, state), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -137,9 +139,11 @@ def _add_to_total(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> 
     return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
 
 
-def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
-    """Return total/every in the gradient's shape; g itself where gradients are not summed."""
-    return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
+def _mean_gradient(count: jax.Array, g: Leaf, total: Leaf) -> Leaf:
+    """Return total/count in the gradient's shape; g itself where gradients are not summed."""
+    if not _is_summed(total, g):
+        return g
+    return total.reshape(jnp.shape(g)) / numerics.scalar(count, total)
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -55,7 +55,7 @@ def dynamic_loss_scale(
         u, state = (−0.0, state) if bad else tx(g/scale, state)
         good_steps = 0 if bad else good_steps + 1
         if bad: scale = scale·backoff_factor
-        if good_steps = growth_interval: scale = scale·growth_factor;  good_steps = 0
+        if good_steps ≥ growth_interval: scale = scale·growth_factor;  good_steps = 0
 
     `make_train_step` and `minimize` find the scale in the state, multiply the loss by it before
     they differentiate, and report the unscaled loss. In a loop that you write, multiply the loss by
@@ -100,7 +100,7 @@ def dynamic_loss_scale(
             updated = tree.map(_cast_update, updates, updated)
         bad = guarded.consecutive > 0
         good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
-        grows = good_steps == interval
+        grows = good_steps >= interval  # beyond it after a resume with a shorter one
         larger = state.scale * growth
         # An infinite scale would make each gradient NaN for ever.
         scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)

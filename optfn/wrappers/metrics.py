@@ -24,7 +24,6 @@ from optfn.state.per_worker import find_nodes
 from optfn.state.reports import collect_reports, iterate_nodes, raise_lasting_flags
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
-from optfn.wrappers.attributes import mask_frozen
 
 
 @traits(
@@ -81,8 +80,8 @@ def record_metrics(
     Args:
       tx: an optimizer of optfn or optax.
       per: patterns of paths, such as ("embed/.*", "layers/.*"). For each of these regular
-        expressions the norms are also recorded over the leaves whose whole path it matches. A
-        leaf that `tx` freezes counts in param_norm alone.
+        expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
+        leaves count in param_norm, and a training step has no gradient of them.
       axis_name: if each worker has its own gradient, the mesh axes of the workers, to average the
         squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its own axes.
@@ -114,8 +113,7 @@ def record_metrics(
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = join_workers("record_metrics", axis_name, extra)
         # Integer leaves have no gradient, and would count in param_norm alone.
-        measured = mask_frozen(tx, updates), updated, params
-        trees = [leafwise.keep_inexact(x) for x in measured]
+        trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
             return list(map(among.root_mean_square, _norms(trees)))

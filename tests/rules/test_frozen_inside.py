@@ -55,14 +55,6 @@ def test_a_frozen_leaf_is_as_good_as_absent(name, dtype, gradient):
     assert all(x.shape != (6, 10) for x in jax.tree.leaves(state))
 
 
-def test_metrics_count_a_frozen_leaf_in_the_norm_of_params_alone():
-    tx = optfn.record_metrics(optimizer(FROZEN))
-    _, state = train(tx, PARAMS, base=jnp.full((6, 10), jnp.nan))
-    found = optfn.metrics(state)
-    np.testing.assert_allclose(found["grad_norm"], 4 * np.sqrt(12), rtol=1e-6)
-    assert found["param_norm"] > np.linalg.norm(PARAMS["base"]) and found["update_norm"] < 1
-
-
 EXCHANGES = {
     "exchange": lambda attrs: optfn.chain(exchange(quantize(8), min_size=1), optimizer(attrs)),
     "dgc": lambda attrs: optfn.dgc_momentum(

@@ -15,7 +15,7 @@ import pytest
 from grids import nightly
 
 import optfn
-from optfn.run import background, saving, storage
+from optfn.run import background, checkpoint, saving, storage
 from optfn.run import checkpoint_directory as parts
 
 PARAMS = {"w": np.arange(6, dtype=np.float32), "h": np.ones(3, jnp.bfloat16)}
@@ -48,6 +48,15 @@ def held(monkeypatch):
     yield event
     event.set()
     background.wait_for_writes()
+
+
+def test_a_directory_is_written_at_once_where_no_thread_starts_at_exit(tmp_path, monkeypatch):
+    """On Python 3.12.0 to 3.12.2 a save in the last line of a program would be lost."""
+    pytest.importorskip("orbax.checkpoint")
+    monkeypatch.setattr(checkpoint, "STARTS_THREADS_AT_EXIT", False)
+    for step, options in enumerate(({}, {"background": True})):
+        path = optfn.save_checkpoint(tmp_path, PARAMS, step=step, sharded=True, **options)
+        assert path.is_dir() and not background._writing
 
 
 def full(*_):

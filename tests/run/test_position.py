@@ -123,6 +123,27 @@ def test_a_file_or_batches_without_a_state_pass_over_the_old_ones(first, tmp_pat
         assert other.read == list(range(12))
 
 
+def test_the_state_may_be_an_object_that_the_iterator_changes(tmp_path):
+    class Live(Reader):
+        state = None
+
+        def get_state(self):
+            self.state = self.state or {}
+            self.state["next"] = self.next
+            return self.state
+
+        def __next__(self):
+            found = super().__next__()
+            self.get_state()
+            return found
+
+    for last in (5, 9, 12):  # the run has read a batch ahead
+        read = []
+        state, _ = run(Live(read, X), tmp_path, callback=lambda n, *_, last=last: n == last)
+    assert read == [9, 10, 11]
+    np.testing.assert_array_equal(state.params, run(X)[0].params)
+
+
 def test_a_state_that_the_iterator_refuses_is_said_and_batches_are_passed_over(tmp_path):
     def refuse(state):
         raise KeyError("another dataset")
@@ -172,9 +193,9 @@ def test_each_process_has_its_own_position(monkeypatch):
     """Of a run on another number of processes only positions that were the same can be used."""
 
     def among(*numbers):
-        texts = [position._to_json(position.Position(1, n)) for n in numbers]
+        texts = [position.take_position(1, n).text for n in numbers]
         monkeypatch.setattr(position.processes, "gather_texts", lambda own: texts)
-        return position.encode_position(position.Position(1, numbers[0]), is_shared=True)
+        return position.encode_position(position.take_position(1, numbers[0]), is_shared=True)
 
     def read_in(process, count, arrays):
         monkeypatch.setattr(position.jax, "process_index", lambda: process)

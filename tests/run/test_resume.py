@@ -1,5 +1,6 @@
 """What a run says and refuses when it finds a checkpoint in its directory."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,15 @@ def test_a_run_says_from_which_step_it_resumes(tmp_path, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == f"resumed from step 4 of {tmp_path}/"
     assert not any("finished" in line for line in lines)
+
+
+def test_a_state_of_numpy_arrays_resumes(tmp_path):
+    """As `jax.device_get` gives it."""
+    whole = run(None)[0]
+    begin = jax.device_get(STEP.init(jnp.zeros(3)))
+    optfn.fit(STEP, begin, X[:2], checkpoint=tmp_path, progress=False)
+    state, _ = optfn.fit(STEP, begin, X, checkpoint=tmp_path, progress=False)
+    np.testing.assert_array_equal(state.params, whole.params)
 
 
 @pytest.mark.parametrize("options", [{}, {"steps": 4}, {"evaluate_every": 1, "patience": 1}])
