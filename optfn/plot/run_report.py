@@ -39,7 +39,8 @@ class RunReport:
         state: TrainState,
     ) -> None:
         self.history, self.local_steps = history, step.local_steps
-        self.path = None if path is None else checks.path("report", path)
+        # Absolute, since a callback may change the working directory.
+        self.path = None if path is None else checks.path("report", path).absolute()
         self.optimizer, self.summary = repr(step.tx), ""
         self.end = "after its last step"
         self.since = time.monotonic()

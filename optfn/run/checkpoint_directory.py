@@ -87,6 +87,12 @@ class OrbaxDirectory:
         ocp = _import_orbax()
         state = to_logical(unpack_state(state))
         arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
+        cut = [name for name in arrays if name.endswith("/")]
+        if cut:
+            raise ValueError(
+                f"the names {list_names(cut)} end with an empty key or with '/', which orbax cuts "
+                "off. Rename them, or save a file by sharded=False"
+            )
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
@@ -106,7 +112,7 @@ class OrbaxDirectory:
                 self._write_remote(path, saved, marks)
                 return
             # Orbax does not wait until the disk has its metadata, so it writes under another name.
-            unsynced = path.absolute().with_suffix(".unsynced")
+            unsynced = path.with_suffix(".unsynced")
             _get_checkpointer().save(unsynced, args=saved, force=True)
             try:
                 if jax.process_index() == 0:  # the processes share the directory

@@ -42,9 +42,9 @@ class Saver:
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
-        self.directory = options.checkpoint
+        self.directory = None if options.checkpoint is None else to_path(options.checkpoint)
         self.frozen = None if options.save_frozen else FrozenParams(step.tx)
-        self.place = "" if self.directory is None else os.path.join(self.directory, "")
+        self.place = "" if options.checkpoint is None else os.path.join(options.checkpoint, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
             self._clock = _Clock(options.save_every, processes.is_on_all_processes(step.mesh))
@@ -88,7 +88,7 @@ class Saver:
         """
         if self.directory is None or not processes.has_state_on_all_processes(state):
             return
-        place = to_path(self.directory)
+        place = self.directory
         has_files = not (is_remote(place) or is_directory_default(state))
         # A number of process 0, so that what a killed run has left is not mistaken for a process.
         number = secrets.randbelow(2**31)
@@ -235,7 +235,7 @@ class Best:
     def __init__(self, evaluator: Evaluator, saver: Saver) -> None:
         self.evaluator = evaluator
         self.is_kept = evaluator.options.keep_best
-        self.directory = None if saver.directory is None else to_path(saver.directory) / "best"
+        self.directory = saver.directory and saver.directory / "best"
         self.frozen = saver.frozen
         self.state: TrainState | None = None
         self.value = evaluator.worst

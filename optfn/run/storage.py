@@ -64,13 +64,15 @@ class Backend(Protocol):
 
 
 def to_path(directory: object) -> Path:
-    """Return the user's directory as a Path, or as a path of etils for an address with "://"."""
+    """Return the user's directory as an absolute Path, since the program may change its working
+    directory during a run; or as a path of etils for an address with "://".
+    """
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.show(directory)}"
         )
     if not is_remote(directory):
-        return Path(directory)
+        return Path(directory).absolute()
     epath = checks.optional_module("etils.epath", "orbax")
     try:
         path: Path = epath.Path(os.fspath(directory))

@@ -50,6 +50,35 @@ def held(monkeypatch):
     background.wait_for_writes()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_relative_directory_stays_where_it_was_when_the_program_named_it(
+    tmp_path, monkeypatch, sharded
+):
+    if sharded:
+        pytest.importorskip("orbax.checkpoint")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    monkeypatch.chdir(here)
+    path = optfn.save_checkpoint("run", PARAMS, step=1, sharded=sharded, background=True)
+    monkeypatch.chdir(there)
+    background.wait_for_writes()
+    assert path.exists() and path.parent == here / "run" and not [*there.iterdir()]
+
+
+def test_a_run_goes_on_in_its_directory_where_a_callback_changes_to_another(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    monkeypatch.chdir(here)
+    step, state = make()
+    options = {"save_every": 1, "evaluate": lambda _: 0.0, "keep_best": True, "progress": False}
+    optfn.fit(
+        step, state, [np.ones(6, np.float32)] * 4, checkpoint="run", report="run.html",
+        callback=lambda n, *_: n == 2 and os.chdir(there), **options,
+    )  # fmt: skip
+    assert sorted(x.name for x in here.iterdir()) == ["run", "run.html"]
+    assert (here / "run" / "step_000000004.npz").exists() and not [*there.iterdir()]
+
+
 def test_a_directory_is_written_at_once_where_no_thread_starts_at_exit(tmp_path, monkeypatch):
     """On Python 3.12.0 to 3.12.2 a save in the last line of a program would be lost."""
     pytest.importorskip("orbax.checkpoint")

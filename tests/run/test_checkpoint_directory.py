@@ -338,3 +338,14 @@ def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[orbax\]"'):
         optfn.save_checkpoint(tmp_path, state, sharded=True)
+
+
+@pytest.mark.parametrize("key", ["", "b/", "/"])
+def test_a_key_that_orbax_cuts_is_refused_when_it_is_saved(key, tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    tree = {"p": {key: jnp.ones(3)}, "step": jnp.array(1)}
+    with pytest.raises(ValueError, match=rf"the names 'p/{key}' end with an empty key"):
+        optfn.save_checkpoint(tmp_path, tree, sharded=True)
+    assert not [*tmp_path.iterdir()]
+    optfn.save_checkpoint(tmp_path, tree)
+    chex.assert_trees_all_equal(optfn.restore_checkpoint(tmp_path, tree)[0], tree)
