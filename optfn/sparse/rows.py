@@ -16,7 +16,6 @@ from optfn.core import checks
 from optfn.core.tree import is_array
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 
-
 # Indices are int32, and the number of rows is the index of padding.
 MOST_ROWS = 2**31 - 1
 
