@@ -37,7 +37,6 @@ from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
-from optfn.core.protocol import chain
 from optfn.core.updates import apply_updates
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
@@ -78,6 +77,7 @@ from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
 from optfn.wrappers.accumulation import accumulate
 from optfn.wrappers.attributes import ParamAttr
 from optfn.wrappers.averaging import exponential_moving_average, model_average
+from optfn.wrappers.chaining import chain
 from optfn.wrappers.loss_scale import dynamic_loss_scale, loss_scale
 from optfn.wrappers.master_weights import master_weights
 from optfn.wrappers.metrics import metrics, record_metrics

@@ -184,11 +184,15 @@ def polynomial(
     checks.flag("cycle", cycle)
 
     def rule(i: jax.Array) -> jax.Array:
-        length = steps * jnp.maximum(1, -(-i // steps)) if cycle else jnp.asarray(steps)
-        # In this order the last value is exact. 1 − D/D may be compiled to 1 − D·(1/D), which is
-        # not always 0.
-        left = _to_float(length - jnp.minimum(i, length)) / _to_float(length)
-        return (lr - end) * numerics.power(left, exponent) + end
+        # The steps that are left, in integers, so that the last value is exact: 1 − D/D may be
+        # compiled to 1 − D·(1/D), which is not always 0. The last cycle may end behind 2³¹, so its
+        # length is a sum of floats.
+        if cycle:
+            left = jnp.where(i == 0, steps, -i % steps)
+            length = _to_float(i) + _to_float(left)
+        else:
+            left, length = steps - jnp.minimum(i, steps), _to_float(jnp.asarray(steps))
+        return (lr - end) * numerics.power(_to_float(left) / length, exponent) + end
 
     return _make_schedule(rule)
 
@@ -234,9 +238,15 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
     lr = checks.nonnegative("learning_rate", learning_rate)
     length = checks.count("step_each_epoch", step_each_epoch)
     epochs = checks.count("epochs", epochs)
-    return _make_schedule(
-        lambda i: lr / 2 * (jnp.cos(jnp.pi * _count_periods(i, length, True) / epochs) + 1)
-    )
+
+    def rule(i: jax.Array) -> jax.Array:
+        epoch = i // length
+        # float32 has no digits for a cosine of many turns. Steps are int32.
+        if 2 * epochs < 2**31:
+            epoch = epoch % (2 * epochs)
+        return lr / 2 * (jnp.cos(jnp.pi * _to_float(epoch) / epochs) + 1)
+
+    return _make_schedule(rule)
 
 
 @_record_call

@@ -24,8 +24,17 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
-    mean: jax.Array = lax.pmean(xla.widen_for_all_reduce(x), names).astype(x.dtype)
+    shares, count = _divide_before_sum(xla.widen_for_all_reduce(x), axis_size(names))
+    mean: jax.Array = (lax.psum(shares, names) / count).astype(x.dtype)
     return mean
+
+
+def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
+    """Return x and `count`, by which the sum of x is divided for a mean; of float16 x/count and 1.
+
+    In float16 the sum of numbers that fit may be infinite, from 65,504/count on.
+    """
+    return (x / count, 1) if x.dtype == jnp.float16 else (x, count)
 
 
 def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
@@ -217,8 +226,9 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
         missing = -x.shape[dimension] % count
         x = jnp.pad(x, [(0, missing if d == dimension else 0) for d in range(x.ndim)])
     if not _is_gloo(mesh, names):
-        total = torus.reduce_scatter_along(xla.widen_for_all_reduce(x), names, dimension)
-        mean: jax.Array = (total / count).astype(x.dtype)
+        shares, number = _divide_before_sum(xla.widen_for_all_reduce(x), count)
+        total = torus.reduce_scatter_along(shares, names, dimension)
+        mean: jax.Array = (total / number).astype(x.dtype)
         return mean
     # Between CPU processes, JAX's reduce-scatter returns wrong values (jax issue 40830): exchange
     # the slices and take the mean here.

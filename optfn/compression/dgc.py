@@ -16,9 +16,9 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, axis_size, check_axis_names
+from optfn.collectives.axes import AxisName, axis_size, check_axis_names, to_axes
 from optfn.collectives.devices import ONE_WORKER, Workers
-from optfn.collectives.means import pmean_leaves
+from optfn.collectives.means import pmean, pmean_leaves
 from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
@@ -316,7 +316,7 @@ def _average_and_clip(
     def local(place: tree.Place, g: Leaf, residual: Leaf) -> Leaf:
         if tree.is_masked(g):
             return g
-        g = lax.pmean(g, reduce_axes) if reduce_axes else g
+        g = pmean(g, to_axes(reduce_axes)) if reduce_axes else g
         if c is None or tree.is_masked(residual):
             return g
         divided = () if options.group is None else options.group.axes_of(place)

@@ -287,6 +287,10 @@ class Segments:
         int32 (segments,); a chunk is one row and stays."""
         if self.chunk is not None:
             return per_row
+        if len(self.sizes) == 1:
+            # Under vmap, XLA's CPU compiler counts one number alone in a scatter to a single
+            # element, where the indices are constants (openxla/xla issue 48716).
+            return jnp.sum(per_row, dtype=jnp.int32, keepdims=True)
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
     def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:

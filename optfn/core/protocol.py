@@ -206,7 +206,8 @@ def transform(
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
-    Each link keeps its boundary; the links of an optimizer have one boundary together.
+    Each link keeps its boundary; the links of an optimizer have one boundary together. In
+    `optfn.chain` a leaf that a link freezes by `param_attrs` is frozen for all links.
 
     Args:
       *links: transformations of optfn or optax, at least one.

@@ -1,11 +1,10 @@
 """Dependence of a function's results on its arguments, read from its equations.
 
-A walk carries a mark from the arguments to the results, and a `Marking` says what the marks mean:
-a bool (`find_dependent_leaves`), or the leaves that a value mixes (`mixtures.py`).
+A walk carries bools from the arguments to the results: whether a value may depend on a marked one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
@@ -21,26 +20,7 @@ from optfn.jaxprs.equations import (
     split_operands,
 )
 
-T = TypeVar("T")
-
-
-class Marking(NamedTuple, Generic[T]):
-    """The meaning of marks. A mark never shrinks when the marks that it comes from grow.
-
-    none: the mark of a constant.
-    join: returns the mark of a value that is one of several.
-    of_equation: returns the mark of the results of an equation without a function inside.
-    marks_constants: whether the results of an equation of constants may have a mark.
-    """
-
-    none: T
-    join: Callable[[Sequence[T]], T]
-    of_equation: Callable[[Equation, Sequence[T]], T]
-    marks_constants: bool = False
-
-
-# An unknown primitive: all its results may depend on all operands.
-_DEPENDENCE: Marking[bool] = Marking(False, any, lambda equation, given: any(given))
+Marks: TypeAlias = list[bool]
 
 
 def find_dependent_leaves(
@@ -57,101 +37,83 @@ def find_dependent_leaves(
     Returns:
       A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
-    return mark_results(_DEPENDENCE, fn, args, jax.tree.leaves(tuple(varying)))
-
-
-def mark_results(
-    marking: Marking[T], fn: Callable[..., PyTree], args: Sequence[PyTree], marks: Sequence[T]
-) -> PyTree:
-    """Return a tree like fn(*args) with the mark of each leaf.
-
-    Args:
-      marking: the meaning of marks.
-      fn, args: as for `find_dependent_leaves`.
-      marks: the mark of each leaf of the arguments, in order.
-    """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    found = _MarkWalk(marking).mark_jaxpr(closed.jaxpr, marks)
+    found = _mark_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
-class _MarkWalk(Generic[T]):
-    """A walk along the equations of a jaxpr with the marks of one marking."""
+def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
+    """Propagate marks from a jaxpr's inputs to its outputs; literals are never marked."""
+    marked = bindings(jaxpr.invars, inputs)
 
-    def __init__(self, marking: Marking[T]) -> None:
-        self.marking = marking
-        self._rules: dict[str, Callable[[Mapping[str, Any], Sequence[T]], Sequence[T] | None]] = {
-            "scan": self._mark_scan,
-            "while": self._mark_while,
-            "cond": self._mark_cond,
-            "optimization_barrier": lambda params, given: given,
-        }
+    def marks(atoms: Sequence[Atom]) -> Marks:
+        return [not isinstance(a, jex.Literal) and marked.get(a, False) for a in atoms]
 
-    def mark_jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[T]) -> Sequence[T]:
-        """Propagate marks from a jaxpr's inputs to its outputs; literals are never marked."""
-        none = self.marking.none
-        marked = bindings(jaxpr.invars, inputs)
+    for equation in jaxpr.eqns:
+        given = marks(equation.invars)
+        if any(given):
+            marked |= bindings(equation.outvars, _mark_equation(equation, given))
+    return marks(jaxpr.outvars)
 
-        def marks(atoms: Sequence[Atom]) -> Sequence[T]:
-            return [none if isinstance(a, jex.Literal) else marked.get(a, none) for a in atoms]
 
-        for equation in jaxpr.eqns:
-            given = marks(equation.invars)
-            # Most marks only grow from marked operands, so other equations need no look.
-            if self.marking.marks_constants or any(mark != none for mark in given):
-                marked |= bindings(equation.outvars, self._mark_equation(equation, given))
-        return marks(jaxpr.outvars)
+def _mark_equation(equation: Equation, given: Marks) -> Marks:
+    """Mark an equation's results: by the function that it calls,
+    by its rule, or else all of them."""
+    rule, inner = _RULES.get(equation.primitive.name), find_called_jaxpr(equation)
+    if inner is not None:
+        return _mark_jaxpr(inner, given)
+    found = rule(equation.params, given) if rule else None
+    return [True] * len(equation.outvars) if found is None else found
 
-    def _mark_equation(self, equation: Equation, given: Sequence[T]) -> Sequence[T]:
-        """Mark an equation's results: by the function that it calls,
-        by its rule, or else all of them alike."""
-        rule, inner = self._rules.get(equation.primitive.name), find_called_jaxpr(equation)
-        if inner is not None:
-            return self.mark_jaxpr(inner, given)
-        found = rule(equation.params, given) if rule else None
-        if found is None:
-            return [self.marking.of_equation(equation, given)] * len(equation.outvars)
-        return found
 
-    def _mark_scan(self, params: Mapping[str, Any], given: Sequence[T]) -> Sequence[T] | None:
-        """Mark the results of a scan, its carry by a fixed point;
-        None if its params have an unknown form."""
-        groups = count_scan_groups(params)
-        if groups is None:
-            return None
-        num_carry = groups[1]
-        consts, carry, xs = split_operands(given, groups)
+def _mark_scan(params: Mapping[str, Any], given: Marks) -> Marks | None:
+    """Mark the results of a scan, its carry by a fixed point;
+    None if its params have an unknown form."""
+    groups = count_scan_groups(params)
+    if groups is None:
+        return None
+    num_carry = groups[1]
+    consts, carry, xs = split_operands(given, groups)
 
-        def body(carry: Sequence[T]) -> Sequence[T]:
-            return self.mark_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+    def body(carry: Marks) -> Marks:
+        return _mark_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
 
-        carry = self._find_fixed_point(lambda carry: body(carry)[:num_carry], carry)
-        return [*carry, *body(carry)[num_carry:]]
+    carry = _find_fixed_point(lambda carry: body(carry)[:num_carry], list(carry))
+    return [*carry, *body(carry)[num_carry:]]
 
-    def _mark_while(self, params: Mapping[str, Any], given: Sequence[T]) -> Sequence[T]:
-        """Mark the carry of a while loop, by a fixed point."""
-        groups = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, consts, carry = split_operands(given, groups)
 
-        def once(carry: Sequence[T]) -> Sequence[T]:
-            (condition,) = self.mark_jaxpr(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
-            new = self.mark_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
-            # All results depend on the number of iterations.
-            return [self.marking.join([condition, mark]) for mark in new]
+def _mark_while(params: Mapping[str, Any], given: Marks) -> Marks:
+    """Mark the carry of a while loop, by a fixed point."""
+    groups = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, consts, carry = split_operands(given, groups)
 
-        return self._find_fixed_point(once, carry)
+    def once(carry: Marks) -> Marks:
+        (condition,) = _mark_jaxpr(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
+        new = _mark_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
+        # All results depend on the number of iterations.
+        return [condition or mark for mark in new]
 
-    def _mark_cond(self, params: Mapping[str, Any], given: Sequence[T]) -> Sequence[T]:
-        """Give a result the marks of all branches and of the index, on which it depends."""
-        branches = [self.mark_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
-        return [self.marking.join([given[0], *marks]) for marks in zip(*branches, strict=True)]
+    return _find_fixed_point(once, list(carry))
 
-    def _find_fixed_point(
-        self, step: Callable[[Sequence[T]], Sequence[T]], carry: Sequence[T]
-    ) -> Sequence[T]:
-        """Return the carry's marks after which another iteration marks no more."""
-        while True:
-            new = [self.marking.join(pair) for pair in zip(carry, step(carry), strict=True)]
-            if new == carry:
-                return carry
-            carry = new
+
+def _mark_cond(params: Mapping[str, Any], given: Marks) -> Marks:
+    """Give a result the marks of all branches and of the index, on which it depends."""
+    branches = [_mark_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
+    return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
+
+
+def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
+    """Return the carry's marks after which another iteration marks no more."""
+    while True:
+        new = [a or b for a, b in zip(carry, step(carry), strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+
+
+_RULES: Mapping[str, Callable[[Mapping[str, Any], Marks], Marks | None]] = {
+    "scan": _mark_scan,
+    "while": _mark_while,
+    "cond": _mark_cond,
+    "optimization_barrier": lambda params, given: given,
+}

@@ -255,6 +255,20 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     return read(run_equations(equations, values, instead), closed.jaxpr.outvars)
 
 
+def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
+    """Tell whether a function draws random numbers, in an inner function too. It is traced."""
+
+    def draws(jaxpr: Any) -> bool:
+        return any(
+            equation.primitive.name == "random_bits"
+            or any(map(draws, jex.jaxprs_in_params(equation.params)))
+            for equation in jaxpr.eqns
+        )
+
+    call, arrays = function_of_arrays(fn, args, {})
+    return draws(jax.make_jaxpr(call)(arrays).jaxpr)
+
+
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     """Return `program` with each scan split in two: the first computes all that `targets` need."""
     needed = program.find_dependencies(targets)

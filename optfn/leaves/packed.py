@@ -65,8 +65,9 @@ def pack(params: Params) -> Packed:
     patterns of paths, attributes and norms per tensor refer to the original leaves. However, 8-bit
     moments have one scale for the whole buffer, and Deep Gradient Compression selects from all of
     it. Optimizers of optax, and rules of your own, see buffers: those on elements alone do what
-    they do with the tree. A step with `packed=True` refuses those that take a norm, a mean or a
-    product of an array, and those whose masks or labels would choose another rule for a buffer.
+    they do with the tree. A step with `packed=True` tries two updates of them on the tree and on
+    its buffers, and refuses those that differ: norms and means of an array, masks and labels by its
+    axes, size or path.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are

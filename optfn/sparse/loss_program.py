@@ -25,6 +25,7 @@ from optfn.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_p
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import TracedLoss
+from optfn.sparse.rows import check_num_rows
 from optfn.sparse.tables import count_rows, send_gradients
 
 
@@ -66,7 +67,9 @@ class LossProgram:
                 return x
             _check_table(str(place), x)
             # In a shard, negative ids would count from its end.
-            return x if self._owners is None else _divided_table_shape(x, self._owners)
+            table = x if self._owners is None else _divided_table_shape(x, self._owners)
+            check_num_rows(f"table {str(place)!r} has", table.shape[0])
+            return table
 
         traced = tree.map_named(enter, whole)
         # Lookups are found among equations outside of calls, so jitted functions are inlined for

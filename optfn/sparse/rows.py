@@ -16,6 +16,18 @@ from optfn.core import checks
 from optfn.core.tree import is_array
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 
+# Indices are int32, and the number of rows is the index of padding.
+MOST_ROWS = 2**31 - 1
+
+
+def check_num_rows(subject: str, num_rows: int) -> None:
+    """Raise a ValueError that begins with `subject` if int32 does not number so many rows."""
+    if num_rows > MOST_ROWS:
+        raise ValueError(
+            f"{subject} {num_rows:,} rows, and indices are int32: a table has at most "
+            f"{MOST_ROWS:,}. Divide it into several tables, or hash its ids (optfn.sparse.hash_ids)"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows(LeafKind):
@@ -81,14 +93,15 @@ class Rows(LeafKind):
         return dataclasses.replace(self, view=shape)
 
     def check(self, subject: str) -> None:
-        """Raise an error that begins with `subject` unless indices are int32 (k,) and values (k,
-        …)."""
+        """Raise an error that begins with `subject` unless indices are int32 (k,), values (k, …),
+        and the rows of the table can be numbered in int32."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{subject} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps "
                 "a transform of another library has scaled them: put optfn.sparse.densify() before "
                 "it"
             )
+        check_num_rows(f"{subject} has", self.num_rows)
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
             raise ValueError(
                 f"{subject} has indices of shape {self.indices.shape} and values of shape "

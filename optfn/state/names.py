@@ -27,14 +27,16 @@ def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iter
     Numbers at the end of a name are ignored if need be: they count the arrays of a list for each
     parameter. If the only parameter has no path, all arrays that are not scalars belong to it.
     """
-    # Of "w" and "layers/w" the longer path owns "…/layers/w".
-    longest_first = sorted(paths, key=len, reverse=True)
+    known = set(paths)
 
     def find_param(name: str, leaf: Any) -> str | None:
         for end in _strip_numbers(name):
-            for path in longest_first:
-                if end.endswith(f"/{path}") or (path == "" and leaf.shape):
-                    return path
+            # Of "w" and "layers/w" the longer path owns "…/layers/w".
+            for slash in re.finditer("/", end):
+                if end[slash.end() :] in known:
+                    return end[slash.end() :]
+            if "" in known and leaf.shape:
+                return ""
         return None
 
     for name, leaf in named:

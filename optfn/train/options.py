@@ -79,8 +79,9 @@ class StepOptions:
         each worker folds in its number, and so does each microbatch.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
         of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
-        model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh` it is
-        called inside `shard_map`, with a worker's slice of the batch.
+        model state and aux as `loss_fn` does: ((loss, model_state), gradients). The step
+        conjugates gradients of complex params, as `jax.grad` gives them. With `mesh` it is called
+        inside `shard_map`, with a worker's slice of the batch.
       microbatches: k. The loss is computed for k equal slices of a worker's batch, one after
         another, and the gradients are averaged. This saves memory, since only the activations of
         one microbatch are kept at a time. Batch statistics are taken over a microbatch. With

@@ -9,9 +9,12 @@ every link of optfn, and optax's links that have a state, inside optax's chains,
 and wrappers too.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optfn import core
@@ -82,14 +85,29 @@ def warn_of_order(
         )
 
 
+class Member(NamedTuple):
+    """A transformation among several that share the leaves out among them.
+
+    state: its state.
+    tx: the transformation, where it is known.
+    paths: its leaves, where they are known.
+    """
+
+    state: OptState
+    tx: Any = None
+    paths: frozenset[str] | None = None
+
+
 class _Walk:
     """A walk along the links of a state, with the UpdateForm of each leaf.
 
+    params: the params.
     paths: the leaves that are trained.
     warnings: the messages so far, each once, in order.
     """
 
     def __init__(self, params: Params) -> None:
+        self.params = params
         self.paths = [path for path, x in contents.leaves_with_names(params) if tree.is_inexact(x)]
         self.warnings: dict[str, None] = {}
         self._is_certain = True  # that the links of the walk have leaves
@@ -111,7 +129,7 @@ class _Walk:
         # The links of an optimizer are unknown to its user: messages show the optimizer instead.
         if isinstance(tx, core.Transform) and tx.call[0] != "chain" and not _is_wrapper(tx, state):
             tx, text = None, text or _show_call(tx)
-        inner = tx.inner if isinstance(tx, core.Transform) else []
+        inner = _find_links(tx)
         if type(state) is tuple or isinstance(state, dict):
             links = list(state.values()) if isinstance(state, dict) else list(state)
             known = inner if len(inner) == len(links) else [None] * len(links)
@@ -120,16 +138,18 @@ class _Walk:
                 after = self.follow(link, after, link_tx, text)
             return {path: _mark_optimized(x) for path, x in after.items()}
         if isinstance(state, optax.transforms.PartitionState):
-            return self._follow_each(list(state.inner_states.values()), before, text)
+            return self._follow_each(self._find_members(tx, state), before, text)
         if traits_of(state).labels:
             # Inner and outer optimizer of local steps, which see different updates.
-            return self._follow_each(list(state), before, text)
+            return self._follow_each([Member(x) for x in state], before, text)
         if wrapper := _find_wrapper(state):
-            return self._follow_wrapper(wrapper, state, before, inner[0] if inner else None, text)
-        kind = forms.KINDS.get(_find_kind(state))
-        if kind is None:
-            return self._follow_unknown(state, before)
-        return self._follow_link(kind, state, before, text)
+            return self._follow_wrapper(wrapper, state, before, tx, text)
+        if kind := forms.KINDS.get(_find_kind(state)):
+            return self._follow_link(kind, state, before, text)
+        is_averaged = any(x.form == forms.AVERAGED for x in before.values())
+        if is_averaged and _is_identity(tx, state, before):
+            return before
+        return self._follow_unknown(state, before)
 
     def _follow_link(
         self, kind: forms.LinkKind, state: OptState, before: FormsByPath, text: str
@@ -172,7 +192,7 @@ class _Walk:
           wrapper: the effect, such as "masked" or "sometimes", and the field of the inner state.
           state: the state of the wrapper.
           before: the updates before it.
-          tx: the inner transformation, where it is known.
+          tx: the wrapper, where it is known.
           text: the optimizer that the state belongs to, as the user wrote it.
         """
         way, field = wrapper
@@ -182,8 +202,12 @@ class _Walk:
         if way == "loss_scale":
             before = {path: x._replace(form=forms.GRADIENT, by="") for path, x in before.items()}
         if way == "masked":
-            return before | self._follow_each([inner], before, text)
-        after = self.follow(inner, before, tx, text)
+            closed = _find_closed_over(tx)
+            paths = self._find_marked(closed["mask"]) if "mask" in closed else None
+            member = Member(inner, closed.get("inner"), paths)
+            return before | self._follow_each([member], before, text)
+        inside = _find_links(tx)
+        after = self.follow(inner, before, inside[0] if inside else None, text)
         if isinstance(state, optax.transforms.ApplyIfFiniteState):
             self._check_dtypes(after)
         if way == "sometimes":
@@ -208,33 +232,60 @@ class _Walk:
                 "optfn.skip_nonfinite"
             )
 
-    def _follow_each(self, states: list[OptState], before: FormsByPath, text: str) -> FormsByPath:
+    def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
         """Return the forms after transformations that share the leaves out among them.
 
-        The arrays of a state tell its leaves. States without such arrays may belong to any of the
-        remaining leaves: we follow each of them for all of these, and where they disagree, the
-        update is unknown.
+        If the leaves of a member are unknown, the arrays of its state tell them. States without
+        such arrays may belong to any of the remaining leaves: we follow each of them for all of
+        these, and where they disagree, the update is unknown.
         """
         after, unclaimed = dict(before), []
-        owned = [self._find_leaves(state) & set(before) for state in states]
+        owned = [self._find_leaves(x.state) if x.paths is None else x.paths for x in members]
         rest = set(before).difference(*owned)
-        for state, paths in zip(states, owned, strict=True):
-            inner = state.inner_state if isinstance(state, optax.MaskedState) else state
+        for member, paths in zip(members, owned, strict=True):
             # Without arrays we only guess the leaves of a state, so its problems are not reported.
-            was_certain, self._is_certain = self._is_certain, self._is_certain and bool(paths)
-            result = self.follow(inner, {p: before[p] for p in paths or rest}, None, text)
+            is_guess = member.paths is None and not paths
+            was_certain, self._is_certain = self._is_certain, self._is_certain and not is_guess
+            chosen = {p: before[p] for p in (rest if is_guess else paths) if p in before}
+            result = self.follow(member.state, chosen, member.tx, text) if chosen else {}
             self._is_certain = was_certain
-            if paths:
-                after |= result
-            else:
+            if is_guess:
                 unclaimed.append(result)
+            else:
+                after |= result
         for path in rest if unclaimed else ():
             possible = [result[path] for result in unclaimed]
-            if len(states) == 1:  # a mask: updates outside of it stay as they are
+            if len(members) == 1:  # a mask: updates outside of it stay as they are
                 possible.append(before[path])
             first, *others = possible
             after[path] = first if all(x.form == first.form for x in others) else UpdateForm()
         return after
+
+    def _find_members(self, tx: Any, state: optax.transforms.PartitionState) -> list[Member]:
+        """Return the members of a partition, with their leaves where `tx` shows the labels."""
+        closed = _find_closed_over(tx)
+        known, labels = closed.get("transforms", {}), closed.get("param_labels")
+        return [
+            Member(
+                masked.inner_state,
+                known.get(label),
+                None if labels is None else self._find_marked(labels, label),
+            )
+            for label, masked in state.inner_states.items()
+        ]
+
+    def _find_marked(self, marks: Any, mark: object = True) -> frozenset[str] | None:
+        """Return the paths of the leaves with a mark in a tree of marks, a prefix of the params or
+        a function that returns it; None if it cannot be told."""
+        try:
+            found = marks(self.params) if callable(marks) else marks
+            spread = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), found, self.params)
+        except Exception:  # of any kind: a function of the user, who expects other params
+            return None
+        named, flags = contents.leaves_with_names(self.params), jax.tree.leaves(spread)
+        if len(named) != len(flags):
+            return None
+        return frozenset(path for (path, _), flag in zip(named, flags, strict=True) if flag == mark)
 
     def _find_leaves(self, state: OptState) -> set[str]:
         """Return the paths of the leaves that a state has arrays for."""
@@ -319,6 +370,36 @@ def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
 def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
     """Return the first update if both have the same form, else an unknown one."""
     return x if x.form == other.form else UpdateForm()
+
+
+def _find_closed_over(tx: Any) -> Mapping[str, Any]:
+    """Return what the update of a transformation of optax closes over: of a mask, a partition and a
+    chain their arguments. The functions that `interop.third_party` puts around it are passed over.
+    """
+    if isinstance(tx, core.Transform) or not inspect.isfunction(getattr(tx, "update", None)):
+        return {}
+    return inspect.getclosurevars(inspect.unwrap(tx.update)).nonlocals
+
+
+def _find_links(tx: Any) -> list[Any]:
+    """Return the links of a chain, or what is inside a wrapper, where the transformation shows
+    it."""
+    if isinstance(tx, core.Transform):
+        return tx.inner
+    updates = _find_closed_over(tx).get("update_fns", ())
+    return [optax.GradientTransformation(lambda params: (), fn) for fn in updates]
+
+
+def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
+    """Tell whether a link is known to return the updates that it gets, as `optax.identity` does."""
+    if tx is None:
+        return False
+    arrays = {path: jnp.zeros(()) for path in before}
+    try:
+        jaxpr = jax.make_jaxpr(lambda u: tx.update(u, state, arrays)[0])(arrays).jaxpr
+    except Exception:  # of any kind: the link is another library's, and reads its arguments
+        return False
+    return list(jaxpr.outvars) == list(jaxpr.invars)
 
 
 def _find_kind(state: OptState) -> str:

@@ -11,7 +11,6 @@ composed of the same functions (composition.py):
 
 import collections
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -45,10 +44,10 @@ from optfn.state import reports
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
-from optfn.train.mixed_leaves import refuse_mixed_leaves
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
 from optfn.train.order import warn_of_order
+from optfn.train.packed_rules import refuse_changed_rules
 from optfn.train.state import (
     TrainState,
     check_initial_params,
@@ -121,7 +120,7 @@ class TrainStep:
             a flax or equinox model with more than parameters in it, such as batch statistics. The
             error has the line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes; or with
-            `packed`, a rule that is not optfn's takes a norm, a mean or a product of a leaf.
+            `packed`, a rule that is not optfn's updates a leaf in a buffer otherwise.
         """
         check_initial_params(params)
         self._check_model_state(model_state)
@@ -148,9 +147,9 @@ class TrainStep:
         """Return the state before the first step, placed on the mesh by the params' layout."""
         if self.options.packed:
             given, params = params, pack(parallel.copy_host_arrays(params))
-            refuse_mixed_leaves("tx", self.tx, given)
+            refuse_changed_rules("tx", self.tx, given)
             if self.local is not None:
-                refuse_mixed_leaves("outer", self.local.outer, given)
+                refuse_changed_rules("outer", self.local.outer, given)
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
@@ -301,7 +300,7 @@ class TrainStep:
           ValueError: something besides the update changed a parameter that has a master.
         """
         if not checks.is_traced(state.step):
-            _raise_flags(reports.get_flags(state.opt_state))
+            reports.raise_flags(reports.get_flags(state.opt_state))
 
     def _check_flags(self, state: TrainState) -> set[str]:
         """Raise the errors of `check`; read a flag that keeps its value once it is set from the
@@ -318,9 +317,9 @@ class TrainStep:
             return set()
         is_set = False
         while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
-            is_set |= bool(np.any(_read_local(self._flags.popleft())))
+            is_set |= bool(np.any(reports.read_local(self._flags.popleft())))
         found = reports.get_flags(state.opt_state)
-        _raise_flags(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
+        reports.raise_flags(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
         return {x.metric for x in found if x.is_lasting}
 
     def check_state(self, state: object) -> None:
@@ -382,19 +381,6 @@ class TrainStep:
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array or a number, without its placement."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def _raise_flags(flags: Iterable[reports.Flag]) -> None:
-    """Raise the error of the first flag that is not 0; nothing if there is none."""
-    for flag in flags:
-        value = _read_local(flag.value)
-        if np.any(value):
-            raise flag.error(int(np.max(value)))
-
-
-def _read_local(x: Any) -> np.ndarray[Any, Any]:
-    """Return the value of a replicated array, from a device of this process."""
-    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 def _is_ready(x: Any) -> bool:

@@ -22,7 +22,7 @@ from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.collectives.mesh import constrain_sharding
 from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
-from optfn.core.types import Batch, DType, OptState, Params, PyTree
+from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import reduce_gradients
@@ -36,6 +36,7 @@ from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
+from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.loss_scale import scale_of
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
@@ -102,6 +103,8 @@ def make_worker_step(
         of_loss = later if has_exchange(state.opt_state) else layout
         averaged = of_loss and of_loss.mean_axes_of(state.params)
         values, grads = make_objective(of_loss).value_and_grad(scaled)
+        # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
+        grads = mask_frozen(tx, conjugate(grads))
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
@@ -134,6 +137,18 @@ def make_worker_step(
         return TrainState(core.next_step(state.step), params, opt_state, model_state), metrics
 
     return step
+
+
+def conjugate(grads: Updates) -> Updates:
+    """Return gradients of complex params conjugated, and all others as they are.
+
+    For f = u + iv jax.grad gives ∂f/∂x − i ∂f/∂y, the conjugate of the direction in which f rises.
+    """
+
+    def of_leaf(g: Leaf) -> Leaf:
+        return jnp.conj(g) if jnp.issubdtype(g.dtype, jnp.complexfloating) else g
+
+    return jax.tree.map(of_leaf, grads)
 
 
 def _make_inputs(

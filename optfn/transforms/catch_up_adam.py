@@ -98,9 +98,9 @@ def scale_by_catch_up_adam(
     steps, whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ
     from dense Adam's for three reasons: the sum uses the current learning rate for all missed
     steps; eps matters if √v is as small; and one bias correction replaces a correction for each
-    missed step. For the defaults, the last error is up to 9 % of the way for a row that is touched
-    in the first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less
-    later.
+    missed step. For the defaults, the last error is up to 13 % of the missed way for a row that is
+    touched in the first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30,
+    and less later.
 
     Args:
       b1: β₁, in [0, 1), with β₁² < β₂, so that the missed steps fade.

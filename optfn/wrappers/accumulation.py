@@ -15,6 +15,7 @@ from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
 from optfn.transforms.in_place import run_if
+from optfn.wrappers.attributes import without_frozen
 
 
 @traits(link="accumulate", passes_own_gradients=True)
@@ -34,6 +35,7 @@ class AccumulateState(NamedTuple):
 
 
 @core.record_call
+@without_frozen
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:

@@ -1,11 +1,12 @@
 """Attributes of parameters, by path: fluid's ParamAttr, no_grad_set and parameter_list."""
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import optax
 
@@ -16,7 +17,9 @@ from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import mark_stacked
-from optfn.leaves.selection import restrict
+from optfn.leaves.selection import Selection, restrict
+
+P = ParamSpec("P")
 
 
 class _Inherit:
@@ -196,16 +199,76 @@ def apply_to_trained(
     return core.Transform(trained.init, update, param_attrs=param_attrs)
 
 
+def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[str]:
+    """Return the paths of the leaves that an optimizer freezes, also inside wrappers and chains of
+    optfn."""
+    if not isinstance(tx, core.Transform):
+        return frozenset()
+    own = resolve(tx.param_attrs, params) if tx.param_attrs else {}
+    found = frozenset(path for path, attr in own.items() if not attr.trainable)
+    return found.union(*(find_frozen(inner, params) for inner in tx.inner))
+
+
+def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
+    """Mask the gradients of the leaves that an optimizer freezes; buffers of a Packed stay."""
+    if not _freezes(tx) or is_packed(grads):
+        return grads
+    frozen = find_frozen(tx, grads)
+    return Selection(frozenset(itertools.chain(*contents.leaf_names(grads))) - frozen).keep(grads)
+
+
+def _freezes(tx: object) -> bool:
+    """Tell whether an optimizer may freeze leaves, also inside wrappers and chains of optfn."""
+    if not isinstance(tx, core.Transform):
+        return False
+    attrs = (tx.param_attrs or {}).values()
+    return not all(attr.trainable for attr in attrs) or any(map(_freezes, tx.inner))
+
+
+def without_frozen(
+    factory: Callable[P, optax.GradientTransformation],
+) -> Callable[P, optax.GradientTransformation]:
+    """Decorate a factory of wrappers, or of chains, so that a leaf that a transformation inside
+    freezes is frozen for the whole: it has no state, and its gradient may be anything."""
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
+        made = factory(*args, **kwargs)
+        inside = list(filter(_freezes, (*args, *kwargs.values())))
+        if not inside:
+            return made
+
+        def find(values: PyTree) -> frozenset[str]:
+            frozen: frozenset[str] = frozenset()
+            return frozen.union(*(find_frozen(tx, values) for tx in inside))
+
+        trained = restrict(
+            core.Unchecked(*optax.with_extra_args_support(made)),
+            lambda values: frozenset(itertools.chain(*contents.leaf_names(values))) - find(values),
+            others=lambda updates, params: _freeze(find(updates), updates, params),
+        )
+        fields = vars(made) if isinstance(made, core.Transform) else {}
+        return core.Transform(trained.init, trained.update, **fields)
+
+    return make
+
+
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
     """Replace untrained gradients by the update of a frozen leaf,
-    −0.0 or integer zeros; others stay.
+    −0.0 or integer zeros; others stay."""
+    attrs = resolve(param_attrs, updates).items()
+    return _freeze({path for path, attr in attrs if not attr.trainable}, updates, params)
 
-    A buffer of a Packed that has an untrained leaf is replaced as a whole.
+
+def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
+    """Replace the gradients at some paths by the update of a frozen leaf.
+
+    A buffer of a Packed that has such a leaf is replaced as a whole.
     """
-    attrs, names = resolve(param_attrs, updates), contents.leaf_names(updates)
+    names = contents.leaf_names(updates)
 
     def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
-        is_trained = all(attrs[name].trainable for name in names[place.number])
+        is_trained = frozen.isdisjoint(names[place.number])
         return g if is_trained else frozen_update(g, g if p is None else p)
 
     return tree.map_named(freeze, updates, updates if params is None else params)

@@ -83,6 +83,9 @@ def exponential_moving_average(
       thres_steps: whether the decay grows with the number of steps, so that early averages follow
         the parameters closely.
 
+    In float32 the sum d·e + (1 − d)·p no longer moves e where |p − e| is below 2⁻²⁵/(1 − d) to
+    2⁻²⁴/(1 − d) of |e|: 0.3 to 0.6 % with decay 0.99999, 0.03 to 0.06 % with 0.9999.
+
     State: step, weight, average; 4 bytes per parameter. Needs params.
 
     Source: fluid's ExponentialMovingAverage. Paddle 1.8.5 divides by 1 − dᵗ with the current d,

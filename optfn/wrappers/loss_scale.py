@@ -13,6 +13,7 @@ from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.state.per_worker import find_nodes
+from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.nonfinite import skip_nonfinite
 
 
@@ -37,6 +38,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 @core.record_call
+@without_frozen
 def dynamic_loss_scale(
     tx: optax.GradientTransformation,
     *,
@@ -44,6 +46,7 @@ def dynamic_loss_scale(
     growth_factor: Number = 2.0,
     backoff_factor: Number = 0.5,
     growth_interval: int = 2000,
+    min_scale: Number = 1.0,
     max_consecutive: int = 50,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -52,7 +55,7 @@ def dynamic_loss_scale(
         bad = any gradient of scale·loss is NaN or infinite, on any worker
         u, state = (−0.0, state) if bad else tx(g/scale, state)
         good_steps = 0 if bad else good_steps + 1
-        if bad: scale = scale·backoff_factor
+        if bad: scale = max(scale·backoff_factor, min_scale)
         if good_steps ≥ growth_interval: scale = scale·growth_factor;  good_steps = 0
 
     `make_train_step` and `minimize` find the scale in the state, multiply the loss by it before
@@ -67,6 +70,9 @@ def dynamic_loss_scale(
       growth_factor: the factor of the scale after `growth_interval` good gradients, > 1.
       backoff_factor: the factor of the scale after a bad gradient, in (0, 1).
       growth_interval: after how many good gradients in a row the scale grows, ≥ 1.
+      min_scale: the scale falls no further, > 0, or `initial_scale` if that is smaller. Where a
+        batch now and then is bad at every scale, the scale would otherwise come to 0, and float16
+        params would stop to move.
       max_consecutive: as in `skip_nonfinite`.
       axis_name: as in `skip_nonfinite`.
 
@@ -78,6 +84,7 @@ def dynamic_loss_scale(
     growth = checks.number("growth_factor", growth_factor, checks.ABOVE_ONE)
     backoff = checks.number("backoff_factor", backoff_factor, checks.INSIDE_UNIT)
     interval = checks.count("growth_interval", growth_interval)
+    least = checks.positive("min_scale", min_scale)
     core.check_transform("dynamic_loss_scale: tx", tx)
     guard = skip_nonfinite(tx, max_consecutive=max_consecutive, axis_name=axis_name)
 
@@ -102,7 +109,8 @@ def dynamic_loss_scale(
         larger = state.scale * growth
         # An infinite scale would make each gradient NaN for ever.
         scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
-        scale = jnp.where(bad, state.scale * backoff, scale)
+        smaller = jnp.maximum(state.scale * backoff, jnp.minimum(least, first))
+        scale = jnp.where(bad, smaller, scale)
         return updated, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -15,6 +15,7 @@ from optfn.core.traits import Report, traits
 from optfn.core.types import DType, Leaf, OptState, Params, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.transforms import codes
+from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.moved_params import error_of_moved, first_moved, raise_if_moved
 
 
@@ -82,6 +83,7 @@ class MasterForm(NamedTuple):
 
 
 @core.record_call
+@without_frozen
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:

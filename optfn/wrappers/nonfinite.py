@@ -13,6 +13,7 @@ from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
+from optfn.wrappers.attributes import without_frozen
 
 
 @traits(
@@ -58,6 +59,7 @@ def select_unless_skipped(
 
 
 @core.record_call
+@without_frozen
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,

@@ -15,6 +15,7 @@ from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.transforms.rates import largest_rate
+from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.nonfinite import select_unless_skipped
 
 
@@ -40,6 +41,7 @@ class SkipSpikesState(NamedTuple):
 
 
 @core.record_call
+@without_frozen
 def skip_spikes(
     tx: optax.GradientTransformation,
     factor: Number = 10.0,

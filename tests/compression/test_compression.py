@@ -468,3 +468,21 @@ def test_the_signature_is_the_promised_one():
 def test_bad_arguments(options, error, match):
     with pytest.raises(error, match=match):
         deep_gradient_compression(**({"momentum": 0.9} | options))
+
+
+def test_simulated_workers_lose_no_gradient():
+    """Under vmap, what was sent and the residuals are the sum of all gradients."""
+    workers, steps, rate = 4, 5, 1e-3
+    g = np.random.default_rng(0).normal(size=(workers, 8, 128)).astype(np.float32)
+    tx = optfn.dgc_momentum(
+        rate, 0.0, rampup_begin_step=0, sparsity=[0.99], axis_name="data", min_size=16
+    )
+    params = {"w": jnp.zeros((8, 128))}
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tx.init(params))
+    update = jax.jit(jax.vmap(lambda g, s: tx.update({"w": g}, s, params), axis_name="data"))
+    sent = np.zeros((8, 128))
+    for _ in range(steps):
+        updates, state = update(g, state)
+        sent -= np.asarray(updates["w"][0], np.float64) / rate
+    residual = np.float64(state[0].residual.value["w"]).mean(0).reshape(8, 128)
+    np.testing.assert_allclose(sent + residual, steps * g.astype(np.float64).mean(0), atol=1e-3)

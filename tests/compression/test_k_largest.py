@@ -97,6 +97,16 @@ def test_every_worker_of_a_vmap():
         np.testing.assert_array_equal(v, row[i])
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "clustered"])
+def test_a_small_array_of_every_worker_of_a_vmap(kind):
+    """The counts of one segment, of which XLA's CPU compiler once took a single number."""
+    x = np.stack([(1 + n) * kinds(1024)[kind] for n in range(4)])
+    values, indices = jax.jit(jax.vmap(lambda row: select_top_k(row, 10)))(x)
+    for row, v, i in zip(x, values, indices, strict=True):
+        np.testing.assert_array_equal(i, np.flatnonzero(largest(row.astype(np.float64), 10)))
+        np.testing.assert_array_equal(v, row[i])
+
+
 def test_many_arrays_at_once():
     """Each array gets its own k, also where one of them needs the exact path."""
     rng = np.random.default_rng(4)

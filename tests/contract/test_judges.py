@@ -200,3 +200,25 @@ def test_no_judge_of_the_loop_speaks_of_an_ordinary_run(name, steps):
     allowed = 20 + steps // 2000 if name == "scaled loss" else 0
     assert all(x.skipped <= allowed for x in counted)
     assert np.mean(history["loss"][-50:]) < np.mean(history["loss"][:50])
+
+
+@pytest.mark.parametrize("steps", suite([2_000, LONG], 2_000))
+def test_one_bad_batch_in_a_hundred_leaves_a_scale_at_which_the_others_train(steps):
+    tx = optfn.dynamic_loss_scale(optfn.sgd(1e-3, multi_precision=True))
+    params = {"w": jnp.ones(8, jnp.float16)}
+
+    def step(carry, n):
+        p, state = carry
+        factor = optfn.loss_scale(state) * jnp.where(n % 100 == 99, jnp.nan, 1e-3)
+        grads = jax.grad(lambda p: factor * jnp.sum(p["w"].astype(jnp.float32)))(p)
+        before = state.inner_state.inner_state.master["w"]
+        updates, state = tx.update(grads, state, p)
+        moved = jnp.all(state.inner_state.inner_state.master["w"] < before)
+        return (optfn.apply_updates(p, updates), state), moved
+
+    (_, state), moved = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(steps)))(
+        (params, tx.init(params))
+    )
+    assert optfn.loss_scale(state) >= 1.0
+    np.testing.assert_array_equal(moved, np.arange(steps) % 100 != 99)
+    assert state.skipped == steps // 100 and not state.inner_state.gave_up

@@ -177,3 +177,21 @@ def test_it_must_be_a_real_floating_point_dtype(dtype):
 def test_it_needs_a_mesh():
     with pytest.raises(ValueError, match="reduce_dtype needs mesh"):
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), reduce_dtype="float32")
+
+
+@pytest.mark.parametrize("way", ["data parallel", "params", "two levels"])
+def test_means_of_float16_are_finite_where_every_number_is(way):
+    """Gradients, the loss, aux and the model state of eight workers, each of 20,000."""
+    options = {k: x() if k == "mesh" else x for k, x in WAYS[way].items()}
+    half = jnp.float16
+
+    def loss(p, variance, x):
+        mean = jnp.mean(x).astype(half)
+        new = (0.5 * variance + 0.5 * mean).astype(half)
+        return jnp.sum(p * x.astype(half).mean()) + mean, (new, {"a": mean})
+
+    step = optfn.make_train_step(loss, optfn.sgd(1e-4), has_aux=True, model_state=True, **options)
+    state = step.init(jnp.zeros(256, half), half(2e4))
+    state, metrics = step(state, np.full(8, 2e4, np.float32))
+    found = state.params[0], metrics["loss"], metrics["aux"]["a"], state.model_state
+    np.testing.assert_allclose(np.float64(found), [-2, 2e4, 2e4, 2e4], rtol=1e-3)

@@ -35,7 +35,7 @@ from benchmarks import (
     update,
     wire,
 )
-from benchmarks.studies import compile_time, exchange, front, soak
+from benchmarks.studies import compile_time, exchange, front, packed_init, soak
 from optfn.autodiff.budget import is_recomputation_kept
 from optfn.distributed import data_mesh
 
@@ -152,6 +152,11 @@ def test_compile_time(toy):
     assert jax.config.jax_compilation_cache_dir == before
     assert list(found) == ["plain", "local steps", "DGC"]
     assert found["plain"]["over_plain"] == 1
+
+
+@pytest.mark.nightly
+def test_packed_init(toy):
+    assert {row["tx"] for row in toy(packed_init, "packed_init")} == packed_init.RULES.keys()
 
 
 @pytest.mark.nightly

@@ -26,7 +26,36 @@ def ema():
     return optfn.exponential_moving_average(0.9)
 
 
+def late_decay():
+    return optfn.chain(optfn.sgd(0.1), optfn.add_decayed_weights(0.3))
+
+
+def label_all(label):
+    return lambda params: jax.tree.map(lambda x: label, params)
+
+
+GROWS = r"add_decayed_weights\(.*\) adds to the step of sgd\(0.1\)"
 MISPLACED = {
+    "a masked decay behind the rate": (
+        lambda: optfn.chain(
+            optfn.sgd(0.1), optax.masked(optfn.add_decayed_weights(0.3), {"w": True})
+        ),
+        GROWS,
+    ),
+    "a masked decay behind the rate, in optax's chain": (
+        lambda: optax.chain(
+            optfn.sgd(0.1), optax.masked(optfn.add_decayed_weights(0.3), label_all(True))
+        ),
+        "adds to the step",
+    ),
+    "a decay behind the rate in a partition": (
+        lambda: optax.partition({"a": late_decay(), "b": optfn.sgd(0.1)}, {"w": "a"}),
+        GROWS,
+    ),
+    "a decay behind the rate in a partition, by a function": (
+        lambda: optfn.skip_nonfinite(optax.partition({"a": late_decay()}, label_all("a"))),
+        GROWS,
+    ),
     "an average before a rule": (
         lambda: optfn.chain(ema(), optfn.sgd(0.1)),
         r"exponential_moving_average\(0.9\) is an average, but sgd\(0.1\) follows",
@@ -78,6 +107,19 @@ def test_a_misplaced_link_warns_at_the_users_line(name):
 
 
 RIGHT = {
+    "a masked decay behind the rate of other leaves": lambda: optfn.chain(
+        optfn.sgd(0.1), optax.masked(optfn.add_decayed_weights(0.3), {"w": False})
+    ),
+    "a decay behind the rate for no leaves": lambda: optax.partition(
+        {"a": late_decay(), "b": optfn.sgd(0.1)}, {"w": "b"}
+    ),
+    "nothing behind an average": lambda: optfn.chain(optfn.sgd(0.1), ema(), optax.identity()),
+    "nothing behind an average, in optax's chain": lambda: optax.chain(
+        optfn.sgd(0.1), ema(), optax.identity()
+    ),
+    "nothing behind an average, in a mask": lambda: optfn.chain(
+        optfn.sgd(0.1), ema(), optax.masked(optax.identity(), {"w": True})
+    ),
     "averages last": lambda: optfn.chain(
         optfn.sgd(0.1), ema(), optfn.model_average(0.5, min_average_window=1)
     ),

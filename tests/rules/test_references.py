@@ -367,6 +367,46 @@ def test_schedule_follows_its_reference(name):
         np.testing.assert_allclose(found, rates, rtol=5e-5, atol=atol, err_msg=str(given))
 
 
+LAST = 2**31 - 1
+FAR = {
+    "noam": [(512, 4000)],
+    "exponential": [(0.1, 1000, 0.9), (0.1, 10**6, 0.5, True)],
+    "natural_exp": [(0.1, 1000, 0.5), (0.1, 10**7, 0.3)],
+    "inverse_time": [(0.1, 1000, 0.5), (0.1, 10, 0.5, True)],
+    "polynomial": [
+        *[(0.1, steps, 1e-4, 1.0, cycle) for steps in (7, 10**9, LAST) for cycle in (False, True)],
+        (0.1, 1000, 1e-4, 2.0, True),
+    ],
+    "piecewise": [([10**9, 2 * 10**9], [1.0, 0.1, 0.01])],
+    "cosine": [(0.1, 10, 120), (0.1, 1, 7), (0.1, 1000, 90), (0.1, 1, 2**30), (0.1, 1, LAST)],
+    "linear_warmup": [(0.1, steps, 0.0, 0.1) for steps in (10, 10**9, LAST)],
+    "step_decay": [(0.1, 30), (0.1, 10**7, 0.9)],
+    "multi_step": [(0.1, [10**6, 10**9])],
+    "warmup_cosine": [(0.1, 1000, 10**6), (0.1, 10**6, 2 * 10**9), (0.1, 10, LAST)],
+    "warmup_stable_decay": [(0.1, 100, 10**9, 10**9), (0.1, 10, 10, LAST - 20)],
+    "one_cycle": [(0.1, 10**6), (0.1, LAST)],
+}
+
+
+def far_steps(count):
+    """Return steps up to the last int32, at the ends of periods and drawn ones."""
+    rng = np.random.default_rng(0)
+    drawn = [*rng.integers(0, LAST, count), *np.exp(rng.uniform(0, np.log(LAST), count))]
+    ends = [10**k + d for k in range(10) for d in (-1, 0, 1)]
+    return np.unique(np.asarray([0, LAST - 1, LAST, *ends, *drawn], np.int64))
+
+
+@pytest.mark.parametrize("name", suite(FAR, "cosine", "polynomial", "one_cycle"))
+def test_schedules_are_right_up_to_the_last_step(name):
+    """To 1e-6 of the largest rate, in float32."""
+    steps = far_steps(300)
+    for given in FAR[name]:
+        found = jax.jit(jax.vmap(getattr(optfn.schedules, name)(*given)))(np.int32(steps))
+        reference = getattr(reference_schedules, name)(*given)
+        rates = np.array([reference(int(i)) for i in steps])
+        np.testing.assert_allclose(found, rates, 0, 1e-6 * rates.max(), err_msg=str(given))
+
+
 def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
     cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000, start=0.1, end=0.02)
     stable = optfn.schedules.warmup_stable_decay(0.3, 41, 100, 49, start=0.1, end=0.07)

@@ -256,6 +256,18 @@ def some_rows(seed=5, dtype=jnp.float32):
     return sparse.Rows(indices, normal(seed, 8, WIDTH).astype(dtype), ROWS)
 
 
+def test_a_table_whose_rows_int32_cannot_number_is_refused():
+    table = {"t": jax.ShapeDtypeStruct((2**31, 1), jnp.float32)}
+    ids, values = (jax.ShapeDtypeStruct((3, *x), d) for x, d in (((), jnp.int32), ((1,), float)))
+    grad = optfn.sparse.value_and_grad(lambda p, i: jnp.sum(p["t"][i]), "t")
+    with pytest.raises(ValueError, match="table 't' has 2,147,483,648 rows"):
+        jax.eval_shape(grad, table, ids)
+    rows = optfn.sparse.Rows
+    clip = optfn.clip_by_global_norm(1.0)
+    with pytest.raises(ValueError, match=r"gradient of .t. has 2,147,483,648 rows.*at most"):
+        jax.eval_shape(lambda v: clip.update({"t": rows(jnp.arange(3), v, 2**31)}, ()), values)
+
+
 def test_merging_adds_repeated_rows_up():
     r = some_rows()
     once = r.merge()
