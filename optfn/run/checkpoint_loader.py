@@ -10,7 +10,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.tree import is_key, list_names
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves.foreign import check_keys
+from optfn.leaves.foreign import check_arrays
 from optfn.leaves.patterns import Pattern
 from optfn.run.checkpoint_directory import ENTRIES
 from optfn.run.frozen import FROZEN, compare_frozen, select_frozen
@@ -37,7 +37,7 @@ Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 def check_tree(who: str, state: PyTree) -> None:
     """Raise an error unless every leaf is an array, and names tell the arrays apart in a file."""
-    check_keys(who, state)
+    check_arrays(who, state)
     for name, x in tree.arrays_with_paths(state):
         if not tree.is_array(x):
             raise TypeError(

@@ -48,6 +48,8 @@ class DecodedArrays(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         x = self._mapping[name]
+        if _is_host(x) and not x.dtype.isnative:  # bits are read in the order of this machine
+            x = x.astype(x.dtype.newbyteorder("="))
         if name == DTYPES or not _may_be_bits(x):
             return x
         dtype = np.dtype(f"V{x.itemsize}")

@@ -370,6 +370,8 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
             fits = value.shape == leaf.shape and value.dtype == dtype
             got = f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
             return value, "" if fits else got
+    if isinstance(value, np.ma.MaskedArray):
+        return leaf, "is a masked array, and the template has no mask: pass x.filled(0.0)"
     array = np.asarray(value)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"

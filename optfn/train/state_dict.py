@@ -23,7 +23,7 @@ from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.leaves import patterns
-from optfn.leaves.foreign import check_keys
+from optfn.leaves.foreign import check_arrays, check_keys
 from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout
@@ -73,7 +73,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, such as tx.init(params); "
             f"got {checks.show(opt_state)}"
         )
-    check_keys("state_dict", opt_state)
+    check_arrays("state_dict: state", opt_state)
     return name_host_arrays(jax.tree.map(_host_copy, opt_state))
 
 

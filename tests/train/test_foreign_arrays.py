@@ -38,7 +38,7 @@ KEYS = {
     "TrainStep.init: params": lambda: STEP.init(MIXED),
     "pack: parameter": lambda: optfn.pack(MIXED),
     "summary: params": lambda: optfn.summary(optfn.adam(0.1), MIXED),
-    "state_dict": lambda: optfn.state_dict(MIXED),
+    "state_dict: state": lambda: optfn.state_dict(MIXED),
     "the batch": lambda: STEP(STEP.init({"w": ONES}), MIXED),
     "save_checkpoint: state": lambda: optfn.save_checkpoint("unused", MIXED, step=1),
 }
@@ -77,6 +77,28 @@ def test_batches_that_jax_would_read_wrongly_are_refused_or_converted(layout):
         state = step.init({"w": ONES})
         _, metrics = step(state, {"t": numbers.astype(dtype)})
         np.testing.assert_allclose(metrics["loss"], np.mean((1 - numbers) ** 2))
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_arrays_that_a_file_would_keep_as_others_are_refused_or_converted(name, tmp_path):
+    array, words = FOREIGN[name]
+    with pytest.raises(TypeError, match=f"state_dict: state 'w' {words}"):
+        optfn.state_dict({"w": array})
+    with pytest.raises(TypeError, match=f"save_checkpoint: state 'w' {words}"):
+        optfn.save_checkpoint(tmp_path, {"w": array}, step=1)
+    if name == "masked":
+        with pytest.raises(ValueError, match="'w' is a masked array"):
+            optfn.load_state_dict({"w": jnp.zeros(8)}, {"w": array})
+    else:
+        found = optfn.load_state_dict({"w": jnp.zeros(8)}, {"w": array})
+        np.testing.assert_array_equal(found["w"], ONES)
+
+
+@pytest.mark.parametrize("dtype", [">u2", ">i4", ">f2"])
+def test_saved_numbers_in_another_byte_order_are_read(dtype):
+    saved = {"w": np.arange(3).astype(dtype)}
+    like = {"w": jnp.zeros(3, np.dtype(dtype).newbyteorder("="))}
+    np.testing.assert_array_equal(optfn.load_state_dict(like, saved)["w"], [0, 1, 2])
 
 
 def test_model_state_with_a_mask_is_refused():
