@@ -28,7 +28,7 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of values; raise a TypeError unless they are a sequence of some strings."""
     is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
     if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
-        raise TypeError(f"{argument} must be a sequence of names, at least one; got {names!r}")
+        raise TypeError(f"{argument} must be a non-empty sequence of names; got {names!r}")
     return tuple(names)
 
 

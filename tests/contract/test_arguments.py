@@ -163,12 +163,12 @@ CASES = [
     (
         lambda: step(recompute=3),
         TypeError,
-        "recompute must be a sequence of names, at least one; got 3",
+        "recompute must be a non-empty sequence of names; got 3",
     ),
     (
         lambda: step(recompute=()),
         TypeError,
-        "recompute must be a sequence of names, at least one; got ",
+        "recompute must be a non-empty sequence of names; got ",
     ),
     (lambda: optfn.pack(optfn.pack(W)), TypeError, "already packed"),
     (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
