@@ -34,8 +34,8 @@ class AccumulateState(NamedTuple):
     inner_state: OptState
 
 
-@core.record_call
 @without_frozen
+@core.record_call
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -75,13 +75,16 @@ def accumulate(
             errors.check_shapes("accumulate", updates, "params", params)
         count = state.micro_step + 1
         due = count >= every  # a run that resumes with a smaller `every` may be beyond it
-        add = partial(_add_to_total, state.micro_step == 0)
+        # The mean is total/every, and a total of more gradients gets smaller here: for total/count
+        # XLA's compiler for TPUs keeps a temporary of half the size.
+        share = jnp.where(count > every, every / count, 1.0)
+        add = partial(_add_to_total, state.micro_step == 0, share)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
-            mean = tree.map(partial(_mean_gradient, count), updates, totals)
+            mean = tree.map(partial(_mean_gradient, every), updates, totals)
             updated, inner_state = inner.update(mean, inner_state, params, **arrays, **static)
             # Without params a boundary inside `tx` cannot know their dtype; gradients have it.
             if params is None:
@@ -130,20 +133,21 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _add_to_total(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
-    """Return a leaf's total plus g, or g at the first micro-step; a leaf that is not summed keeps
-    its total."""
+def _add_to_total(
+    is_first: jax.Array, share: jax.Array, shared: Leaf, private: Leaf, g: Leaf
+) -> Leaf:
+    """Return a leaf's total plus g, or g at the first micro-step, times `share`; a leaf that is not
+    summed keeps its total."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
-    return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
+    sum_ = jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
+    return sum_ * numerics.scalar(share, sum_)
 
 
-def _mean_gradient(count: jax.Array, g: Leaf, total: Leaf) -> Leaf:
-    """Return total/count in the gradient's shape; g itself where gradients are not summed."""
-    if not _is_summed(total, g):
-        return g
-    return total.reshape(jnp.shape(g)) / numerics.scalar(count, total)
+def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
+    """Return total/every in the gradient's shape; g itself where gradients are not summed."""
+    return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -82,8 +82,8 @@ class MasterForm(NamedTuple):
     advance: Callable[[Sequence[jax.Array], Params, Params], list[jax.Array]]
 
 
-@core.record_call
 @without_frozen
+@core.record_call
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -114,9 +114,9 @@ def master_weights(
         parameter is the larger neighbour. With 24 the remainder is int8, and masters are rounded at
         random to 24 bits in each step; their mean is exact, so small steps are not lost.
 
-    If a master shrinks by a factor above 2¹⁶ in one step, as where it crosses zero, p + u is
-    rounded, and M is off by at most 2⁻²⁴ of its old value. Masters below 2⁻¹²⁶ lose digits if XLA
-    flushes denormals.
+    If a master changes by a factor above 2 in one step, as where it crosses zero, p + u is rounded,
+    and M may be off by 2⁻²⁴ of the larger of its old and its new value. Masters below 2⁻¹²⁶ lose
+    digits if XLA flushes denormals.
 
     State: per narrow parameter 4 bytes for a copy, 2 or 1 for a remainder, and the state of `tx`;
     for copies also the number of a moved leaf, with 24 bits the step. The update of a leaf with a
@@ -209,12 +209,14 @@ def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
     """Return the form of masters that are arrays of `dtype`."""
 
     def write(p: jax.Array, master: jax.Array, moved: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (u, M), so that p + u, rounded, is M rounded. M is p + u where no u reaches the
-        master, as `moved_params` explains."""
-        u = update_to(p, master)
-        reached = p.astype(dtype) + u
+        """Return (u, M), so that p + u, rounded, is M rounded; `moved_params` proves it."""
+        wide = p.astype(dtype)
+        reached = wide + (master - wide)
         is_exact = reached.astype(p.dtype) == master.astype(p.dtype)
-        return u, jnp.where(is_exact, master, reached)
+        # u from the new master: XLA for TPUs would write both from the old one in two kernels.
+        master = jnp.where(is_exact, master, reached)
+        u = master - wide
+        return jnp.where(u == 0, -0.0, u), master  # p = −0.0 keeps its sign
 
     return MasterForm(
         MasterWeightsState,

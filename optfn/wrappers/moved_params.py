@@ -5,12 +5,18 @@ masters part. The next update would then pull params back to masters that never 
 run would train wrongly without a word.
 
 A run whose updates are added as `apply_updates` adds them is never accused. Let p be the parameter
-before the update, u the update in the dtype of the master, and ⊕ the sum rounded to this dtype. The
-parameter becomes p′ = round(p ⊕ u). `master_weights` keeps M′ = M where round(p ⊕ u) = round(M),
-and M′ = p ⊕ u elsewhere, so p′ = round(M′) in both cases, and the next update compares these two.
-The second case is rare, but a long run has it: where M is far smaller than p, as at a crossing of
-zero, u = M − p is rounded to 2⁻²⁵ of p, and p ⊕ u misses M by that much. So M moves by at most 2⁻²⁴
-of its old value. If a compiler leaves out a rounding in the comparison, then M′ = p ⊕ u more often.
+before the update, M the master that the optimizer wants, and ⊕ and ⊖ sum and difference, rounded to
+the dtype of the master. `master_weights` keeps
+
+    R = p ⊕ (M ⊖ p)
+    M′ = M if round(R) = round(M), else R
+    u = M′ ⊖ p,  and the parameter becomes p′ = round(p ⊕ u)
+
+If M′ = M, then p ⊕ u = R, so p′ = round(M′). If M′ = R, then p ⊕ (R ⊖ p) = R, so p′ = round(M′)
+too: R − p has no rounding error where R is within a factor of 2 of p, nor where M ⊖ p cancels most
+of p, and elsewhere its error is below half a unit of the last place of R. So the next update
+compares a master with its rounding. The second case is rare, but a long run has it: where M is far
+smaller than p, as at a crossing of zero, M ⊖ p is rounded to 2⁻²⁵ of p, and no update reaches M.
 """
 
 from typing import Any

@@ -182,3 +182,19 @@ def test_every_rounding_is_one_and_a_far_neighbour_is_none(narrow):
 def test_a_sample_is_small(shape):
     x = jnp.arange(np.prod(shape, dtype=int)).reshape(shape)
     assert sample(x).size == min(sample(x).size, 1024) and (sample(x).size > 0) == (x.size > 0)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_parameter_that_no_update_takes_to_its_master_takes_the_master_along(name):
+    """p is 1, its master is below 1, and falls just below zero: p + u has a bit less than that."""
+    rng = np.random.default_rng(0)
+    unit, scale = 2.0**-24, 2.0 ** rng.integers(-9, 9, 4096)
+    masters, want = 1 - unit * rng.integers(64, 2048, 4096), -unit * rng.integers(1, 64, 4096)
+    p = {"w": jnp.asarray(scale, name)}
+    tx = optfn.master_weights(optfn.sgd(1.0))
+    state = tx.init(p)._replace(master={"w": jnp.asarray(scale * masters, jnp.float32)})
+    grads = {"w": jnp.asarray(scale * (masters - want), jnp.float32)}
+    updates, state = jax.jit(tx.update)(grads, state, p)
+    after = optfn.apply_updates(p, updates)["w"]
+    np.testing.assert_array_equal(after, state.master["w"].astype(name))
+    assert np.all(np.abs(state.master["w"] / scale - want) <= unit)
