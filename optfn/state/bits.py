@@ -20,13 +20,13 @@ DTYPES = "dtypes"
 
 def encode_arrays(arrays: Mapping[str, Leaf]) -> dict[str, Any]:
     """Return arrays by name, host arrays without a NumPy dtype as their bits; and `DTYPES`."""
-    bits = {name: _view_as_bits(x) for name, x in arrays.items()}
+    bits = {name: view_as_bits(x) for name, x in arrays.items()}
     return {**list_dtypes(arrays), **bits}
 
 
 def list_dtypes(arrays: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
     """Return the entry `DTYPES` of arrays; {} if none is stored as integers that may be bits."""
-    found = {name: x.dtype.name for name, x in arrays.items() if _may_be_bits(_view_as_bits(x))}
+    found = {name: x.dtype.name for name, x in arrays.items() if _may_be_bits(view_as_bits(x))}
     return {DTYPES: np.frombuffer(json.dumps(found).encode(), np.uint8)} if found else {}
 
 
@@ -84,12 +84,13 @@ def bits_dtype(dtype: DType) -> np.dtype:
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
-def _view_as_bits(x: Leaf) -> Leaf:
+def view_as_bits(x: Leaf) -> Leaf:
+    """Return a host array without a NumPy dtype as its bits; any other array as it is."""
     return x.view(bits_dtype(x.dtype)) if _is_host(x) and is_foreign(x.dtype) else x
 
 
 def _may_be_bits(x: Leaf) -> bool:
-    """Tell whether an array has integers as those of `_view_as_bits`: NumPy's, of up to 2 bytes."""
+    """Tell whether an array has integers as those of `view_as_bits`: NumPy's, of up to 2 bytes."""
     return _is_host(x) and x.dtype.kind == "u" and x.dtype.itemsize <= 2
 
 

@@ -24,7 +24,7 @@ from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.state.bits import DecodedArrays, is_raw
+from optfn.state.bits import DecodedArrays, is_raw, view_as_bits
 from optfn.state.encoded import find_codes
 from optfn.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.state.names import find_names_in_field
@@ -160,13 +160,12 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     codes = find_codes(names)
     entries = [Entry(name, None, "per_worker", codes=codes.get(name)) for name in names]
     entries += [Entry(name, None, "count") for name in find_count_names(mapping, names)]
-    saved = [np.asarray(mapping[entry.name]) for entry in entries]
-    # `state_dict` gives bfloat16 as its bits.
+    mapping = dict(mapping)  # each array of a file is read once
     decoded = DecodedArrays(mapping)
     arrays = [_read_raw(np.asarray(decoded[entry.name])) for entry in entries]
     rescaled = _rescale(list(zip(entries, arrays, strict=True)), count)
-    changed = zip(entries, saved, rescaled, strict=True)
-    return dict(mapping) | {entry.name: new.view(old.dtype) for entry, old, new in changed}
+    changed = zip(entries, rescaled, strict=True)
+    return mapping | {entry.name: view_as_bits(new) for entry, new in changed}
 
 
 def _read_raw(x: np.ndarray) -> np.ndarray:
