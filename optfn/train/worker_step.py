@@ -104,7 +104,7 @@ def make_worker_step(
         averaged = of_loss and of_loss.mean_axes_of(state.params)
         values, grads = make_objective(of_loss).value_and_grad(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
-        grads = mask_frozen(tx, conjugate(grads))
+        grads = mask_frozen(tx, _conjugate(grads))
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
@@ -139,7 +139,7 @@ def make_worker_step(
     return step
 
 
-def conjugate(grads: Updates) -> Updates:
+def _conjugate(grads: Updates) -> Updates:
     """Return gradients of complex params conjugated, and all others as they are.
 
     For f = u + iv jax.grad gives ∂f/∂x − i ∂f/∂y, the conjugate of the direction in which f rises.

@@ -12,6 +12,7 @@ from optfn.core.checks import Number
 from optfn.core.types import OptState, PyTree
 from optfn.state import names as state_names
 from optfn.state.per_worker import PerWorker
+from optfn.state.reports import read_local
 from optfn.transforms.learning_rate import (
     DrivenLearningRateState,
     GivenLearningRateState,
@@ -141,10 +142,8 @@ def numbers_of_rates(
     found: dict[str, float] = {}
     for name, x in state_names.states_with_names(is_rate, opt_state):
         if type(x) is kind and not checks.is_traced(x):
-            rate = jax.tree.leaves(x.learning_rate)[0]
-            rate = rate.addressable_data(0) if isinstance(rate, jax.Array) else rate
             # np.max of a JAX array would run on the devices of the mesh in the context.
-            found[name] = float(np.max(np.asarray(rate)))
+            found[name] = float(np.max(read_local(jax.tree.leaves(x.learning_rate)[0])))
     return found
 
 

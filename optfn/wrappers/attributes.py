@@ -204,20 +204,18 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
     optfn."""
     if not isinstance(tx, core.Transform):
         return frozenset()
-    own = resolve(tx.param_attrs, params) if tx.param_attrs else {}
-    found = frozenset(path for path, attr in own.items() if not attr.trainable)
-    return found.union(*(find_frozen(inner, params) for inner in tx.inner))
+    own = _find_untrained(tx.param_attrs, params) if tx.param_attrs else frozenset()
+    return own.union(*(find_frozen(inner, params) for inner in tx.inner))
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
     """Mask the gradients of the leaves that an optimizer freezes; buffers of a Packed stay."""
     if not _freezes(tx) or is_packed(grads):
         return grads
-    frozen = find_frozen(tx, grads)
-    return Selection(frozenset(itertools.chain(*contents.leaf_names(grads))) - frozen).keep(grads)
+    return Selection(_find_trained(tx, grads)).keep(grads)
 
 
-def _freezes(tx: object) -> bool:
+def _freezes(tx: optax.GradientTransformation) -> bool:
     """Tell whether an optimizer may freeze leaves, also inside wrappers and chains of optfn."""
     if not isinstance(tx, core.Transform):
         return False
@@ -225,39 +223,42 @@ def _freezes(tx: object) -> bool:
     return not all(attr.trainable for attr in attrs) or any(map(_freezes, tx.inner))
 
 
+def _find_trained(tx: optax.GradientTransformation, values: PyTree) -> frozenset[str]:
+    """Return the paths of the leaves that an optimizer does not freeze."""
+    return frozenset(itertools.chain(*contents.leaf_names(values))) - find_frozen(tx, values)
+
+
 def without_frozen(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformation]:
-    """Decorate a factory of wrappers, or of chains, so that a leaf that a transformation inside
-    freezes is frozen for the whole: it has no state, and its gradient may be anything."""
+    """Decorate a factory whose calls are recorded, of wrappers or chains, so that a leaf that a
+    transformation inside freezes is frozen for the whole: it has no state, and its gradient may be
+    anything."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
         made = factory(*args, **kwargs)
-        inside = list(filter(_freezes, (*args, *kwargs.values())))
-        if not inside:
+        if not _freezes(made):
             return made
-
-        def find(values: PyTree) -> frozenset[str]:
-            frozen: frozenset[str] = frozenset()
-            return frozen.union(*(find_frozen(tx, values) for tx in inside))
-
         trained = restrict(
-            core.Unchecked(*optax.with_extra_args_support(made)),
-            lambda values: frozenset(itertools.chain(*contents.leaf_names(values))) - find(values),
-            others=lambda updates, params: _freeze(find(updates), updates, params),
+            core.Unchecked(*made),
+            partial(_find_trained, made),
+            others=lambda updates, params: _freeze(find_frozen(made, updates), updates, params),
         )
-        fields = vars(made) if isinstance(made, core.Transform) else {}
-        return core.Transform(trained.init, trained.update, **fields)
+        return core.Transform(trained.init, trained.update, **vars(made))
 
     return make
+
+
+def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
+    """Return the paths of the leaves that attributes freeze."""
+    return _paths(lambda attr: not attr.trainable, param_attrs, values)
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
     """Replace untrained gradients by the update of a frozen leaf,
     −0.0 or integer zeros; others stay."""
-    attrs = resolve(param_attrs, updates).items()
-    return _freeze({path for path, attr in attrs if not attr.trainable}, updates, params)
+    return _freeze(_find_untrained(param_attrs, updates), updates, params)
 
 
 def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:

@@ -3,4 +3,4 @@
 from optfn import core
 from optfn.wrappers.attributes import without_frozen
 
-chain = core.record_call(without_frozen(core.chain))
+chain = without_frozen(core.chain)

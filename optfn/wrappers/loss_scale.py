@@ -37,8 +37,8 @@ class DynamicLossScaleState(NamedTuple):
         return skipped
 
 
-@core.record_call
 @without_frozen
+@core.record_call
 def dynamic_loss_scale(
     tx: optax.GradientTransformation,
     *,

@@ -58,8 +58,8 @@ def select_unless_skipped(
     return tree.map_arrays(update, updates), state
 
 
-@core.record_call
 @without_frozen
+@core.record_call
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,

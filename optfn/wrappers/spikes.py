@@ -40,8 +40,8 @@ class SkipSpikesState(NamedTuple):
     inner_state: OptState
 
 
-@core.record_call
 @without_frozen
+@core.record_call
 def skip_spikes(
     tx: optax.GradientTransformation,
     factor: Number = 10.0,
