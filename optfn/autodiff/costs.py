@@ -12,7 +12,16 @@ import jax
 
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
+from optfn.jaxprs.equations import (
+    Atom,
+    Equation,
+    Equations,
+    Variable,
+    kind_of,
+    options_of,
+    type_of,
+    variables,
+)
 from optfn.jaxprs.flops import find_jaxprs
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
@@ -120,10 +129,10 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
 def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     """Tell whether an equation, or everything in a function that it calls,
     uses `primitives` only."""
-    if equation.primitive.name in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        inner = find_jaxprs(equation.params)
+    if kind_of(equation) in ("custom_jvp_call", "jit", "pjit"):  # such as relu
+        inner = find_jaxprs(options_of(equation))
         return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
-    return equation.primitive.name in primitives
+    return kind_of(equation) in primitives
 
 
 def _find_sources(
@@ -187,7 +196,7 @@ def _count_flops(equations: Iterable[Equation]) -> float:
 def _count_equation_flops(equation: Equation) -> float:
     """Count an equation's FLOPs: none for reshapes;
     a scan counts its length, a cond its dearest branch."""
-    name, params = equation.primitive.name, equation.params
+    name, params = kind_of(equation), options_of(equation)
     size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

@@ -18,6 +18,8 @@ from optfn.jaxprs.equations import (
     Variable,
     bindings,
     function_of_arrays,
+    kind_of,
+    options_of,
     read,
     type_of,
     variables,
@@ -121,7 +123,7 @@ def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list
 
 def _checkpoint_name(equation: Equation) -> str | None:
     """Return the name that an equation gives a value; None for any other equation."""
-    return equation.params["name"] if equation.primitive.name == "name" else None
+    return options_of(equation)["name"] if kind_of(equation) == "name" else None
 
 
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:

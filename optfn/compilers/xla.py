@@ -127,7 +127,7 @@ def _bits_by_shifts(mask: jax.Array) -> jax.Array:
     if missing := -mask.shape[-1] % 32:
         tail = jnp.pad(mask[..., end:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
         return jnp.concatenate(list(map(_bits_by_shifts, (mask[..., :end], tail))), axis=-1)
-    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
+    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)[None]
     return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], end // 32)
 
 
@@ -142,7 +142,7 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
     half, word = jnp.divmod(jnp.arange(width // 16, dtype=jnp.int32), width // 32)
     # bfloat16 has powers of two exactly, and float32 their sums of 16 bits.
     power = (1 << number % 16).astype(jnp.bfloat16)
-    powers = jnp.where(number // 16 == 2 * word + half, power, 0)
+    powers = jnp.where(number // 16 == (2 * word + half)[None], power, 0)
     sums = jnp.matmul(mask.astype(jnp.bfloat16), powers, preferred_element_type=jnp.float32)
     low, high = jnp.split(sums.astype(jnp.uint32), 2, axis=-1)
     return (low | high << np.uint32(16)).reshape(*lead, -1)[..., : -(-n // 32)]
@@ -329,7 +329,7 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
         others = lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * step % 2**32)
         # step·step⁻¹ = 1 modulo 2³²: the product with `step` gives `start` back.
         last = lax.iota(jnp.uint32, length) + start * np.uint32(pow(step, -1, 2**32))
-        return (others.reshape(*lead, 1) + last * np.uint32(step)).reshape(shape)
+        return (others[:, None] + (last * np.uint32(step))[None]).reshape(shape)
 
     def of_numbers(start: jax.Array) -> jax.Array:
         number = jnp.zeros(shape, jnp.uint32)

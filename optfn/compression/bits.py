@@ -102,8 +102,8 @@ def _shift_down(words: jax.Array, by: int) -> jax.Array:
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:
-    """Return the offset of each digit within `width` bits, uint32 (width/digit,)."""
-    return np.arange(0, width, digit, dtype=np.uint32)
+    """Return the offset of each digit within `width` bits, uint32 (1, width/digit)."""
+    return np.arange(0, width, digit, dtype=np.uint32)[None]
 
 
 def _split_digits(x: jax.Array, width: int, digit: int) -> jax.Array:

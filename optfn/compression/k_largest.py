@@ -61,7 +61,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
     """Return the bits of |x| of arrays as rows, int32 (rows, row), with −1 for padding."""
-    valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
+    valid = jnp.arange(segments.row)[None] < jnp.asarray(segments.row_lengths)[:, None]
     return jnp.where(valid, magnitude(segments.pad_arrays(arrays)), -1)
 
 
@@ -216,7 +216,7 @@ class Search(abc.ABC):
         k, ends = np.asarray(counts.k), _accumulate_counts(words)
         # Candidate j of a segment is the set bit number first + j, counted over all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
-        place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
+        place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)[None]
         number = (
             slots.broadcast_to_rows((ends - bits.count_ones(words))[segments.first_word]) + place
         )

@@ -31,8 +31,8 @@ def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
 
 
 def _bit_offsets(bits: int) -> np.ndarray:
-    """Return the bit offset of each plane in a word, (planes, 1, 1)."""
-    return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
+    """Return the bit offset of each plane in a word, (1, planes, 1, 1)."""
+    return np.arange(0, 32, bits, dtype=np.uint32).reshape(1, -1, 1, 1)
 
 
 def pack_codes(codes: jax.Array, bits: int) -> jax.Array:

@@ -13,18 +13,19 @@ function must be the whole gradient, which has called them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import to_axes
 from optfn.core.types import PyTree
-from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable
+from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable, options_of
 
 
 def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -34,57 +35,137 @@ def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     from its beginning, after JAX has refused the first of them.
 
     Raises:
-      ValueError: `fn` has shardings as types, which it can have along explicit axes only.
+      ValueError: `fn` has shardings as types, which it can have along explicit axes only; or it has
+        constraints that JAX refuses on any mesh, though it runs without a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
         return fn(*args)
     except ValueError as error:
-        _check_refused_constraint(error, mesh)
-    free = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
-    shapes = jax.tree.map(_type_without_placement, args)
-    with jax.sharding.use_abstract_mesh(free):
-        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+        closed, shape = _trace_with_constraints(error, mesh, fn, args)
     bound = _Binding(mesh).bind_program(closed)
     results = jex.jaxpr_as_fun(bound)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-@contextlib.contextmanager
-def name_refused_constraints() -> Iterator[None]:
-    """Name the constraints that JAX refuses only when it lowers a program for its devices.
+def _trace_with_constraints(
+    error: ValueError, mesh: AbstractMesh, fn: Callable[..., PyTree], args: PyTree
+) -> tuple[jex.ClosedJaxpr, PyTree]:
+    """Return the program of fn(*args), traced where the compiler handles all axes, and the shapes
+    of its results.
 
-    Raises:
-      ValueError: a NamedSharding constrains an array along a bound axis. Such a sharding has the
-        mesh outside of the `shard_map`, where the axis is not bound, so the trace takes it.
+    What JAX refused shows in which of three other meshes the function can be traced.
+
+    Args:
+      error: what was raised where some axes of `mesh` are bound. What bound axes did not cause is
+        raised again.
     """
-    try:
-        yield
-    except ValueError as error:
-        if "with_sharding_constraint under a shard_map" not in str(error):
-            raise
-        raise ValueError(
-            "the loss constrains an array along data_axis by a NamedSharding of the mesh. Write "
-            "the PartitionSpec alone, jax.lax.with_sharding_constraint(x, P(...)), which a worker "
-            f'drops; or pass partitioner="compiler" beside mesh. JAX says: {error}'
-        ) from error
+    shapes = jax.tree.map(_type_without_placement, args)
+    use_mesh = jax.sharding.use_abstract_mesh
 
+    def trace(other: AbstractMesh) -> tuple[jex.ClosedJaxpr, PyTree]:
+        # A mesh of another size may follow an empty one only.
+        with use_mesh(AbstractMesh((), ())), use_mesh(other):
+            return jax.make_jaxpr(fn, return_shape=True)(*shapes)
 
-def _check_refused_constraint(error: ValueError, mesh: AbstractMesh) -> None:
-    """Raise an error again unless by it JAX refuses a constraint along a bound axis."""
-    text = str(error)
-    if not mesh.manual_axes or "anual" not in text:
+    def trace_or_none(other: AbstractMesh) -> tuple[jex.ClosedJaxpr, PyTree] | None:
+        try:
+            return trace(other)
+        except Exception:
+            return None
+
+    if not mesh.manual_axes:
         raise error
-    if "with_sharding_constraint" in text:
-        return
-    if "of type Auto or Manual" in text:
+    left: Exception = error  # what remains where JAX takes all constraints
+    try:
+        traced = trace(mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto)))
+    except NameError:  # The function uses a bound axis by its name.
+        pass
+    except Exception as error_with_constraints:
+        left = error_with_constraints
+    else:
+        if not any(_find_constraints(traced[0], mesh.manual_axes)):
+            raise error
+        return traced
+    # Explicit axes divide arrays evenly, as axes of size 1 do.
+    of_one = AbstractMesh((1,) * len(mesh.axis_names), mesh.axis_names, mesh.axis_types)
+    explicit = of_one.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Explicit))
+    alone = trace_or_none(AbstractMesh((), ()))
+    if trace_or_none(explicit) is not None or (alone is not None and _has_types(alone[0])):
         raise ValueError(
             "the loss gives arrays shardings as types (jax.sharding.reshard, out_sharding=). JAX "
             "has these along explicit axes only, and inside a worker data_axis is not explicit. "
             'Pass partitioner="compiler" beside mesh, or use jax.lax.with_sharding_constraint and '
-            f"a mesh with Auto axes. JAX says: {text}"
+            f"a mesh with Auto axes. JAX says: {error}"
         ) from error
-    raise error
+    if alone is not None:
+        raise ValueError(
+            "the loss runs without a mesh, but JAX refuses a sharding constraint in it, as of a "
+            "box of flax whose names are not those of the mesh, or more than the axes of the array "
+            "(nn.DenseGeneral makes a kernel flat). Correct the constraint, or leave all of them "
+            "out in the loss: with jax.sharding.use_abstract_mesh("
+            f"jax.sharding.AbstractMesh((), ())): ... JAX says: {error}"
+        ) from error
+    raise left
+
+
+@contextlib.contextmanager
+def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
+    """Name the constraints that JAX refuses only when it lowers a program for its devices.
+
+    Args:
+      trace: returns the jaxpr of the program. It is called after an error.
+
+    Raises:
+      ValueError: a NamedSharding of a mesh constrains an array inside a `shard_map`, where axes of
+        that mesh are bound. The mesh does not say so, and the trace takes it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        try:
+            constraint = next(_find_constraints(trace(), ()), None)
+        except Exception:
+            constraint = None  # The trace itself has raised the error.
+        if constraint is None:
+            raise
+        where = source_info_util.summarize(constraint.source_info)
+        spec = constraint.params["sharding"].spec
+        raise ValueError(
+            f"the loss constrains an array by a NamedSharding of a mesh, with the spec {spec} "
+            f"({where}), which JAX refuses inside a worker. Write the PartitionSpec alone, "
+            "jax.lax.with_sharding_constraint(x, P(...)), which a worker drops along data_axis; or "
+            f'pass partitioner="compiler" beside mesh. JAX says: {error}'
+        ) from error
+
+
+def _find_constraints(program: Any, bound: Sequence[str]) -> Iterator[Equation]:
+    """Yield the constraints of a program whose mesh does not have its bound axes as bound.
+
+    Args:
+      bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
+    """
+    for equation in getattr(program, "jaxpr", program).eqns:
+        within = bound
+        if equation.primitive.name == "shard_map":
+            within = (*bound, *equation.params["newly_manual_axes"])
+        if equation.primitive.name == "sharding_constraint":
+            placement = equation.params["sharding"]
+            mesh = placement.mesh if isinstance(placement, NamedSharding) else None
+            if mesh is not None and not {*bound} <= {*mesh.abstract_mesh.manual_axes}:
+                yield equation
+        for inner in jex.jaxprs_in_params(options_of(equation)):
+            yield from _find_constraints(inner, within)
+
+
+def _has_types(program: Any) -> bool:
+    """Tell whether an equation gives its result a sharding as a type."""
+    jaxpr = getattr(program, "jaxpr", program)
+    return any(
+        isinstance(e.params.get("out_sharding"), NamedSharding)
+        or any(map(_has_types, jex.jaxprs_in_params(options_of(e))))
+        for e in jaxpr.eqns
+    )
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:

@@ -22,6 +22,14 @@ T = TypeVar("T")
 
 JITTED = ("jit", "pjit", "closed_call")
 CHECKPOINTS = ("checkpoint", "remat2")
+# JAX 0.12 with the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3 has one primitive for all
+# of these; its param `_prim` tells which.
+_HIGH_PRIMITIVES = {
+    "RematTraced": "checkpoint",
+    "CheckpointName": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
 # The scope in which JAX puts what a checkpoint runs again in the backward pass.
 RECOMPUTED = "rematted_computation"
 # Primitives that run a function once on their operands.
@@ -176,9 +184,23 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
     return dict(zip(names, values, strict=True))
 
 
+def kind_of(equation: Equation) -> str:
+    """Return the name of an equation's primitive, the same with any flag of JAX."""
+    high = type(equation.params.get("_prim")).__name__
+    return _HIGH_PRIMITIVES.get(high, equation.primitive.name)
+
+
+def options_of(equation: Equation) -> Mapping[str, Any]:
+    """Return the params of the primitive that `kind_of` names."""
+    if kind_of(equation) == equation.primitive.name:
+        return equation.params
+    params = equation.params["_prim"].params
+    return params | {"call_jaxpr": params["traced"].jaxpr} if "traced" in params else params
+
+
 def find_called_jaxpr(equation: Equation) -> Jaxpr | None:
     """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
-    if equation.primitive.name not in _CALLS:
+    if kind_of(equation) not in _CALLS:
         return None
     inner = _get_jaxpr(equation)
     return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
@@ -190,7 +212,8 @@ def find_call_constants(equation: Equation) -> list[Value]:
 
 
 def _get_jaxpr(equation: Equation) -> Any:
-    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    options = options_of(equation)
+    return options.get("jaxpr", options.get("call_jaxpr"))
 
 
 def count_scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -261,7 +284,7 @@ def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
     def draws(jaxpr: Any) -> bool:
         return any(
             equation.primitive.name == "random_bits"
-            or any(map(draws, jex.jaxprs_in_params(equation.params)))
+            or any(map(draws, jex.jaxprs_in_params(options_of(equation))))
             for equation in jaxpr.eqns
         )
 

@@ -1,10 +1,11 @@
 """FLOPs of the products of matrices in a program, counted from its equations."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from optfn.estimate.products import count_pairs
-from optfn.jaxprs.equations import RECOMPUTED, Equation, Jaxpr, type_of
+from optfn.jaxprs.equations import RECOMPUTED, Equation, Jaxpr, kind_of, options_of, type_of
 
 # Kernels and library calls, whose products no equation shows.
 _OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul", "tpu_custom_call")
@@ -56,7 +57,7 @@ def _count_equation(equation: Equation, left_out: str) -> float:
     flops = count_product_flops(equation)
     if flops is not None:
         return flops
-    name, params = equation.primitive.name, equation.params
+    name, params = kind_of(equation), options_of(equation)
     if name.startswith(_OPAQUE):
         raise UncountableError(f"the products of {name} are not known")
     inner = [count_model_flops(jaxpr, left_out) for jaxpr in find_jaxprs(params)]
@@ -72,7 +73,7 @@ def _count_equation(equation: Equation, left_out: str) -> float:
     return sum(inner) * times
 
 
-def find_jaxprs(params: dict[str, Any]) -> list[Any]:
+def find_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
     found = []
     for value in params.values():

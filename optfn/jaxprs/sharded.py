@@ -36,6 +36,8 @@ from optfn.jaxprs.equations import (
     count_scan_groups,
     find_call_constants,
     find_called_jaxpr,
+    kind_of,
+    options_of,
     read,
     run_equations,
     split_operands,
@@ -67,7 +69,7 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
             groups = count_scan_groups(equation.params)
             if groups is not None and len(equation.invars) > sum(groups):
                 return True
-        is_entered = equation.primitive.name in (*JITTED, *CHECKPOINTS)
+        is_entered = kind_of(equation) in (*JITTED, *CHECKPOINTS)
         if is_entered and inner is not None and has_scan_over_arrays(inner.eqns):
             return True
     return False
@@ -81,7 +83,7 @@ def _run_equation(equation: Equation, *operands: Value, by_name: bool) -> list[V
       *operands: its operands, of which some may be ShardedParams.
       by_name: whether a checkpoint around the equation looks for gathered arrays by their name.
     """
-    name = equation.primitive.name
+    name = kind_of(equation)
     if not any(isinstance(x, ShardedParam) for x in operands):
         return bind(equation, *operands)
     if (waiting := _delay(equation, operands)) is not None:
@@ -116,7 +118,7 @@ def _run_jaxpr(jaxpr: Jaxpr, operands: Sequence[Value], by_name: bool) -> list[V
 
 def _run_checkpoint(equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Return the results of a `jax.checkpoint`, with its gathers inside."""
-    options = equation.params
+    options = options_of(equation)
     policy, prevent_cse = options["policy"], options["prevent_cse"]
     if isinstance(prevent_cse, tuple):  # JAX 0.12: one for each argument
         prevent_cse = any(prevent_cse)
@@ -165,14 +167,14 @@ def _is_recomputed(jaxpr: Jaxpr) -> bool:
 
     It does so in a layer of `scan_layers`, and in a body that is one checkpoint without a policy.
     """
-    names = [e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"]
-    calls = [e for e in jaxpr.eqns if e.primitive.name != "name"]
+    names = [options_of(e)["name"] for e in jaxpr.eqns if kind_of(e) == "name"]
+    calls = [e for e in jaxpr.eqns if kind_of(e) != "name"]
     if LAYER in names or len(calls) != 1:
         return LAYER in names
     inner = find_called_jaxpr(calls[0])
     if calls[0].primitive.name in JITTED and inner is not None:
         return _is_recomputed(inner)
-    return calls[0].primitive.name in CHECKPOINTS and calls[0].params["policy"] is None
+    return kind_of(calls[0]) in CHECKPOINTS and options_of(calls[0])["policy"] is None
 
 
 def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
@@ -180,8 +182,8 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
 
     The caller puts a checkpoint around it, in place of the one left out.
     """
-    calls = [e for e in jaxpr.eqns if e.primitive.name != "name"]
-    if len(calls) != 1 or calls[0].primitive.name not in (*JITTED, *CHECKPOINTS):
+    calls = [e for e in jaxpr.eqns if kind_of(e) != "name"]
+    if len(calls) != 1 or kind_of(calls[0]) not in (*JITTED, *CHECKPOINTS):
         return _run_jaxpr(jaxpr, operands, by_name=False)
     (call,) = calls
     inner = find_called_jaxpr(call)
@@ -260,9 +262,9 @@ def _run_together(
 
 def _has_checkpoint(equation: Equation) -> bool:
     """Tell whether an equation is a `jax.checkpoint`, or runs a function that has one."""
-    if equation.primitive.name in CHECKPOINTS:
+    if kind_of(equation) in CHECKPOINTS:
         return True
-    found = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    found = jax.tree.leaves(list(options_of(equation).values()), is_leaf=_is_jaxpr)
     inner: list[Any] = [getattr(x, "jaxpr", x) for x in found if _is_jaxpr(x)]
     return any(_has_checkpoint(e) for jaxpr in inner for e in jaxpr.eqns)
 

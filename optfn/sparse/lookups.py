@@ -21,6 +21,8 @@ from optfn.jaxprs.equations import (
     Variable,
     bindings,
     find_called_jaxpr,
+    kind_of,
+    options_of,
     read,
     type_of,
     variables,
@@ -226,7 +228,7 @@ def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict
     """Return the variables of a program that are tables or casts of tables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
-        if equation.primitive.name in _COMMUTING and (used := _find_used_tables(equation, found)):
+        if kind_of(equation) in _COMMUTING and (used := _find_used_tables(equation, found)):
             source = found[used[0]]
             found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
     return found
@@ -285,8 +287,8 @@ def _is_lookup(equation: Equation) -> bool:
 
 def _make_misuse_error(equation: Equation, path: str) -> TypeError:
     """Return the error for an equation that uses a table in another way than to look rows up."""
-    name, where = equation.primitive.name, source_info_util.summarize(equation.source_info)
-    if not equation.params.keys().isdisjoint(_BODIES):
+    name, where = kind_of(equation), source_info_util.summarize(equation.source_info)
+    if not options_of(equation).keys().isdisjoint(_BODIES):
         return TypeError(
             f"table {path!r} is used inside the body of {name}, where lookups cannot be found "
             f"({where}). Look the rows up before it, and pass them in"
@@ -317,7 +319,7 @@ def _with_lookups_before_checkpoints(
     sources = _find_table_sources(program, tables)
     instead = {}
     for e in program.equations:
-        if e.primitive.name in CHECKPOINTS and (used := _find_used_tables(e, sources)):
+        if kind_of(e) in CHECKPOINTS and (used := _find_used_tables(e, sources)):
             path_of = {v: tables[sources[v].table] for v in used}
             inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
             instead[id(e)] = partial(_run_checkpoint_on_rows, e, inner)
@@ -339,7 +341,7 @@ def _run_checkpoint_on_rows(
             inputs[i] = x
         return inner.value(inputs, rows)
 
-    options = {name: equation.params[name] for name in ("prevent_cse", "policy")}
+    options = {name: options_of(equation)[name] for name in ("prevent_cse", "policy")}
     _, rows = inner.look_up(operands)
     run = jax.checkpoint(rest, **options)
     return jax.tree.leaves(run([operands[i] for i in dense], rows))

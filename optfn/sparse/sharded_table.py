@@ -297,9 +297,10 @@ def _pair_places(
     the number of rows of a device.
     """
     start = device * count
+    number = np.arange(-(-count // owners.size), dtype=np.int32)[None]
     # The first place at `owner` whose row lies in the block.
     place = (start - owner + owners.size - 1) // owners.size
-    place = place + np.arange(-(-count // owners.size), dtype=np.int32)
+    place = place + number
     in_block = place * owners.size + owner - start
     is_inside = in_block < count
     return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)

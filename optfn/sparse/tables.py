@@ -102,7 +102,7 @@ def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
     # 2. Send the ids, so that owners know which rows they get.
     def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
         ids = _all_to_all(owners, rounds.to_local_ids(rounds.find_positions(first, size)))
-        return lax.dynamic_update_slice(arrived, ids, (0, first))
+        return lax.dynamic_update_slice_in_dim(arrived, ids, first, axis=1)
 
     arrived = rounds.run(send_ids, jnp.full((owners.size, width), per_owner, jnp.int32))
     # 3. Give each distinct row a place.
@@ -115,7 +115,7 @@ def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
     def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
         at = rounds.find_positions(first, size)
         values = once.values.at[at].get(mode="fill", fill_value=0)
-        at = lax.dynamic_slice(place, (0, first), (owners.size, size))
+        at = lax.dynamic_slice_in_dim(place, first, size, axis=1)
         return sums.at[at].add(_all_to_all(owners, values), mode="drop")
 
     zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
@@ -186,7 +186,7 @@ class _Rounds(NamedTuple):
 
         The result is (N, size).
         """
-        at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
+        at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)[None]
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:

@@ -192,8 +192,9 @@ class TrainStep:
         12
         """
         arguments = self.shapes(params, batch, model_state)
-        with name_refused_constraints():
-            lowered: jax.stages.Lowered = self.compiled.lower(*self.list_arguments(*arguments))
+        arguments = self.list_arguments(*arguments)
+        with name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr):
+            lowered: jax.stages.Lowered = self.compiled.lower(*arguments)
         return lowered
 
     def shapes(
@@ -259,8 +260,9 @@ class TrainStep:
         batch = self._split_batch(batch)
         if self.layout is None and not checks.is_traced(state.step):
             batch = parallel.copy_host_arrays(batch)
-        with name_refused_constraints():
-            state, metrics = self.compiled(*self.list_arguments(state, batch))
+        arguments = self.list_arguments(state, batch)
+        with name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr):
+            state, metrics = self.compiled(*arguments)
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True

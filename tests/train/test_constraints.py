@@ -1,5 +1,6 @@
 """A worker drops the constraints of a model along its own axes, and keeps those along others."""
 
+import contextlib
 import functools
 
 import jax
@@ -133,14 +134,68 @@ def test_constraints_on_the_mesh_itself():
     assert_near(state.params, expected.params)
 
 
-def test_constraints_on_the_mesh_alone_are_refused_with_advice():
-    placement = NamedSharding(mesh_of(), P("data", None))
+MESHES_OF_A_MODEL = {
+    "the step's": ({"data": 4, "model": 2}, P("data", None)),
+    "one of other axes": ({"x": 8}, P("x", None)),
+    "one that does not divide": ({"a": 2, "b": 2, "c": 2}, P(("a", "b"), "c")),
+}
+
+
+@pytest.mark.parametrize("within", [lambda mesh: contextlib.nullcontext(), jax.set_mesh])
+@pytest.mark.parametrize("shape, spec", MESHES_OF_A_MODEL.values(), ids=MESHES_OF_A_MODEL)
+def test_constraints_by_a_sharding_of_a_mesh_name_the_remedies(shape, spec, within):
+    placement = NamedSharding(mesh_of(**shape), spec)
+    params = {"w": weights(0, WIDTH, WIDTH)}
 
     def loss(params, x):
         return jnp.mean(jax.lax.with_sharding_constraint(x @ params["w"], placement))
 
-    with pytest.raises(ValueError, match=r'PartitionSpec alone.*partitioner="compiler"'):
+    options = {"mesh": mesh_of(data=8) if "x" in shape else mesh_of()}
+    remedies = r"test_constraints.*PartitionSpec alone.*partitioner=\"compiler\""
+    with within(options["mesh"]):
+        with pytest.raises(ValueError, match=remedies):
+            train(loss, params, **options)
+        with pytest.raises(ValueError, match=remedies):
+            optfn.make_train_step(loss, optfn.sgd(0.1), **options).lower(params, BATCH)
+    # The remedy.
+    _, state, _ = train(loss, params, **options, partitioner="compiler")
+    assert_near(state.params, train(lambda p, x: jnp.mean(x @ p["w"]), params)[1].params)
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+@pytest.mark.parametrize("shape", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+def test_boxes_of_another_rank_name_the_remedy(shape, boxed):
+    """DenseGeneral of flax makes its kernel flat, and its box has a name for each axis."""
+    linen = pytest.importorskip("flax.linen")
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("data", "model", None))
+    net = linen.DenseGeneral((4, 4), kernel_init=init)
+    params = net.init(jax.random.key(0), BATCH)["params"]
+    params = params if boxed else linen.unbox(params)
+
+    def loss(params, x):
+        return jnp.mean(net.apply({"params": params}, x) ** 2)
+
+    def without_constraints(params, x):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return loss(params, x)
+
+    with pytest.raises(ValueError, match=r"use_abstract_mesh\(jax.sharding.AbstractMesh"):
+        train(loss, params, mesh=mesh_of(**shape))
+    _, state, _ = train(without_constraints, params, mesh=mesh_of(**shape))
+    assert_near(state.params, train(loss, params)[1].params)
+
+
+@pytest.mark.parametrize("kind", ["mine", "rank", "axis"])
+def test_an_error_of_the_loss_itself_is_raised_as_it_is(kind):
+    def loss(params, x):
+        if kind == "mine":
+            raise ValueError("with_sharding_constraint, Manual: a text of my own")
+        spec = {"rank": ("data", None, None), "axis": ("unknown", None)}[kind]
+        return jnp.mean(jax.lax.with_sharding_constraint(x @ params["w"], P(*spec)))
+
+    with pytest.raises(ValueError) as caught:
         train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=mesh_of())
+    assert "JAX says" not in str(caught.value)
 
 
 def test_a_shard_map_over_another_axis():
@@ -245,14 +300,24 @@ def test_errors_of_the_model_stay():
         train(of_shape, params, mesh=mesh_of())
 
 
-def test_explicit_axes_are_refused_with_advice():
+def typed_losses():
     explicit = Mesh(mesh_of().devices, ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    of_mesh = NamedSharding(explicit, P("data", None))
+    return explicit, {
+        "result": lambda p, x: jnp.matmul(x, p["w"], out_sharding=P("data", None)),
+        "result on a mesh": lambda p, x: jnp.matmul(x, p["w"], out_sharding=of_mesh),
+        "reshard": lambda p, x: jax.sharding.reshard(x @ p["w"], P("data", None)),
+    }
 
-    def loss(params, x):
-        return jnp.mean(jnp.matmul(x, params["w"], out_sharding=P("data", None)))
 
+# A worker's examples are divided by the axis, or are not.
+@pytest.mark.parametrize("examples", [32, 8])
+@pytest.mark.parametrize("kind", typed_losses()[1])
+def test_explicit_axes_are_refused_with_advice(kind, examples):
+    explicit, losses = typed_losses()
+    params, batch = {"w": weights(0, WIDTH, WIDTH)}, weights(3, examples, WIDTH)
     with pytest.raises(ValueError, match='partitioner="compiler"'):
-        train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=explicit)
+        train(lambda p, x: jnp.mean(losses[kind](p, x)), params, mesh=explicit, batch=batch)
 
 
 def test_minimize_and_evaluate():
