@@ -41,6 +41,37 @@ def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
     return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)
 
 
+_EPOCHS = 3  # so many in a row that leave out the same batch
+
+
+def find_bad_batches(history: Mapping[str, Any]) -> list[int]:
+    """Return the places in an epoch, from 0, whose step a guard left out in three epochs in a row.
+
+    A step that `dynamic_loss_scale` leaves out and then halves its scale does not count: it tells
+    that the scale was too large, as after each growth.
+    """
+    if not {"skipped", "epoch"} <= history.keys():
+        return []
+    skipped, epoch = np.asarray(history["skipped"]), np.asarray(history["epoch"])
+    scale = np.asarray(history.get("loss_scale", np.ones(skipped.shape)))
+    left_out = (np.diff(skipped, prepend=0) > 0) & ~(np.diff(scale, prepend=scale[:1]) < 0)
+    ends = 1 + np.flatnonzero(np.diff(epoch))
+    places = [set(np.flatnonzero(x)) for x in np.split(left_out, ends)]
+    groups = zip(*(places[i:] for i in range(_EPOCHS)), strict=False)
+    return sorted({int(i) for group in groups for i in set.intersection(*group)})
+
+
+def warn_of_bad_batches(history: Mapping[str, Any]) -> None:
+    """Warn of the batches that `find_bad_batches` finds."""
+    bad = tree.list_words(list(map(str, find_bad_batches(history))), 20)
+    if bad:
+        checks.warn(
+            f"the gradients of batch {bad} of an epoch, from 0, were not finite in {_EPOCHS} "
+            "epochs in a row, at a loss scale that fell no further, and their steps were left out. "
+            "Look at the data of these batches"
+        )
+
+
 class LossWatch:
     """Finds the first loss of a run that is not finite, when the loop reads losses anyway.
 

@@ -12,7 +12,7 @@ from optfn.plot.run_report import RunReport
 from optfn.run.background import wait_for_writes as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
-from optfn.run.finiteness import LossWatch
+from optfn.run.finiteness import LossWatch, warn_of_bad_batches
 from optfn.run.history import to_python_numbers
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
@@ -221,6 +221,7 @@ class _Run:
         """Check the last state, evaluate it if no evaluation has seen it, and save it."""
         self.step.check(self.state)
         self._read_losses()
+        warn_of_bad_batches(self.history.arrays())
         if not self.stopped:  # a run that was stopped leaves batches over
             self.remaining.check()
         is_new = self.n > self.done

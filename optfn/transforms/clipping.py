@@ -75,6 +75,8 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Un
 def clip_by_norm(max_norm: Number) -> core.Unchecked:
     """Clip the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
+    Squares are added in float32 or wider: a tensor whose norm is above 1.8e19 becomes 0.
+
     Args:
       max_norm: c, > 0; with ∞ the gradient is unchanged.
 
@@ -120,6 +122,8 @@ def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the following operations.
     (The result of an elementwise division would be kept in memory.)
+
+    Squares are added in float32 or wider: a gradient whose norm is above 1.8e19 becomes 0.
 
     Args:
       max_norm: c, > 0; with ∞ the gradient is unchanged.

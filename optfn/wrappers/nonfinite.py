@@ -21,7 +21,7 @@ from optfn.wrappers.attributes import without_frozen
     passes_rows=True,
     reports={
         "consecutive": None,
-        "skipped": None,
+        "skipped": Report("skipped", "max", "max"),
         "gave_up": Report(
             "gave_up",
             "any",

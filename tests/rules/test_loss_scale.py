@@ -225,6 +225,36 @@ def test_skipped_steps_are_counted_as_those_of_skip_nonfinite():
     np.testing.assert_array_equal(history["loss_scale"], [8, 8, 4, 4])
 
 
+def half_sum(params, x):
+    return jnp.sum(params["w"] * x).astype(jnp.float32)
+
+
+HALF = {"w": np.ones(4, np.float16)}
+
+
+@pytest.mark.parametrize("guard", [optfn.dynamic_loss_scale, optfn.skip_nonfinite])
+def test_a_batch_that_is_bad_in_each_epoch_is_named(guard):
+    batches = [np.full(4, 0.01, np.float16) for _ in range(7)]
+    batches[3] = np.full(4, np.nan, np.float16)
+    options = {} if guard is optfn.skip_nonfinite else {"initial_scale": 4.0, "min_scale": 1.0}
+    tx = guard(optfn.sgd(0.1), **options)
+    with pytest.warns(UserWarning, match="batch 3 of an epoch"):
+        _, history = optfn.minimize(half_sum, tx, HALF, batches, epochs=6, progress=False)
+    np.testing.assert_array_equal(history["skipped"], (np.arange(42) + 4) // 7)
+
+
+# Growth makes the scale too large once in 11 steps, which is at the same place of each epoch.
+@pytest.mark.parametrize("length", [10, 11, 22, 7])
+def test_a_scale_that_grows_too_large_in_each_epoch_says_nothing(length):
+    batches = [np.full(4, 10.0, np.float16) for _ in range(length)]
+    tx = optfn.dynamic_loss_scale(optfn.sgd(1e-6), initial_scale=2048.0, growth_interval=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, history = optfn.minimize(half_sum, tx, HALF, batches, epochs=8, progress=False)
+    skipped = history["skipped"][-1]
+    assert length * 8 // 12 <= skipped <= length * 8 // 10
+
+
 def test_a_loop_of_your_own_multiplies_the_loss():
     tx, params = scaled(optfn.adam(0.05)), PARAMS
     state = tx.init(params)

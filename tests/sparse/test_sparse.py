@@ -803,3 +803,16 @@ def test_rows_add_up():
     bad = jax.tree.map(lambda x: 0.5 * x, a)
     with pytest.raises(TypeError, match="update of 't' has indices of dtype float32"):
         optfn.apply_updates({"t": normal(0, ROWS, WIDTH)}, {"t": bad})
+
+
+def test_a_table_of_one_number_under_vmap_adds_all_repeated_rows():
+    """A scatter to a single element under vmap, whose indices are constants: openxla/xla 48716."""
+    values = np.arange(1.0, 21.0, dtype=np.float32).reshape(5, 4)
+
+    def to_dense(values):
+        sent = sparse.Rows(jnp.zeros(4, jnp.int32), values, num_rows=1)
+        tx = sparse.densify()
+        return tx.update({"table": sent}, tx.init({"table": jnp.zeros(1)}))[0]["table"]
+
+    for run in (jax.vmap(to_dense), jax.jit(jax.vmap(to_dense))):
+        np.testing.assert_array_equal(run(values), values.sum(axis=1, keepdims=True))
