@@ -100,7 +100,7 @@ def test_shared_weights_and_integers_beside_stacked_stages():
     """`spec` is for the stages; shared weights are replicated; integers have no update or state."""
 
     def stage(w, x, shared):
-        return block(w, x @ shared["mix"])
+        return block(w, x @ shared["mix"] @ shared["mix"].T)
 
     def loss_fn(params, batch):
         x, target = batch
@@ -112,7 +112,7 @@ def test_shared_weights_and_integers_beside_stacked_stages():
         tx = optfn.dgc_momentum(0.05, 0.9, rampup_begin_step=0, sparsity=(0.8,), min_size=40)
     mesh, batches = mesh_of(False), [batch(k) for k in range(STEPS)]
     stages = [w | {"id": np.arange(30, dtype=np.int32) + i} for i, w in enumerate(blocks())]
-    shared = {"mix": normal(7, WIDTH, WIDTH, scale=0.5), "ids": np.arange(24)}
+    shared = {"mix": normal(7, WIDTH, 8, scale=0.2), "ids": np.arange(24)}
     params = PipelineParams(stages, shared)
     replicated = jax.device_put(shared, NamedSharding(mesh, P()))
     placed = PipelineParams(stack_stages(stages, mesh=mesh), replicated)

@@ -361,7 +361,7 @@ def test_explicit_axes_and_a_checked_layout():
 def compiled(tx, rows, ids=4096, width=64):
     """Return the compiled step of a table that is not there."""
     step = sharded(tx, lambda p, b: jnp.mean((p["t"][b[0]] @ p["w"] - b[1]) ** 2))
-    place = step.layout.place
+    place = step.layout.make_shardings
     params = {
         "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
         "w": jax.ShapeDtypeStruct((width, 2), jnp.float32),
