@@ -35,6 +35,7 @@ The package, from the ground up:
 # No import needs an extra: `plot` imports matplotlib, and `run` orbax, when they use it.
 from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
+from optfn.autodiff.mean import Mean
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core.updates import apply_updates
@@ -86,6 +87,7 @@ from optfn.wrappers.spikes import skip_spikes
 
 # Type checkers take a name that is imported here, but not listed, as private.
 __all__ = [
+    "Mean",
     "Packed",
     "ParamAttr",
     "Stacked",

@@ -27,7 +27,7 @@ from optfn.parallel.shards import compiler_slices, gather_shard
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["array", "step"],
+    data_fields=["array", "step", "counts"],
     meta_fields=["divisions", "slices", "layout", "mean_axes"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class LeafShard:
     slices: how axes that are left to the compiler divide the leaf; see `compiler_slices`.
     layout: how params are divided.
     mean_axes: the worker axes over which the gather averages the gradient.
+    counts: whether this device's gradient counts in the mean, else zeros do; None if it does.
     """
 
     array: jax.Array
@@ -48,10 +49,17 @@ class LeafShard:
     slices: P
     layout: Layout
     mean_axes: Axes
+    counts: jax.Array | None
 
     @classmethod
     def of(
-        cls, array: jax.Array, spec: P, layout: Layout, step: jax.Array, mean_axes: Axes
+        cls,
+        array: jax.Array,
+        spec: P,
+        layout: Layout,
+        step: jax.Array,
+        mean_axes: Axes,
+        counts: jax.Array | None = None,
     ) -> "LeafShard | None":
         """Return the shard of a leaf with this spec; None if shard axes do not divide the leaf."""
         divisions = tuple(layout.divisions(spec))
@@ -62,7 +70,8 @@ class LeafShard:
         )
         has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
         number = step if has_packets and size >= MIN_SIZE else None
-        return cls(array, number, divisions, compiler_slices(spec, layout), layout, mean_axes)
+        slices = compiler_slices(spec, layout)
+        return cls(array, number, divisions, slices, layout, mean_axes, counts)
 
     @property
     def is_gathered_ahead(self) -> bool:
@@ -85,7 +94,7 @@ class LeafShard:
         """
         # The loss may read a param in several places, of which each would add a reduce-scatter.
         if dtype not in self._gathered:
-            how = self.divisions, self.slices, self.layout, self.step, self.mean_axes
+            how = self.divisions, self.slices, self.layout, self.step, self.mean_axes, self.counts
             self._gathered[dtype] = gather_shard(self.array, *how, dtype)
         return self._gathered[dtype]
 
@@ -155,6 +164,7 @@ def wrap_shards(
     layout: Layout,
     step: jax.Array,
     mean_axes: PyTree,
+    counts: jax.Array | None = None,
 ) -> Params:
     """Return params with a ShardedParam in place of each leaf that shard axes divide.
 
@@ -167,10 +177,11 @@ def wrap_shards(
       layout: how params are divided.
       step: the number of the training step, for packets.
       mean_axes: the worker axes over which the gather of a leaf averages its gradient.
+      counts: whether this device's gradients count in the mean; None if they do.
     """
 
     def wrap(spec: P, is_table: bool, x: Leaf, mean_axes: Axes) -> Leaf:
-        shard = None if is_table else LeafShard.of(x, spec, layout, step, mean_axes)
+        shard = None if is_table else LeafShard.of(x, spec, layout, step, mean_axes, counts)
         return x if shard is None else ShardedParam(shard)
 
     return jax.tree.map(wrap, specs, tables, params, mean_axes, is_leaf=is_spec)

@@ -77,6 +77,7 @@ def gather_shard(
     layout: Layout,
     step: jax.Array | None,
     mean_axes: Axes,
+    counts: jax.Array | None = None,
     dtype: Any = None,
 ) -> jax.Array:
     """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
@@ -93,6 +94,7 @@ def gather_shard(
         array as it is.
       mean_axes: the worker axes over which the gradient is averaged too, in the layout's
         `mean_dtype`.
+      counts: whether this device's cotangent counts in the mean, else zeros do; None if it does.
       dtype: the dtype of the result; the array is sent in it. None keeps the shard's. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.
     """
@@ -103,9 +105,8 @@ def gather_shard(
 
     # The transpose of an all-gather would sum cotangents, and send them as they are. Here they are
     # averaged, and may be packets.
-    @jax.custom_vjp
     @functools.partial(_run_on_compiler_slices, slices, layout)
-    def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
+    def run(x: jax.Array, step: jax.Array | None) -> jax.Array:
         if forward is None:
             return all_gather_shards(x.astype(sent), divisions)
         for dimension, names in divisions:
@@ -119,11 +120,20 @@ def gather_shard(
         averaged: jax.Array = mean_over_axes(mean, mean_axes, layout.mean_dtype)
         return averaged
 
-    def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return scatter(cotangent.astype(kept), step), None
+    @jax.custom_vjp
+    def gather(x: jax.Array, step: jax.Array | None, counts: jax.Array | None) -> jax.Array:
+        return run(x, step)
 
-    gather.defvjp(lambda x, step: (gather(x, step), step), backward)
-    return gather(shard, step)
+    def backward(
+        kept_back: tuple[jax.Array | None, jax.Array | None], cotangent: jax.Array
+    ) -> tuple[jax.Array, None, None]:
+        step, counts = kept_back
+        if counts is not None:
+            cotangent = jnp.where(counts, cotangent, jnp.zeros_like(cotangent))
+        return scatter(cotangent.astype(kept), step), None, None
+
+    gather.defvjp(lambda x, *rest: (run(x, rest[0]), rest), backward)
+    return gather(shard, step, counts)
 
 
 def scatter_gradients(

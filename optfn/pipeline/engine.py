@@ -44,7 +44,7 @@ class Carry(NamedTuple):
     stash: Stash  # ring buffers, from forward to backward
     context: Context  # ring buffers, from backward to the gradient of the weights
     gradient: Gradient  # sums over the microbatches; leaves of the stages are (v, …)
-    loss: jax.Array  # the sum over the microbatches
+    loss: PyTree  # the sum over the microbatches, or both sums of a `Mean`
 
 
 def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
@@ -84,7 +84,7 @@ class Engine:
     weights: Weights
     microbatches: Microbatches
 
-    def run(self) -> tuple[jax.Array, Gradient]:
+    def run(self) -> tuple[PyTree, Gradient]:
         """Return the sums over the microbatches of the loss (in the last stage) and gradients."""
         carry = self._init_carry()
         for phase in self.plan.phases:
@@ -111,7 +111,7 @@ class Engine:
             _init_ring(stash, self.plan.stash_slots),
             _init_ring(context, self.plan.context_slots),
             sums,
-            _zeros_for_sum(loss),
+            jax.tree.map(_zeros_for_sum, loss),
         )
 
     def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:

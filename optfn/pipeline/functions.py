@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-
+from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
 from optfn.core.types import LossFn, Params, PyTree
 from optfn.jaxprs.pullback import Key
@@ -109,7 +108,8 @@ def _call_stage(
 
 def _call_loss(
     fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
-) -> jax.Array:
+) -> Any:
     """Call the loss, with `shared` if it takes it and it is given."""
     passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
-    return fn(outputs, targets, **passed)
+    loss: Any = fn(outputs, targets, **passed)
+    return check_mean("loss_fn", loss) if is_mean(loss) else loss

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.autodiff.mean import Mean, check_constant_weight, is_mean
 from optfn.core import tree
-from optfn.core.types import DType, Params, PyTree
+from optfn.core.types import Params, PyTree
 from optfn.jaxprs.pullback import Key, StageFn, replace_inexact_leaves, select_inexact_leaves
 from optfn.pipeline import buffers
 from optfn.pipeline.stage import (
@@ -31,10 +32,10 @@ Index: TypeAlias = int | jax.Array
 # The output of a stage, which is passed to the next stage, or its cotangent, which comes back from
 # there. All stages have the same type.
 Activation: TypeAlias = PyTree
-# (outputs, target, shared weights) -> the loss, a scalar
-StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], jax.Array]
+# (outputs, target, shared weights) -> the loss, a scalar or a `Mean`
+StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], Any]
 # Backward: (loss, gradient of the loss with respect to shared weights, cotangent, context)
-BackwardResult: TypeAlias = tuple[jax.Array, Leaves, Activation, Context]
+BackwardResult: TypeAlias = tuple[PyTree, Leaves, Activation, Context]
 
 
 class WorkItem(NamedTuple):
@@ -76,7 +77,7 @@ class Model(NamedTuple):
 
     activation: the shapes of the output of a stage; cotangents have the shapes of its inexact
       leaves.
-    loss_dtype: the dtype of the loss.
+    loss: the shape and dtype of the loss, or of both numbers of a `Mean`.
     forward: (item, weights, activation) -> (activation, stash)
     backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
       shared weights, cotangent, context); the loss is 0 in all stages but the last.
@@ -84,7 +85,7 @@ class Model(NamedTuple):
     """
 
     activation: Activation
-    loss_dtype: DType
+    loss: PyTree
     forward: Callable[[WorkItem, Weights, Activation], tuple[Activation, Stash]]
     backward: Callable[[WorkItem, Weights, Stash, Activation], BackwardResult]
     weight_gradient: Callable[[WorkItem, Weights, Context], Gradient]
@@ -111,40 +112,62 @@ class StashPolicy(NamedTuple):
         return residual_stashing_stage(fn, weights, x, key, keep_output=keep_output)
 
 
-def check_loss_dtype(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
-    """Return the loss's dtype; raise unless it is a real scalar."""
+def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> PyTree:
+    """Return the shape and dtype of the loss, or of both numbers of a `Mean`.
+
+    Raises:
+      TypeError: the loss is not real.
+      ValueError: the loss is not a scalar, or the weight of a `Mean` depends on the params.
+    """
     loss = jax.eval_shape(loss_fn, y, target, shared)
-    is_array = isinstance(loss, jax.ShapeDtypeStruct)
-    if not is_array or loss.shape != ():
-        got = f"an array of shape {loss.shape}" if is_array else type(loss).__name__
+    total = loss.total if is_mean(loss) else loss
+    is_array = isinstance(total, jax.ShapeDtypeStruct)
+    if not is_array or total.shape != ():
+        got = f"an array of shape {total.shape}" if is_array else type(total).__name__
         raise ValueError(
             f"loss_fn must return a scalar, the mean over the examples that it gets; got {got}"
         )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
-    return loss.dtype
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise TypeError(f"loss_fn must return a real number; got dtype {total.dtype}")
+    if is_mean(loss) and jnp.issubdtype(loss.weight.dtype, jnp.floating):
+
+        def weight_of(reads: tuple[PyTree, Params]) -> jax.Array:
+            weight: jax.Array = loss_fn(reads[0], target, reads[1]).weight
+            return weight
+
+        check_constant_weight(weight_of, (y, shared))
+    return Mean(total, jax.ShapeDtypeStruct((), total.dtype)) if is_mean(loss) else loss
 
 
 def _differentiate_loss(
     loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
-) -> tuple[jax.Array, Leaves, Leaves]:
-    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only."""
+) -> tuple[PyTree, Leaves, Leaves]:
+    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only.
 
-    def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
+    The gradients of a `Mean` are those of its total, and 0 where its weight is.
+    """
+
+    def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> tuple[jax.Array, PyTree]:
         outputs = replace_inexact_leaves(y, y_leaves)
-        return loss_fn(outputs, target, replace_inexact_leaves(shared, shared_leaves))
+        loss = loss_fn(outputs, target, replace_inexact_leaves(shared, shared_leaves))
+        return (loss.total, loss.weight) if is_mean(loss) else (loss, None)
 
-    value_and_grad = jax.value_and_grad(loss_of, (0, 1))
-    loss, (cotangent, gradient) = value_and_grad(
+    value_and_grad = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+    (loss, weight), (cotangent, gradient) = value_and_grad(
         select_inexact_leaves(y), select_inexact_leaves(shared)
     )
-    return loss, gradient, cotangent
+    if weight is None:
+        return loss, gradient, cotangent
+    gradient, cotangent = jax.tree.map(
+        lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g), (gradient, cotangent)
+    )
+    return Mean(loss, weight.astype(loss.dtype)), gradient, cotangent
 
 
-def _make_zero_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
+def _make_zero_loss(loss: PyTree, shared: Params) -> tuple[PyTree, Leaves]:
     """Return zeros for the loss and its gradient of `shared`, for stages that are not the last."""
     gradient = jax.tree.map(jnp.zeros_like, select_inexact_leaves(shared))
-    return jnp.zeros((), dtype), gradient
+    return jax.tree.map(lambda x: jnp.zeros((), x.dtype), loss), gradient
 
 
 def _split_gradient(weights: Weights, leaves: Leaves) -> Gradient:
@@ -168,7 +191,7 @@ def make_homogeneous_model(
     activation = jax.eval_shape(lambda x: x, item.model_input)
     (stage_fn,), loss_fn = functions
     fn = _add_output_check(activation, stage_fn)
-    loss_dtype = check_loss_dtype(loss_fn, activation, item.target, weights.shared)
+    like = check_loss(loss_fn, activation, item.target, weights.shared)
     stage = policy.make_stage(fn, weights, item.model_input, item.key, keep_output=True)
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
@@ -184,7 +207,7 @@ def make_homogeneous_model(
             loss, shared_gradient, cotangent = lax.cond(
                 item.stage == num_stages - 1,
                 lambda: _differentiate_loss(loss_fn, y, item.target, weights.shared),
-                lambda: (*_make_zero_loss(loss_dtype, weights.shared), received),
+                lambda: (*_make_zero_loss(like, weights.shared), received),
             )
             return (loss, shared_gradient), cotangent
 
@@ -195,7 +218,7 @@ def make_homogeneous_model(
         del item
         return _split_gradient(weights, stage.weight_gradient(weights, context))
 
-    return Model(activation, loss_dtype, forward, backward, weight_gradient)
+    return Model(activation, like, forward, backward, weight_gradient)
 
 
 def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
@@ -259,7 +282,7 @@ def make_heterogeneous_model(
         return lax.switch(item.stage, make_branches(stages.weight_gradient), weights, context)
 
     activation = buffers.make_shapes(stages.activation_lengths)
-    return Model(activation, stages.loss_dtype, forward, backward, weight_gradient)
+    return Model(activation, stages.loss, forward, backward, weight_gradient)
 
 
 class _RavelledStages:
@@ -286,9 +309,7 @@ class _RavelledStages:
             y, stash = jax.eval_shape(self.stages[i].forward, *example)
             self.inputs.append(y)
             self.stashes.append(stash)
-        self.loss_dtype = check_loss_dtype(
-            self.loss_fn, self.inputs.pop(), item.target, weights.shared
-        )
+        self.loss = check_loss(self.loss_fn, self.inputs.pop(), item.target, weights.shared)
         # 2. The longest tree of each kind decides the buffers.
         self.activation_lengths = buffers.find_lengths(self.inputs[1:])
         self.cotangent_lengths = buffers.select_inexact(self.activation_lengths)
@@ -347,7 +368,7 @@ class _RavelledStages:
                     self.loss_fn, y, item.target, weights.shared
                 )
                 return (loss, gradient), cotangent
-            no_loss = _make_zero_loss(self.loss_dtype, weights.shared)
+            no_loss = _make_zero_loss(self.loss, weights.shared)
             ravelled = dict(zip(self.cotangent_lengths, received, strict=True))
             return no_loss, buffers.unravel(ravelled, select_inexact_leaves(self.inputs[i + 1]))
 

@@ -7,6 +7,7 @@ runs the stages by the schedule of `plan`.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from optfn.autodiff.mean import is_mean, nonzero
 from optfn.collectives.axes import is_spec, join_axes
 from optfn.collectives.mesh import shard_map
 from optfn.compilers.groups import manual_axes
-from optfn.core import checks, tree
+from optfn.core import checks, numerics, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.pipeline.engine import Engine, Microbatches, make_work_item
@@ -82,7 +84,8 @@ def pipeline_value_and_grad(
         functions in the model's order; each takes the result of the previous one. A
         function with a parameter `shared` or `rng` gets these as keywords (see below).
       loss_fn: a function (outputs, targets) -> loss, a real scalar, the mean over the examples of
-        its arguments. It may have a parameter `shared`.
+        its arguments, or an `optfn.Mean`, whose weight must not depend on params. It may have a
+        parameter `shared`.
       mesh: the devices. Along axes besides `axis_name`, `data_axis` and those in `param_specs`, the
         work is replicated. If you pass the same mesh to `make_train_step`, it splits the batch over
         the `data_axis` of the step. Place the params by `shard={pattern: PartitionSpec("stage")}`
@@ -118,8 +121,8 @@ def pipeline_value_and_grad(
         fold_in(fold_in(rng, microbatch), stage), with the microbatches counted in the order of the
         whole batch, over all data workers.
 
-    Returns (of f): the loss, and gradients with the structure and dtypes of params, which are
-    summed in float32 or wider. Integer leaves get float0.
+    Returns (of f): the loss, of a `Mean` both sums over all examples, and gradients with the
+    structure and dtypes of params, which are summed in float32 or wider. Integer leaves get float0.
 
     Memory per device: the weights, their gradients, and the stash of min(m·v, 2v·p − 1)
     microbatches, or m·v with gpipe. To run heterogeneous stages as one program, weights take p·v
@@ -250,7 +253,7 @@ class _Pipeline:
 
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
-    ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
+    ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
         """Run the pipeline on this device; return the loss and gradients, averaged over the batch.
 
         `shapes` are the shapes of the params, or of this device's shards of them.
@@ -272,7 +275,7 @@ class _Pipeline:
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
         loss, gradients = self._average_over_batch(*engine.run(), weights)
         # The engine adds losses in float32 or wider.
-        return loss.astype(model.loss_dtype), gradients
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), loss, model.loss), gradients
 
     def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
         """Return the homogeneous or heterogeneous model;
@@ -284,10 +287,10 @@ class _Pipeline:
         return make_heterogeneous_model(functions, policy, shapes, weights, item)
 
     def _average_over_batch(
-        self, loss: jax.Array, gradient: Gradient, weights: Weights
-    ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
+        self, loss: PyTree, gradient: Gradient, weights: Weights
+    ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
         """Turn this device's sums into means over the batch:
-        over stages, data workers and microbatches."""
+        over stages, data workers and microbatches; of a `Mean` into sums, and its gradient."""
         # Only the last stage has a loss, and each stage a term of the shared gradient.
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
@@ -295,15 +298,22 @@ class _Pipeline:
             loss, shared = lax.pmean((loss, gradient.shared), self.data_axis)
             stage = self.placement.average_over_data(weights.stage, gradient.stage)
             gradient = Gradient(stage, shared)
-        m = self.plan.num_microbatches
+        divisor: Any = self.plan.num_microbatches
+        if is_mean(loss):
+            # `loss` has the means of both sums over the data workers, as the gradient is one.
+            divisor = nonzero(loss.weight)
 
         def divide(sums: Leaves, of: Params) -> Leaves:
             pairs = zip(sums, select_inexact_leaves(of), strict=True)
-            return [(g / m).astype(w.dtype) for g, w in pairs]
+            return [(g / numerics.scalar(divisor, g)).astype(w.dtype) for g, w in pairs]
 
         stage, shared = map(divide, gradient, weights)
+        if is_mean(loss):
+            loss = jax.tree.map(lambda x: x * self.num_workers, loss)
+        else:
+            loss = loss / divisor
         # The axis p again, for the out_specs.
-        return loss / m, ([g[:, None] for g in stage], shared)
+        return loss, ([g[:, None] for g in stage], shared)
 
     def _check_bound_axes(self) -> None:
         """Raise a ValueError if an enclosing training step has bound a data axis,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from optfn.core import checks
 from optfn.core.types import Batch
-from optfn.run.options import LoopOptions
+from optfn.run.options import WEIGHT, LoopOptions
 from optfn.run.position import Position, StatefulIterator, TakenPosition, take_position
 
 
@@ -47,7 +47,9 @@ class Remaining:
         self.is_finished = self.steps is not None and done >= self.steps
         self.epoch: int | None = None
         self.tokens: int | None = None
-        self._count_tokens = None if options.log is None else options.count_tokens
+        is_function = options.log is not None and options.count_tokens != WEIGHT
+        count = options.count_tokens if is_function else None
+        self._count_tokens = count if callable(count) else None
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
         self._passes = self._iterate_epochs(found and self._resume_iterator(found))

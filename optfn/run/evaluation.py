@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
 from optfn.core.types import Batch, Params
 from optfn.leaves.packed import unpack
@@ -203,6 +204,9 @@ def _read_average(state: TrainState, average: bool | str) -> Params:
 
 def _check_number(who: str, key: str, value: Any) -> float:
     """Return a number that `who` returned as a float; raise a TypeError if it is not a scalar."""
+    if is_mean(value):
+        total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
+        return total / weight if weight else math.nan
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
@@ -221,11 +225,13 @@ def over_batches(
         evaluate(params) = Σ nᵦ·fn(params, b) / Σ nᵦ,  nᵦ the examples of batch b
 
     The examples of a batch are counted along its leading axis, so a short last batch counts by its
-    size. `fn` is compiled by `jax.jit`, once for each shape of a batch. Params keep their sharding.
+    size. Where `fn` returns an `optfn.Mean`, the result is Σ total / Σ weight, such as the mean
+    over the tokens of all batches. `fn` is compiled by `jax.jit`, once for each shape of a batch.
+    Params keep their sharding.
 
     Args:
-      fn: a function (params, batch) -> a mean over the examples of the batch, or a dict of means;
-        with model state, its arguments are (params, model_state, batch).
+      fn: a function (params, batch) -> a mean over the examples of the batch, an `optfn.Mean`, or a
+        dict of these; with model state, its arguments are (params, model_state, batch).
       batches: an iterable that can be iterated again, such as a list or a DataLoader.
 
     Raises:
@@ -257,8 +263,7 @@ def over_batches(
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
-            numbers = _numbers_by_key("over_batches: fn", compiled(*arguments, batch))
-            rows.append((_check_num_examples(batch), numbers))
+            rows.append(_find_parts(compiled(*arguments, batch), batch))
         return _average_rows(rows)
 
     return evaluate
@@ -282,14 +287,33 @@ def _numbers_by_key(who: str, result: object) -> dict[str, float]:
     return {str(key): _check_number(who, str(key), value) for key, value in named.items()}
 
 
-def _average_rows(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
-    """Return the means of numbers by key, each row with its weight; a single number without key."""
-    total = sum(weight for weight, _ in rows)
-    if not total:
-        raise ValueError("over_batches: batches has no examples")
-    first = rows[0][1]
-    if any(row.keys() != first.keys() for _, row in rows):
-        keys = " and ".join(sorted({str(sorted(row)) for _, row in rows}))
+def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
+    """Return (total, weight) of each number that `fn` returned, by key; a plain number is a mean
+    over the examples of the batch."""
+    who = "over_batches: fn"
+    named = result if isinstance(result, Mapping) else {"": result}
+
+    def parts_of(key: str, value: object) -> tuple[float, float]:
+        if is_mean(value):
+            total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
+            return total, weight
+        count = _check_num_examples(batch)
+        # A mean over no examples is 0/0.
+        return (count * _check_number(who, key, value) if count else 0.0), count
+
+    return {str(key): parts_of(str(key), value) for key, value in named.items()}
+
+
+def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[str, float]:
+    """Return ∑ total / ∑ weight by key, NaN for 0/0; a single number without key."""
+    if not any(weight for row in rows for _, weight in row.values()):
+        raise ValueError("over_batches: batches has no examples, or all weights are 0")
+    first = rows[0]
+    if any(row.keys() != first.keys() for row in rows):
+        keys = " and ".join(sorted({str(sorted(row)) for row in rows}))
         raise ValueError(f"over_batches: fn must return the same keys for each batch; got {keys}")
-    means = {key: sum(n * row[key] for n, row in rows if n) / total for key in first}
+    means = {}
+    for key in first:
+        total, weight = (sum(column) for column in zip(*(row[key] for row in rows), strict=True))
+        means[key] = total / weight if weight else math.nan
     return means[""] if list(means) == [""] else means

@@ -90,7 +90,7 @@ class LossWatch:
     ) -> None:
         self.history, self.done, self.per_call, self.stops = history, done, per_call, stops
         self.is_over = has_guard(state)
-        self.is_seen = False
+        self.is_seen = self.is_warned = False
 
     def see(self, loss: float) -> None:
         """Take note of a loss that something has read."""
@@ -110,11 +110,14 @@ class LossWatch:
         Raises:
           FloatingPointError: there is such a loss, and it ends the run.
         """
+        self._warn_of_weight()
         if self.is_over or not (self.is_seen or self.history.has_nonfinite):
             return
         self.is_over = True
         row = self.history.first_nonfinite()
+        self._warn_of_weight()
         if row is None:
+            self.is_over = self.is_seen = False  # what was seen had no weight
             return
         n, value = self.done + (row[0] + 1) * self.per_call, row[1]
         words = (
@@ -125,3 +128,14 @@ class LossWatch:
         if self.stops:
             raise FloatingPointError(f"{words}. The run ends, because on_nonfinite='stop'")
         checks.warn(words)
+
+    def _warn_of_weight(self) -> None:
+        """Warn once of the first step whose loss, a `Mean`, has no weight."""
+        if self.history.weightless is None or self.is_warned:
+            return
+        self.is_warned = True
+        n = self.done + (self.history.weightless + 1) * self.per_call
+        checks.warn(
+            f"the weights of the loss add up to 0 in step {n}, which has changed no param: its "
+            "batch has nothing to learn from. history['weight'] has the weight of each step"
+        )

@@ -11,14 +11,18 @@ from optfn.state.reports import is_curve
 
 # The metrics of each step that the history keeps, besides those that an optimizer reports; for
 # nested ones such as "aux/accuracy", the first word.
-PER_STEP = ("loss", "learning_rate", "bytes_sent", "epoch", "aux")
+PER_STEP = ("loss", "weight", "learning_rate", "bytes_sent", "epoch", "aux")
 
 # When this many steps have their metrics on the device, all of them are moved to the host.
 _CHUNK = 1000
 
 
 class History:
-    """The metrics of each step, the latest ones still on the device, and the evaluations."""
+    """The metrics of each step, the latest ones still on the device, and the evaluations.
+
+    weightless: the number, from 0, of the first call on the host whose loss, a `Mean`, had no
+      weight; None without any.
+    """
 
     def __init__(self) -> None:
         self.earlier: dict[str, np.ndarray] = {}
@@ -26,6 +30,7 @@ class History:
         self.evaluations: list[dict[str, float]] = []
         self._on_host = 0
         self._nonfinite: tuple[int, float] | None = None
+        self.weightless: int | None = None
 
     @property
     def has_nonfinite(self) -> bool:
@@ -63,9 +68,14 @@ class History:
     def _move_to_host(self) -> None:
         """Move the latest steps to the host, in one transfer, because each waits for the device."""
         columns = _to_columns(jax.device_get(self.steps))
-        bad = np.flatnonzero(~np.isfinite(columns.get("loss", np.zeros(0))))
+        loss = columns.get("loss", np.zeros(0))
+        # Such a step has changed nothing, and its loss is 0/0.
+        without = columns.get("weight", np.ones(loss.shape)) == 0
+        if self.weightless is None and without.any():
+            self.weightless = self._on_host + int(np.argmax(without))
+        bad = np.flatnonzero(~np.isfinite(loss) & ~without)
         if len(bad) and self._nonfinite is None:
-            self._nonfinite = self._on_host + int(bad[0]), float(columns["loss"][bad[0]])
+            self._nonfinite = self._on_host + int(bad[0]), float(loss[bad[0]])
         self._on_host += len(self.steps)
         self.earlier |= _join_tables(self._split_tables()[0], columns)
         self.steps.clear()

@@ -74,14 +74,21 @@ class RunLog:
       done: how many steps were made before; a file keeps its lines up to that step.
       watch: gets the numbers that are written; nothing is read from the device for it alone.
       is_watched: whether it gets the metrics even without a log.
+      by_weight: whether the tokens of a step are the weight of its loss, a `Mean`.
     """
 
     def __init__(
-        self, log: Logs, done: int, watch: "Sink | None" = None, *, is_watched: bool = False
+        self,
+        log: Logs,
+        done: int,
+        watch: "Sink | None" = None,
+        *,
+        is_watched: bool = False,
+        by_weight: bool = False,
     ) -> None:
         # The step, its metrics, and its work.
         self.waiting: deque[tuple[int, dict[str, Any], Work]] = deque()
-        self.speed = Speed()
+        self.speed, self.by_weight = Speed(), by_weight
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_parse_target, several))  # check all before a file is opened
         self.sinks: list[Sink] = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
@@ -106,7 +113,10 @@ class RunLog:
         self.waiting.append((n, dict(metrics), work))
 
     def _write(self, n: int, metrics: dict[str, Any], work: Work) -> None:
-        numbers = scalars(metrics) | self.speed.add(work)
+        numbers = scalars(metrics)
+        if self.by_weight and "weight" in numbers:  # else the numbers of an evaluation alone
+            work = {**work, "tokens_per_second": numbers["weight"]}
+        numbers |= self.speed.add(work)
         for sink in self.sinks:
             sink.write(n, numbers)
 

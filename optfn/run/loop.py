@@ -16,7 +16,7 @@ from optfn.run.finiteness import LossWatch, warn_of_bad_batches
 from optfn.run.history import to_python_numbers
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
-from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
+from optfn.run.options import WEIGHT, FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.run.speed import WorkCounter
@@ -35,7 +35,8 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
         return fit(step, state, batches, …)
 
     Args:
-      loss_fn: a function (params, batch) -> loss, as for `make_train_step`.
+      loss_fn: a function (params, batch) -> loss, a number or an `optfn.Mean`, as for
+        `make_train_step`.
       tx: an optimizer of optfn or optax.
       params: the parameters to start from, a tree of arrays, which is left untouched.
       batches: an iterable of batches.
@@ -146,7 +147,13 @@ class _Run:
             Progress(
                 self.last, options.progress, self.done, per_call=per_call, seen=self.watch.see
             ) as bar,
-            RunLog(options.log, self.done, self.watch, is_watched=self.watch.stops) as lines,
+            RunLog(
+                options.log,
+                self.done,
+                self.watch,
+                is_watched=self.watch.stops,
+                by_weight=options.count_tokens == WEIGHT,
+            ) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             catch_signals(self.step.mesh) as interrupt,
         ):
@@ -183,6 +190,11 @@ class _Run:
         wait_on_cpus(metrics)
         if self.remaining.epoch is not None:
             metrics["epoch"] = self.remaining.epoch
+        if self.options.count_tokens == WEIGHT and "weight" not in metrics:
+            raise ValueError(
+                f"count_tokens={WEIGHT!r} is the weight of the loss, which must be an optfn.Mean; "
+                "got a plain number. Return a Mean, or pass a function batch -> number of tokens"
+            )
         self.history.append(metrics)
         if self.evaluator.is_due(self.n, self.remaining.is_epoch_end):
             metrics |= self._evaluate()

@@ -24,6 +24,8 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 
 # The value of `evaluate_every` for an evaluation at the end of each epoch.
 EPOCH = "epoch"
+# `count_tokens`: the weight of the loss.
+WEIGHT = "weight"
 
 # Words in the names of numbers that are the better, the larger they are.
 _RISING = {
@@ -83,8 +85,8 @@ class LoopOptions:
         every ten seconds it has "examples_per_second" too, the mean since the last such number, and
         on TPUs and H100s "model_flops_utilization" (docs/loop.md).
       count_tokens: a function batch -> the number of its tokens, an integer, such as
-        `lambda batch: batch["ids"].size`; it gets each batch as `batches` gives it. The log then
-        has "tokens_per_second".
+        `lambda batch: batch["ids"].size`; it gets each batch as `batches` gives it. Or "weight",
+        the weight of a loss that is a `Mean`. The log then has "tokens_per_second".
       report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, even if an error ends the run. Needs matplotlib.
@@ -126,7 +128,7 @@ class LoopOptions:
     keep_best: bool = False
     callback: Callback | None = None
     log: Logs = None
-    count_tokens: Callable[[Batch], int] | None = None
+    count_tokens: Callable[[Batch], int] | str | None = None
     report: str | os.PathLike[str] | None = None
     checkpoint: str | os.PathLike[str] | None = None
     save_every: int | datetime.timedelta = 100
@@ -165,7 +167,8 @@ class FitArguments(LoopOptions):
         if self.callback is not None:
             checks.check_signature("callback", self.callback, ("step", "state", "metrics"))
         if self.count_tokens is not None:
-            checks.check_signature("count_tokens", self.count_tokens, ("batch",))
+            if self.count_tokens != WEIGHT:
+                checks.check_signature("count_tokens", self.count_tokens, ("batch",))
             if self.log is None:
                 raise ValueError("count_tokens needs log, which has the tokens per second")
         self._check_evaluation()

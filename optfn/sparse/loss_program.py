@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from optfn.collectives.devices import Devices
 from optfn.core import tree
-from optfn.core.types import Leaf, Params, Updates
+from optfn.core.types import Leaf, LeafKind, Params, Updates
 from optfn.jaxprs.equations import Equations
 from optfn.jaxprs.sharded import has_scan_over_arrays
 from optfn.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
@@ -38,6 +38,7 @@ class LossProgram:
       tables: the pattern of the paths of tables; None if there are none.
       owners: the devices that keep the rows, if params have shards of tables; None if these are
         whole.
+      counts: whether this device's gradients count, else they are zeros; None if they do.
 
     Raises:
       TypeError: a table is not a floating-point array with rows, or the loss does something else
@@ -50,8 +51,9 @@ class LossProgram:
         params: Params,
         tables: Pattern | None = None,
         owners: Devices | None = None,
+        counts: jax.Array | None = None,
     ) -> None:
-        self._loss_fn, self._owners = loss_fn, owners
+        self._loss_fn, self._owners, self._counts = loss_fn, owners, counts
         self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded_param)
         self._program: TracedLoss | None = None
         if tables is not None or any(map(is_sharded_param, self._leaves)):
@@ -116,11 +118,22 @@ class LossProgram:
             has_aux=has_aux,
             allow_int=True,
         )([self._leaves[i] for i in dense], rows)
-        found = {i: _shard_of(g) for i, g in zip(dense, grads, strict=True)}
+        # The gather of a ShardedParam knows whether this device's gradient counts.
+        found = {
+            i: g.shard.array if isinstance(g, ShardedParam) else keep_if(self._counts, g)
+            for i, g in zip(dense, grads, strict=True)
+        }
         if program is not None:
             for i, g in program.gradients(ids, row_grads).items():
-                found[i] = g if self._owners is None else send_gradients(self._owners, g)
+                rows = keep_if(self._counts, g)
+                found[i] = rows if self._owners is None else send_gradients(self._owners, rows)
         return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
+
+    def whole_params(self) -> Params:
+        """Return the params, with shapes and dtypes of whole arrays in place of shards."""
+        leaves = [_whole_shape(x) for x in self._leaves]
+        whole: Params = jax.tree.unflatten(self._structure, leaves)
+        return whole
 
     def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
         if self._program is not None:
@@ -128,9 +141,18 @@ class LossProgram:
         return self._loss_fn(jax.tree.unflatten(self._structure, gather_params(leaves)))
 
 
-def _shard_of(g: Any) -> Any:
-    """Return the shard of the gradient of a ShardedParam; another gradient as it is."""
-    return g.shard.array if isinstance(g, ShardedParam) else g
+def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
+    """Return gradients where `counts`, else zeros; as they are if it is None."""
+
+    if counts is None:
+        return grads
+
+    def keep(g: Leaf) -> Leaf:
+        if isinstance(g, LeafKind):
+            return g.map(keep)
+        return jnp.where(counts, g, jnp.zeros_like(g)) if tree.is_inexact(g) else g
+
+    return tree.map_arrays(keep, grads)
 
 
 def _whole_shape(x: Leaf) -> Leaf:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.collectives.axes import Axes
+from optfn.autodiff.mean import divide_means
+from optfn.collectives.axes import Axes, join_axes
 from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import hide_explicit_axes
 from optfn.compilers.options import drop_unknown_options, follow_options
@@ -72,7 +73,7 @@ def compose_step(
     #    along them has its shards in it (or whole params), gathers them for the loss, and computes
     #    on its examples; loss and gradients are means over these devices, and gradients lie as the
     #    layout says.
-    make = functools.partial(make_objective, loss_fn, options)
+    make = functools.partial(make_objective, loss_fn, options, averaged)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
     of_loss = layout and average_in_loss(layout, averaged, options)
@@ -88,7 +89,7 @@ def compose_step(
     # 5. The state comes and goes as it is stored between steps: divided and padded.
     if layout is not None and layout.is_divided:
         step = _place_state(step, layout)
-    return step
+    return _finish_means(step)
 
 
 def compile_step(
@@ -138,17 +139,24 @@ def _compose_for_compiler(
     assert loss_fn is not None
     form = LossForm(options.model_state, options.has_aux)
     tables, recompute = options.tables, options.recompute
-    objective = differentiate(loss_fn, form, tables=tables, recompute=recompute)
-    objective = show_axes_to_loss(objective, layout)
-    if not options.packed:  # each microbatch adds to divided gradients
-        objective = constrain_gradients(objective, inner)
-    objective = average_microbatches(objective, options.microbatches, split_over_devices(inner))
-    if options.packed:
-        objective = constrain_gradients(pack_objective(objective), inner)
-    if options.has_aux and options.microbatches > 1:
-        objective = refuse_aux_of_examples(objective)
+
+    def make_objective(_: Layout | None, accumulates: bool) -> Objective:
+        objective = differentiate(
+            loss_fn, form, tables=tables, recompute=recompute, axes=Axes(),
+            in_parts=accumulates or options.microbatches > 1,
+        )  # fmt: skip
+        objective = show_axes_to_loss(objective, layout)
+        if not options.packed:  # each microbatch adds to divided gradients
+            objective = constrain_gradients(objective, inner)
+        objective = average_microbatches(objective, options.microbatches, split_over_devices(inner))
+        if options.packed:
+            objective = constrain_gradients(pack_objective(objective), inner)
+        if options.has_aux and options.microbatches > 1:
+            objective = refuse_aux_of_examples(objective)
+        return objective
+
     key_of = make_key_of(options.rng, Axes())
-    step = make_worker_step(lambda layout: objective, tx, key_of, Axes(), inner)
+    step = _finish_means(make_worker_step(make_objective, tx, key_of, Axes(), inner))
     if layout.is_divided:
         step = _place_state(step, inner)
 
@@ -176,6 +184,17 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
     return run
 
 
+def _finish_means(step: StepFn) -> StepFn:
+    """Wrap a step, so that each `Mean` in its aux becomes a number."""
+
+    @functools.wraps(step)
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        state, metrics = step(state, batch)
+        return state, divide_means(metrics)
+
+    return run
+
+
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
     """Return the PartitionSpec of each array of a stored state.
 
@@ -193,9 +212,22 @@ def is_gathered_once(options: StepArguments) -> bool:
 
 
 def make_objective(
-    loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
+    loss_fn: LossFn | None,
+    options: StepArguments,
+    workers: Axes,
+    layout: Layout | None,
+    accumulates: bool,
 ) -> Objective:
-    """Return the objective of one device; or of all devices along shard axes, if there are any."""
+    """Return the objective of one device; or of all devices along shard axes, if there are any.
+
+    Args:
+      loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
+      options: the remaining arguments.
+      workers: the axes of the workers whose gradients are averaged.
+      layout: how params are divided over the mesh.
+      accumulates: whether the optimizer takes the mean of several gradients.
+    """
+    axes = workers if layout is None else join_axes(workers, layout.shard_axes)
     form = LossForm(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
@@ -203,13 +235,14 @@ def make_objective(
 
     def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:
-            objective = wrap_value_and_grad(options.value_and_grad, form, gather)
+            objective = wrap_value_and_grad(options.value_and_grad, form, gather, axes)
         else:
             assert loss_fn is not None
             tables, recompute = options.tables, options.recompute
             objective = differentiate(
-                loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute
-            )
+                loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute, axes=axes,
+                in_parts=accumulates or options.microbatches > 1,
+            )  # fmt: skip
         return average_microbatches(objective, options.microbatches)
 
     def on_device(gather: Gather | None) -> Objective:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_or_first, mean_over_axes
@@ -29,12 +30,13 @@ from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state import reports
-from optfn.state.per_worker import PerWorker, has_exchange, has_per_worker_state
+from optfn.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
 from optfn.state.reports import reduce_over_round
 from optfn.train.microbatches import combine_microbatches, scan_batch
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
+from optfn.wrappers.accumulation import AccumulateState
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -204,6 +206,8 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}
+        if find_nodes(AccumulateState, state):
+            extra["weight"] = loss
         return tx.update(grads, state, params, **extra)[1]
 
     shapes = jax.eval_shape(tx.init, params)
@@ -276,11 +280,15 @@ def _subtract(start: Leaf, end: Leaf) -> Leaf:
 def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
     """Reduce the metrics of a round's steps to one number each, over steps and workers.
 
-    Loss and aux are means over steps and workers; the rate is the last step's. Numbers that
-    wrappers report combine as each of them says (`Report.rounds`).
+    Loss and aux are means over steps and workers, by weight if the loss is a `Mean`; the rate is
+    the last step's. Numbers that wrappers report combine as each of them says (`Report.rounds`).
     """
     values = combine_microbatches({k: metrics[k] for k in ("loss", "aux") if k in metrics})
     reduced = mean_over_axes(values, workers.axes)
+    if (weight := metrics.get("weight")) is not None:
+        total = jnp.sum(jnp.where(weight == 0, 0, weight * metrics["loss"]))
+        total, weight = lax.psum((total, jnp.sum(weight)), workers.axes)
+        reduced |= {"loss": total / weight, "weight": weight}
     if "learning_rate" in metrics:
         # Workers differ in the rate only if a guard has skipped a step of some of them.
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn.autodiff.mean import Mean, check_mean, is_mean
 from optfn.core import tree
 from optfn.core.checks import show
 from optfn.core.types import Batch, Params, PyTree
@@ -36,11 +37,18 @@ class Inputs(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The results of a loss function: the loss, the new model state and auxiliary data."""
+    """The results of a loss function.
 
-    loss: jax.Array
+    loss: a Mean of a loss function's own; further out the mean over all parts, or a share of it.
+    model_state: the new model state.
+    aux: auxiliary data, with a Mean where the loss function returns one.
+    weight: the sum of the weights of all parts, if the loss is a Mean; else None.
+    """
+
+    loss: Any
     model_state: PyTree = None
     aux: PyTree = None
+    weight: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +92,7 @@ class LossForm:
           ValueError: the loss is not a scalar, or the model state has changed its structure.
         """
         if not (self.has_model_state or self.has_aux):
-            if isinstance(returned, tuple):
+            if isinstance(returned, tuple) and not is_mean(returned):
                 raise TypeError(
                     f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
                     "model_state=True if it returns (loss, model_state)"
@@ -96,18 +104,18 @@ class LossForm:
             new, aux = self._check_pair(who, rest) if self.has_aux else (rest, None)
             # A model state may be a pair itself. A first element with the arrays of the model
             # state shows that the second is aux.
-            is_pair = isinstance(rest, tuple) and len(rest) == 2
+            is_pair = isinstance(rest, tuple) and len(rest) == 2 and not is_mean(rest)
             if not self.has_aux and is_pair and tree.paths(rest[0]) == tree.paths(model_state):
                 raise TypeError(
                     f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"
                 )
             _check_model_state(who, new, model_state)
         _check_aux_leaves(who, aux)
-        return Values(_check_loss(who, loss), new, aux)
+        return Values(_check_loss(who, loss), new, _check_means(who, aux))
 
     def _check_pair(self, who: str, returned: Any) -> Any:
         """Return a pair as it is; raise a TypeError for anything else."""
-        if isinstance(returned, tuple) and len(returned) == 2:
+        if isinstance(returned, tuple) and len(returned) == 2 and not is_mean(returned):
             return returned
         flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
         given = " and ".join(f"{name}=True" for name, flag in flags.items() if flag)
@@ -118,12 +126,17 @@ def _describe(returned: Any) -> str:
     """Return the shape of an array, or the type of another value, for an error."""
     if isinstance(returned, jax.Array):
         return f"an array of shape {returned.shape}"
+    if is_mean(returned):
+        return "a Mean"
     size = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
     return f"a value of type {type(returned).__name__}{size}"
 
 
-def _check_loss(who: str, loss: Any) -> jax.Array:
-    """Return the loss as an array; raise unless it is a real scalar."""
+def _check_loss(who: str, loss: Any) -> Any:
+    """Return the loss as an array, or a Mean of arrays; raise unless it is a real scalar."""
+    if isinstance(loss, Mean):
+        mean = check_mean(who, loss)
+        return Mean(_check_loss(f"{who}, in a Mean,", mean.total), mean.weight)
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
         raise TypeError(
             f"{who} must return a real scalar as the loss; got {loss!r} of type "
@@ -142,6 +155,19 @@ def _check_aux_leaves(who: str, aux: PyTree) -> None:
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""
             raise TypeError(f"{who}: aux must consist of arrays and numbers; got {show(x)}{at}")
+
+
+def _check_means(who: str, aux: PyTree) -> PyTree:
+    """Return aux with each Mean as a Mean of arrays."""
+
+    def check(x: Any) -> Any:
+        if not is_mean(x):
+            return x
+        total, weight = check_mean(f"{who}, in aux", x)
+        # Integers of aux are added up, and not averaged.
+        return Mean(total, weight.astype(total.dtype))
+
+    return jax.tree.map(check, aux, is_leaf=is_mean)
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:

@@ -51,7 +51,7 @@ class _Record:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["array", "step"],
+    data_fields=["array", "step", "counts"],
     meta_fields=[
         *("divisions", "slices", "layout", "mean_axes", "path", "record", "scan", "of_layers"),
     ],

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optfn.autodiff.mean import average_by_weight, nonzero
 from optfn.collectives.means import sum_dtype
 from optfn.collectives.mesh import count_devices, explicit_sharding, make_zeros
 from optfn.core import leafwise, numerics, tree
@@ -108,10 +109,10 @@ def average_microbatches(
 ) -> Objective:
     """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
 
-    Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
-    summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
-    Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
-    `scan_batch`.
+    Loss, gradients and floating-point aux are means over the microbatches, by weight if the loss is
+    a `Mean`; integers in aux are summed. Each microbatch passes the model state to the next, and
+    has a key and a step of its own. Dense gradients are added up in float32 or wider; rows are
+    joined. `split` is the argument of `scan_batch`.
     """
     if count == 1:
         return objective
@@ -119,12 +120,12 @@ def average_microbatches(
     def value(inputs: Inputs) -> Values:
         def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
             values = objective.value(_select_microbatch(inputs, state, microbatch, number, count))
-            return values.model_state, (values.loss, values.aux)
+            return values.model_state, values._replace(model_state=None)
 
-        state, (loss, aux) = scan_batch(
+        state, values = scan_batch(
             body, inputs.model_state, inputs.batch, count, "microbatches", split
         )
-        return Values(jnp.mean(loss), state, combine_microbatches(aux))
+        return _combine_values(values, state)
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
@@ -133,8 +134,8 @@ def average_microbatches(
                 _select_microbatch(inputs, state, microbatch, number, count)
             )
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
-            totals = tree.map(_add_gradient, totals, grads)
-            return (values.model_state, totals), (values.loss, values.aux, rows)
+            totals = tree.map(partial(_add_gradient, values.weight), totals, grads)
+            return (values.model_state, totals), (values._replace(model_state=None), rows)
 
         def run_first(inputs: Inputs) -> tuple[Values, Updates]:
             first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, inputs.batch)
@@ -145,12 +146,34 @@ def average_microbatches(
         # The structure and dtypes of the sums are known only from the gradients of a microbatch.
         _, like = jax.eval_shape(run_first, inputs)
         start = inputs.model_state, tree.map(_make_total, like)
-        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches", split)
+        carry, (values, rows) = scan_batch(body, start, batch, count, "microbatches", split)
         state, totals = carry
-        grads = tree.map(partial(_divide_total, count), like, totals, rows)
-        return Values(jnp.mean(loss), state, combine_microbatches(aux)), grads
+        divisor: int | jax.Array = count
+        if values.weight is not None:
+            divisor = nonzero(jnp.sum(values.weight))
+            rows = _scale_rows(rows, values.weight * (count / divisor))
+        grads = tree.map(partial(_divide_total, count, divisor), like, totals, rows)
+        return _combine_values(values, state), grads
 
     return Objective(value, value_and_grad)
+
+
+def _combine_values(values: Values, model_state: PyTree) -> Values:
+    """Return the values of all microbatches from theirs, stacked, and the last model state."""
+    loss, weight, aux = values.loss, values.weight, combine_microbatches(values.aux)
+    if weight is None:
+        return Values(jnp.mean(loss), model_state, aux)
+    return Values(average_by_weight(loss, weight), model_state, aux, jnp.sum(weight))
+
+
+def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
+    """Multiply the rows of each microbatch, stacked, by its factor."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        along = factors.reshape(-1, *[1] * (x.ndim - 1))
+        return (x.astype(numerics.accumulator_dtype(x.dtype)) * along).astype(x.dtype)
+
+    return tree.map(lambda r: r.map(scale) if isinstance(r, LeafKind) else r, rows)
 
 
 def _select_microbatch(
@@ -172,22 +195,28 @@ def _make_total(g: Leaf) -> Leaf:
     return make_zeros(g.shape, numerics.accumulator_dtype(g.dtype), g)
 
 
-def _add_gradient(total: Leaf, g: Leaf) -> Leaf:
-    """Return total + g in the dtype of the total; None for a gradient that is not added up."""
-    return None if total is None else total + leafwise.cast(g, total.dtype)
+def _add_gradient(weight: jax.Array | None, total: Leaf, g: Leaf) -> Leaf:
+    """Return total + weight·g in the dtype of the total, without a weight total + g; None for a
+    gradient that is not added up."""
+    if total is None:
+        return None
+    g = leafwise.cast(g, total.dtype)
+    return total + (g if weight is None else g * numerics.scalar(weight, g))
 
 
-def _divide_total(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
     """Return the mean gradient of a leaf.
 
     Args:
       count: the number of microbatches.
+      divisor: what the sum is divided by, the number or the weight of all microbatches.
       g: a gradient of one microbatch, which has the dtype of the mean.
       total: the sum of dense gradients, or None.
       rows: the rows of all microbatches, stacked, or None.
     """
     if total is not None:
-        return leafwise.cast(total / count, g.dtype)
+        by = divisor if isinstance(divisor, int) else numerics.scalar(divisor, total)
+        return leafwise.cast(total / by, g.dtype)
     if isinstance(rows, LeafKind):
         return rows.sum_leading().map(lambda x: x / count)
     return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))

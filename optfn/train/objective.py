@@ -23,8 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from optfn.autodiff.mean import Mean, check_constant_weight, is_mean, take_share
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_or_first, mean_over_axes, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
@@ -37,7 +39,7 @@ from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
-from optfn.sparse.loss_program import LossProgram
+from optfn.sparse.loss_program import LossProgram, keep_if
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.train.keys import fold_device, restore_unchanged_keys
 from optfn.train.loss_form import Inputs, LossForm, Values
@@ -71,10 +73,16 @@ class Gather(NamedTuple):
     layout: Layout
     mean_axes: PyTree
 
-    def wrap(self, inputs: Inputs) -> Params:
-        """Return params with a ShardedParam in place of each leaf that the devices divide."""
-        params, step = inputs.params, inputs.step
-        return wrap_shards(params, self.specs, self.tables, self.layout, step, self.mean_axes)
+    def wrap(self, inputs: Inputs, counts: jax.Array | None = None) -> Params:
+        """Return params with a ShardedParam in place of each leaf that the devices divide.
+
+        Args:
+          inputs: the inputs of the loss.
+          counts: whether this device's examples count in the gradient; None if they do.
+        """
+        return wrap_shards(
+            inputs.params, self.specs, self.tables, self.layout, inputs.step, self.mean_axes, counts
+        )
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
@@ -95,6 +103,8 @@ def differentiate(
     tables: Pattern | None = None,
     owners: Devices | None = None,
     recompute: Sequence[str] | None = None,
+    axes: Axes,
+    in_parts: bool,
 ) -> Objective:
     """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.
 
@@ -108,36 +118,59 @@ def differentiate(
       tables: leaves that are only looked up; see `sparse.value_and_grad`.
       owners: the devices that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
+      axes: the axes of the devices whose examples a `Mean` is over.
+      in_parts: whether it is over further calls as well, so that its weight must be constant.
     """
 
-    def values_at(params: Params, inputs: Inputs) -> Values:
+    def values_at(params: Params, inputs: Inputs) -> tuple[Values, jax.Array | None]:
         returned = loss_fn(params, *form.list_arguments(inputs))
-        return form.check_result("loss_fn", returned, inputs.model_state)
+        values = form.check_result("loss_fn", returned, inputs.model_state)
+        if not is_mean(values.loss):
+            return values, None
+        share, weight = take_share(values.loss, axes)
+        return values._replace(loss=share, weight=weight), values.loss.weight
 
-    def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = values_at(params, inputs)
-        return scale_gradient(loss, inputs.loss_factor), tuple(rest)
+    def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, Any]:
+        (loss, *rest), own_weight = values_at(params, inputs)
+        return scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
 
-    def make_program(fn: Callable[[Params, Inputs], Any], inputs: Inputs) -> LossProgram:
-        params = inputs.params if gather is None else gather.wrap(inputs)
+    def make_program(
+        fn: Callable[[Params, Inputs], Any], inputs: Inputs, counts: jax.Array | None = None
+    ) -> LossProgram:
+        params = inputs.params if gather is None else gather.wrap(inputs, counts)
         leaves, structure = jax.tree.flatten(inputs)
 
         def loss(params: Params) -> Any:
             # A LossProgram may call it twice, and equinox marks a State that fn reads as used.
             return fn(params, jax.tree.unflatten(structure, leaves))
 
-        return LossProgram(loss, params, tables, owners)
+        return LossProgram(loss, params, tables, owners, counts)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def value(inputs: Inputs) -> Values:
-        values: Values = make_program(values_at, inputs).value()
+        values: Values = make_program(values_at, inputs).value()[0]
         return values
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        (loss, rest), grads = make_program(scale_loss, inputs).value_and_grad(True, transform)
+        program = make_program(scale_loss, inputs)
+        (loss, (rest, own_weight)), grads = program.value_and_grad(True, transform)
+        if own_weight is None:
+            return Values(loss, *rest), grads
+        if in_parts and jnp.issubdtype(own_weight.dtype, jnp.floating):
+            check_constant_weight(
+                lambda params: values_at(params, inputs)[1], program.whole_params()
+            )
+        # A device without weight has the gradient 0, where it may be NaN. Gathers and owners of
+        # rows average gradients inside the backward pass, so they have to know these devices. Of
+        # the pass above only the weight is then read, and XLA drops the remaining part.
+        counts = own_weight != 0
+        if gather is None and owners is None:
+            return Values(loss, *rest), keep_if(counts, grads)
+        program = make_program(scale_loss, inputs, counts)
+        (loss, (rest, _)), grads = program.value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
     return Objective(
@@ -147,11 +180,12 @@ def differentiate(
 
 
 def wrap_value_and_grad(
-    function: Callable[..., Any], form: LossForm, gather: Gather | None
+    function: Callable[..., Any], form: LossForm, gather: Gather | None, axes: Axes
 ) -> Objective:
     """Make an objective of a user's function (params, batch) -> (loss, gradients).
 
-    The function gets whole params, and its gradients are checked, but not reduced to shards.
+    The function gets whole params, and its gradients are checked, but not reduced to shards. If the
+    loss is a `Mean`, they are the gradients of its quotient, over the examples of this device.
     """
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
@@ -168,7 +202,14 @@ def wrap_value_and_grad(
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if gather is not None:
             errors.check_gradients("value_and_grad", grads, inputs.params)
-        return values, jax.tree.map(tree.as_array, grads)
+        grads = jax.tree.map(tree.as_array, grads)
+        if not is_mean(values.loss):
+            return values, grads
+        mean = values.loss
+        share, weight = take_share(mean, axes)
+        part = take_share(Mean(mean.weight.astype(share.dtype), mean.weight), axes)[0]
+        grads = leafwise.scale(keep_if(mean.weight != 0, grads), part)
+        return values._replace(loss=share, weight=weight), grads
 
     objective = Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
     return gather_once(objective, gather)
@@ -351,7 +392,7 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
     names = layout.shard_axes
     loss, aux = mean_over_axes((values.loss, values.aux), names)
     state = restore_unchanged_keys(values.model_state, own.model_state, inputs.model_state)
-    return Values(loss, mean_or_first(state, names), aux)
+    return Values(loss, mean_or_first(state, names), aux, values.weight)
 
 
 def _run_on_devices(
@@ -407,9 +448,11 @@ def make_value_fn(
 
     loss.defvjp(forward, backward)
 
-    def value(params: Params, workers: object = None, row_updates: object = None) -> jax.Array:
+    def value(
+        params: Params, workers: object = None, row_updates: object = None, weight: object = None
+    ) -> jax.Array:
         # A line search refuses extra arguments that this function does not take.
-        del workers, row_updates
+        del workers, row_updates, weight
         at_params: jax.Array = loss(params)
         return at_params
 

@@ -76,16 +76,20 @@ class StepOptions:
         gradients are dense, and `init` warns of an optimizer with `lazy`.
       rng: True, a seed or a key. `loss_fn` then gets a key as its last argument: in step i, counted
         from 0, it is fold_in(key, i), with the key of a seed, and True means the seed 0. On a mesh
-        each worker folds in its number, and so does each microbatch.
+        each worker folds in its number, and then each microbatch its own: fold_in(fold_in(fold_in(
+        key, i), worker), microbatch). The same numbers on one device and on several come from
+        `partitioner="compiler"`, or from keys in the batch.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
         of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
-        model state and aux as `loss_fn` does: ((loss, model_state), gradients). The step
+        model state and aux as `loss_fn` does: ((loss, model_state), gradients); with a `Mean`, the
+        gradients are those of its quotient. The step
         conjugates gradients of complex params, as `jax.grad` gives them. With `mesh` it is called
         inside `shard_map`, with a worker's slice of the batch.
       microbatches: k. The loss is computed for k equal slices of a worker's batch, one after
-        another, and the gradients are averaged. This saves memory, since only the activations of
-        one microbatch are kept at a time. Batch statistics are taken over a microbatch. With
-        `shard="params"` each microbatch gathers the params again; see `optfn.distributed.sharded`.
+        another, and the gradients are averaged, by weight if the loss is a `Mean`. This saves
+        memory, since only the activations of one microbatch are kept at a time. Batch statistics
+        are taken over a microbatch, and so are losses over pairs of examples. With `shard="params"`
+        each microbatch gathers the params again; see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
         local state, on equal slices of its batch. Then `outer` gets the pseudo-gradient
         θ_start − θ_end, in float32, as its gradient, and params become θ_start plus its update, the

@@ -418,8 +418,10 @@ def make_train_step(options: StepArguments) -> TrainStep:
     params before state on both sides.
 
     Args:
-      loss_fn: a function (params, batch) -> loss, a scalar; with `has_aux`, it returns (loss, aux).
-        None if you pass `value_and_grad`.
+      loss_fn: a function (params, batch) -> loss, a scalar, the mean over the examples of a batch,
+        or an `optfn.Mean`, where examples do not count alike; with `has_aux`, it returns (loss,
+        aux). Its arguments are (params, model_state, batch, key), without the model state and the
+        key if the step has none. None if you pass `value_and_grad`.
       tx: an optimizer of optfn or optax.
       **StepOptions
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`
@@ -436,11 +438,12 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Returns:
       A TrainStep. `init(params)` returns the first TrainState, and calling the step with
       (state, batch) returns (state, metrics). Metrics have "loss" and, if tx has one,
-      "learning_rate". With `record_metrics` in tx, and without local steps, they also have
-      "grad_norm", "update_norm", "param_norm", "clip_factor" and the norms of its groups. With
-      `skip_nonfinite` they have "gave_up", which makes the next call raise. If tx exchanges
-      gradients itself, and with local steps, they have "bytes_sent": the bytes that a worker sent
-      in this call, by the formulas of the compressors.
+      "learning_rate"; if the loss is a `Mean`, also "weight", the sum of the weights. With
+      `record_metrics` in tx, and without local steps, they also have "grad_norm", "update_norm",
+      "param_norm", "clip_factor" and the norms of its groups. With `skip_nonfinite` they have
+      "gave_up", which makes the next call raise, and "skipped". If tx exchanges gradients itself,
+      and with local steps, they have "bytes_sent": the bytes that a worker sent in this call, by
+      the formulas of the compressors.
 
     Raises:
       TypeError: an argument is of the wrong kind, or the loss is not a real number.

@@ -29,15 +29,17 @@ from optfn.parallel.data_parallel import reduce_gradients
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state.names import is_state
-from optfn.state.per_worker import has_exchange, may_give_rows
+from optfn.state.per_worker import find_nodes, has_exchange, may_give_rows
 from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
+from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.loss_scale import scale_of
+from optfn.wrappers.nonfinite import select_unless_skipped
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 
@@ -71,7 +73,7 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
 
 
 def make_worker_step(
-    make_objective: Callable[[Layout | None], Objective],
+    make_objective: Callable[[Layout | None, bool], Objective],
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
     axes: Axes,
@@ -83,7 +85,8 @@ def make_worker_step(
     With several workers it must run where their axes are bound, inside `shard_map`.
 
     Args:
-      make_objective: returns the loss and its gradients for a layout.
+      make_objective: returns the loss and its gradients for a layout, and for whether the optimizer
+        takes the mean of several gradients.
       tx: the optimizer.
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
@@ -102,7 +105,8 @@ def make_worker_step(
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = later if has_exchange(state.opt_state) else layout
         averaged = of_loss and of_loss.mean_axes_of(state.params)
-        values, grads = make_objective(of_loss).value_and_grad(scaled)
+        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
+        values, grads = make_objective(of_loss, accumulates).value_and_grad(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
         grads = mask_frozen(tx, _conjugate(grads))
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
@@ -123,20 +127,60 @@ def make_worker_step(
         if exchanges_itself:
             mean, _ = mean_over_workers(grads, (), workers, reduce_dtype)
         extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
-        extra["value_fn"] = make_value_fn(make_objective(later), workers, inputs, reduce_dtype)
+        of_value = make_objective(later, accumulates)
+        extra["value_fn"] = make_value_fn(of_value, workers, inputs, reduce_dtype)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
+        if values.weight is not None:
+            extra["weight"] = values.weight
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
+        new_model_state = values.model_state
+        if values.weight is not None:
+            updates, opt_state, new_model_state = _skip_without_weight(
+                values.weight, state, (updates, opt_state, new_model_state)
+            )
         params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = _next_model_state(values.model_state, inputs, state, opt_state, axes)
+        model_state = _next_model_state(new_model_state, inputs, state, opt_state, axes)
         metrics = _collect_metrics(loss, aux, opt_state)
+        if values.weight is not None:
+            # A mean over nothing is no number.
+            metrics["loss"] = jnp.where(values.weight == 0, jnp.nan, loss)
+            metrics["weight"] = values.weight
         if exchanges_itself:
             metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
         return TrainState(core.next_step(state.step), params, opt_state, model_state), metrics
 
     return step
+
+
+def _skip_without_weight(
+    weight: jax.Array, state: TrainState, after: tuple[Updates, OptState, PyTree]
+) -> tuple[Updates, OptState, PyTree]:
+    """Return updates, optimizer state and model state after an update; without weight, updates of
+    −0.0 and the states before it.
+
+    `accumulate` decides by the weight of all its calls. Where tables have rows as gradients, the
+    state goes on: the update of a row writes that row alone, but a choice would write all of them.
+
+    Raises:
+      ValueError: optax.MultiSteps averages several gradients; it knows no weights.
+    """
+    updates, opt_state, model_state = after
+    if find_nodes(optax.MultiStepsState, state.opt_state):
+        raise ValueError(
+            "optax.MultiSteps takes the plain mean of several gradients, but the loss is an "
+            "optfn.Mean, whose calls count by their weights. Use optfn.accumulate"
+        )
+    if find_nodes(AccumulateState, state.opt_state):
+        return after
+    skip = weight == 0
+    updates, kept = select_unless_skipped(skip, updates, opt_state, state.opt_state)
+    model_state = jax.tree.map(
+        lambda new, old: jnp.where(skip, old, new), model_state, state.model_state
+    )
+    return updates, opt_state if may_give_rows(state.opt_state) else kept, model_state
 
 
 def _conjugate(grads: Updates) -> Updates:

@@ -18,20 +18,22 @@ from optfn.transforms.in_place import run_if
 from optfn.wrappers.attributes import without_frozen
 
 
-@traits(link="accumulate", passes_own_gradients=True)
+@traits(link="accumulate", passes_own_gradients=True, reports={"excess": None})
 class AccumulateState(NamedTuple):
-    """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
+    """State of `accumulate`: 4 bytes per parameter, two numbers, and the inner state.
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
     own_total: sums per worker, for leaves whose gradients the inner optimizer exchanges itself.
       Scalars have shape (1,), because a PerWorker is divided along its first axis.
+    excess: by how much the sum of the calls' weights is above their number.
     """
 
     micro_step: jax.Array
     total: Updates
     own_total: PerWorker
     inner_state: OptState
+    excess: jax.Array
 
 
 @without_frozen
@@ -41,9 +43,12 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
     """Take one step of an optimizer for `every` gradients, with their mean.
 
-        total = g if n = 0, else total + g;  n += 1
-        if n ≥ every:  u = tx(total/n);  n = 0
+        total = w·g if n = 0, else total + w·g;  n += 1
+        if n ≥ every:  u = tx(total/∑ w);  n = 0
         else:          u = −0.0
+
+    w is the extra argument `weight` of `update`, else 1. A training step passes it if the loss is
+    a `Mean`. If the weights add up to 0, u = −0.0 and `tx` does not run.
 
     Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
     step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
@@ -54,8 +59,8 @@ def accumulate(
       tx: an optimizer of optfn or optax.
       every: the number of gradients for a step, ≥ 1.
 
-    State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, and the state
-    of `tx`.
+    State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, ∑ (w − 1), and
+    the state of `tx`.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `every` is not a Python integer.
@@ -66,7 +71,10 @@ def accumulate(
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
-        return AccumulateState(core.first_step(), *_init_totals(inner_state, params), inner_state)
+        excess = jnp.zeros((), numerics.scalar_dtype())
+        return AccumulateState(
+            core.first_step(), *_init_totals(inner_state, params), inner_state, excess
+        )
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("accumulate", state, AccumulateState)
@@ -75,10 +83,16 @@ def accumulate(
             errors.check_shapes("accumulate", updates, "params", params)
         count = state.micro_step + 1
         due = count >= every  # a run that resumes with a smaller `every` may be beyond it
-        # The mean is total/every, and a total of more gradients gets smaller here: for total/count
+        is_first = state.micro_step == 0
+        excess = jnp.where(is_first, 0, state.excess)
+        call_weight = extra.pop("weight", None)
+        if call_weight is not None:
+            excess += jnp.asarray(call_weight, excess.dtype) - 1
+        weight = count.astype(excess.dtype) + excess
+        # The mean is total/every, and a total of another weight is scaled here: for total/weight
         # XLA's compiler for TPUs keeps a temporary of half the size.
-        share = jnp.where(count > every, every / count, 1.0)
-        add = partial(_add_to_total, state.micro_step == 0, share)
+        share = jnp.where(due, every / jnp.where(weight == 0, 1, weight), 1.0)
+        add = partial(_add_to_total, is_first, share, call_weight)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -91,11 +105,14 @@ def accumulate(
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
 
+        # A call without a weight counts 1, so that it is never without weight.
+        steps = due if call_weight is None else due & (weight != 0)
         updated, totals, inner_state = _step_if(
-            due, step, totals, state.inner_state, (params, arrays)
+            steps, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, count)
-        return updated, AccumulateState(micro_step, *_split_totals(totals, state), inner_state)
+        shared, private = _split_totals(totals, state)
+        return updated, AccumulateState(micro_step, shared, private, inner_state, excess)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -134,14 +151,22 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
 
 
 def _add_to_total(
-    is_first: jax.Array, share: jax.Array, shared: Leaf, private: Leaf, g: Leaf
+    is_first: jax.Array,
+    share: jax.Array,
+    weight: jax.Array | float | None,
+    shared: Leaf,
+    private: Leaf,
+    g: Leaf,
 ) -> Leaf:
-    """Return a leaf's total plus g, or g at the first micro-step, times `share`; a leaf that is not
-    summed keeps its total."""
+    """Return a leaf's total plus weight·g, or weight·g at the first micro-step, times `share`; a
+    leaf that is not summed keeps its total."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
-    sum_ = jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
+    g = g.astype(total.dtype).reshape(total.shape)
+    if weight is not None:
+        g = g * numerics.scalar(weight, g)
+    sum_ = jnp.where(is_first, 0, total) + g
     return sum_ * numerics.scalar(share, sum_)
 
 
