@@ -26,10 +26,8 @@ class Mean(NamedTuple):
     weight 0 add nothing, whatever their total. An update whose weights add up to 0 changes no
     param.
 
-    Args:
-      total: the sum, a real scalar, such as the loss of all tokens.
-      weight: what the sum is divided by, a real scalar or integer ≥ 0, such as the number of
-        tokens.
+    total: the sum, a real scalar, such as the loss of all tokens.
+    weight: what the sum is divided by, a real scalar or integer ≥ 0, such as the number of tokens.
 
     >>> import jax.numpy as jnp, optfn
     >>> def loss_fn(params, batch):
