@@ -144,6 +144,7 @@ def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     Each array must have one number per step, or per evaluation.
     """
     arrays = {name: np.asarray(x) for name, x in check_mapping("history", history).items()}
+    arrays.pop("stopped", None)  # a word
     # The history of a checkpoint may have the position of the batches beside it, as bytes.
     series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}
     for name in ("loss", *needed):

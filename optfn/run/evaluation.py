@@ -33,6 +33,8 @@ class Evaluator:
     ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
+    provisional: the step of an evaluation that a part of the run made only because it ended there;
+      it counts for nothing once the run goes on. None if there is none.
     """
 
     def __init__(
@@ -53,17 +55,31 @@ class Evaluator:
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
+        # A run that ends evaluates its last state, also between two evaluations that are due.
+        n = None if options.evaluate is None else history.last_evaluation()
+        is_due = n is None or self.is_due(n, functools.partial(ended_epoch, n))
+        self.provisional = None if is_due else n
+        self._read_earlier()
+
+    def _read_earlier(self) -> None:
+        """Record the evaluations of the history."""
         self.monitored: dict[int, float] = {}
         self.best, self.best_step, self.no_better = self.worst, 0, 0
-        earlier = history.earlier
-        if self.key in earlier:
-            for i, value in enumerate(earlier[self.key]):
-                n = int(earlier["evaluation_step"][i])
-                ends_epoch = functools.partial(ended_epoch, n)
-                # A run that was stopped evaluated its last state between two due evaluations, which
-                # an unbroken run does not; so `patience` must not count that evaluation.
-                regular = None in (options.patience, options.evaluate_every)
-                self._record(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
+        earlier = self.history.earlier
+        for n, value in zip(
+            earlier.get("evaluation_step", ()), earlier.get(self.key, ()), strict=False
+        ):
+            self._record(int(n), float(value), is_extra=int(n) == self.provisional)
+
+    def go_on(self) -> bool:
+        """Drop the provisional evaluation, which an unbroken run does not make; tell whether there
+        was one."""
+        if self.provisional is None:
+            return False
+        self.history.drop_last_evaluation()
+        self.provisional = None
+        self._read_earlier()
+        return True
 
     @property
     def worst(self) -> float:

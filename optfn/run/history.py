@@ -58,6 +58,17 @@ class History:
         per_step, evaluations = self._split_tables()
         return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
+    def last_evaluation(self) -> int | None:
+        """Return the step of the last evaluation of an earlier part of the run, if there is one."""
+        steps = self.earlier.get("evaluation_step", np.zeros(0))
+        return int(steps[-1]) if len(steps) else None
+
+    def drop_last_evaluation(self) -> None:
+        """Forget the last evaluation of an earlier part of the run."""
+        steps, evaluations = self._split_tables()
+        shorter = {k: x[:-1] for k, x in evaluations.items()}
+        self.earlier = steps | {k: x for k, x in shorter.items() if len(x)}
+
     def _split_tables(self) -> list[dict[str, np.ndarray]]:
         """Return the columns on the host, the steps' apart from the evaluations'."""
         return [

@@ -112,6 +112,12 @@ class RunLog:
             self._write(*self.waiting.popleft())
         self.waiting.append((n, dict(metrics), work))
 
+    def drop_evaluation(self, n: int) -> None:
+        """Take the evaluation of step n out of the files; other targets cannot forget a number."""
+        for sink in self.sinks:
+            if isinstance(sink, _Lines):
+                sink.drop_evaluation(n)
+
     def _write(self, n: int, metrics: dict[str, Any], work: Work) -> None:
         numbers = scalars(metrics)
         if self.by_weight and "weight" in numbers:  # else the numbers of an evaluation alone
@@ -152,8 +158,18 @@ class _Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that resumes writes the steps after its checkpoint again.
         lines = path.read_text().splitlines() if done and path.exists() else []
+        self.earlier = [line for line in lines if _is_earlier(line, done)]
         self.file = path.open("w")
-        self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
+        self.file.writelines(f"{line}\n" for line in self.earlier)
+
+    def drop_evaluation(self, n: int) -> None:
+        """Take the evaluation of step n out of the earlier lines, before a line is written."""
+        rows = map(json.loads, self.earlier)
+        self.file.seek(0)
+        self.file.truncate()
+        for line, row in zip(self.earlier, rows, strict=True):
+            kept = {k: x for k, x in row.items() if not k.startswith("evaluation")}
+            self.file.write(f"{json.dumps(kept) if row['step'] == n else line}\n")
 
     def write(self, n: int, numbers: dict[str, float]) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}

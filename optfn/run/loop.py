@@ -16,7 +16,7 @@ from optfn.run.finiteness import LossWatch, warn_of_bad_batches
 from optfn.run.history import to_python_numbers
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
-from optfn.run.options import WEIGHT, FitArguments, LoopOptions, MinimizeArguments
+from optfn.run.options import STOPPED, WEIGHT, FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.run.speed import WorkCounter
@@ -27,7 +27,7 @@ from optfn.train.step import make_train_step, wait_on_cpus
 
 
 @accept_fields(MinimizeArguments)
-def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
+def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, Any]]:
     """Train a model: take a step for each batch, and return the final state and a history.
 
         step = make_train_step(loss_fn, tx, …)
@@ -56,7 +56,7 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
 
 
 @accept_fields(FitArguments)
-def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
+def fit(options: FitArguments) -> tuple[TrainState, dict[str, Any]]:
     """Train with a step that you made, from a state of it: take one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the current step. That step is evaluated and saved as the
@@ -83,7 +83,10 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       each number of a tree, if the loss returns numbers; and "epoch", with `epochs`. With one entry
       per evaluation it has "evaluation", or "evaluation/<key>" for each number of a dict; and
       "evaluation_step", the number of steps before it. If a number was recorded only before or only
-      after a restart, its remaining entries are NaN.
+      after a restart, its remaining entries are NaN. "stopped" is a word for what ended the run:
+      "steps", "batches", "patience", "callback", or "signal" (Ctrl-C, SIGTERM). A run that ends
+      between two evaluations that are due evaluates its last state; once it goes on, in another
+      call, that evaluation counts for nothing.
 
     Raises:
       ValueError: `batches` is empty, ends before `steps` or before the step of the checkpoint, or
@@ -140,7 +143,7 @@ class _Run:
         epochs = self.history.earlier.get("epoch", np.zeros(0))
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
-    def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
+    def finish(self) -> tuple[TrainState, dict[str, Any]]:
         """Take all steps; return the last state, or the best one, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
@@ -160,6 +163,9 @@ class _Run:
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
             for batch in () if self.stopped else self.remaining:
+                if self.n == self.done and self.evaluator.go_on():
+                    self.best.go_on(self.state)
+                    lines.drop_evaluation(self.n)
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
                 lines(self.n, metrics, self.work.count(self.state, batch, self.remaining.tokens))
@@ -175,10 +181,12 @@ class _Run:
             self._end(lines)
             page.end = self._describe_early_end(interrupt.name) or page.end
             if interrupt.name:
-                bar.say(page.end)
+                bar.say(page.end, always=True)
             elif self.n == self.saver.resumed:
                 bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
-        return self.best.choose(self.state), self.history.arrays()
+        history: dict[str, Any] = self.history.arrays()
+        history[STOPPED] = self._name_end(interrupt.name)
+        return self.best.choose(self.state), history
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
         """Take a step on a batch, and evaluate if that is due; return the numbers of both."""
@@ -202,8 +210,9 @@ class _Run:
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the state, keep it if it is the best so far, and return the numbers."""
+        is_due = self.evaluator.is_due(self.n, self.remaining.is_epoch_end)
         values = self.evaluator(self.n, self.state)
-        self.best.consider(self.state)
+        self.best.consider(self.state, is_provisional=not is_due)
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
@@ -255,6 +264,16 @@ class _Run:
     def _save(self) -> None:
         self._read_losses()
         self.saver.save(self.state, self.history, self.remaining)
+
+    def _name_end(self, by_signal: str) -> str:
+        """Return what ended the run, in one word."""
+        if by_signal:
+            return "signal"
+        if self.evaluator.gave_up:
+            return "patience"
+        if self.stopped:
+            return "callback"
+        return "batches" if self.options.steps is None else "steps"
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how the run ended early; "" if it made all its steps."""

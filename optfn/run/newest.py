@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,9 +10,11 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.parallel import processes
+from optfn.run.background import wait_for_writes
 from optfn.run.checkpoint_directory import OrbaxDirectory
 from optfn.run.checkpoint_file import NpzFile, write_file
 from optfn.run.storage import ASIDE, Backend, to_path
+from optfn.train.state import TrainState
 
 T = TypeVar("T")
 
@@ -60,6 +62,22 @@ def remove_oldest(path: Path, keep: int) -> None:
     replaced = [x for x in path.parent.glob(f"step_*{ASIDE}") if x not in earlier]
     for found in replaced + unfinished + others + oldest:
         backend_of(found).remove(found)
+
+
+def remove_checkpoints(directory: Path, steps: Container[int], state: TrainState) -> None:
+    """Remove the checkpoints of these steps.
+
+    Args:
+      directory: where they are.
+      steps: the steps.
+      state: a state of the run, which tells whether several processes share the directory.
+    """
+    wait_for_writes(directory)
+    for path in list_checkpoints(directory):
+        if _step_of(path) in steps:
+            backend_of(path).remove(path)
+    if processes.has_state_on_all_processes(state):
+        processes.gather_values([0])  # process 0 has removed them
 
 
 def is_finite(path: Path) -> bool:

@@ -26,6 +26,8 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 EPOCH = "epoch"
 # `count_tokens`: the weight of the loss.
 WEIGHT = "weight"
+# The name in the history of what ended the run.
+STOPPED = "stopped"
 
 # Words in the names of numbers that are the better, the larger they are.
 _RISING = {

@@ -64,11 +64,11 @@ class Progress:
         elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
             self._print_line()
 
-    def say(self, text: str) -> None:
-        """Show a line of text."""
+    def say(self, text: str, *, always: bool = False) -> None:
+        """Show a line of text, `always` also if nothing else is shown."""
         if self.bar is not None:
             self.bar.write(text, file=self.file)
-        elif self.shown:
+        elif self.shown or always:
             print(text, file=self.file, flush=True)
 
     def _print_line(self) -> None:

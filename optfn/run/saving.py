@@ -20,8 +20,8 @@ from optfn.run.checkpoint_directory import is_directory_default
 from optfn.run.evaluation import Evaluator
 from optfn.run.frozen import FrozenParams
 from optfn.run.history import History
-from optfn.run.newest import OtherRun, list_checkpoints
-from optfn.run.options import LoopOptions
+from optfn.run.newest import OtherRun, list_checkpoints, remove_checkpoints
+from optfn.run.options import STOPPED, LoopOptions
 from optfn.run.storage import is_remote, to_path
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
@@ -66,7 +66,7 @@ class Saver:
             return state, history
         found, arrays = restored
         self.batches = position.decode_position(arrays)
-        history.earlier = {k: x for k, x in arrays.items() if k != position.BATCHES}
+        history.earlier = {k: x for k, x in arrays.items() if k not in (position.BATCHES, STOPPED)}
         self.saved = self.resumed = int(found.step)
         if self.saved < begin:
             raise ValueError(
@@ -251,15 +251,33 @@ class Best:
         is_new = not self.evaluator.monitored
         if is_new and (not is_resumed or self.evaluator.has_been_due(int(begun.step))):
             self.evaluator.record_first(begun)
-        found = None if self.directory is None else restore_checkpoint(self.directory, begun)
+        self._read(begun)
+        self.consider(begun)
+
+    def go_on(self, begun: TrainState) -> None:
+        """Forget a state that was kept for a provisional evaluation, and read the one before it."""
+        if not self.is_kept:
+            return
+        if self.directory is not None:
+            remove_checkpoints(self.directory, [int(begun.step)], begun)
+        self.state, self.value = None, self.evaluator.worst
+        self._read(begun)
+
+    def _read(self, begun: TrainState) -> None:
+        """Read the state that an earlier run kept, if there is one."""
+        if self.directory is None:
+            return
+        found = restore_checkpoint(self.directory, begun)
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]
             self.value = self.evaluator.monitored[int(self.state.step)]
-        self.consider(begun)
 
-    def consider(self, state: TrainState) -> None:
-        """Keep a copy of a state, and save it, if it is better than the one kept."""
+    def consider(self, state: TrainState, *, is_provisional: bool = False) -> None:
+        """Keep a copy of a state, and save it, if it is better than the one kept.
+
+        For a provisional evaluation, the state that was kept before stays beside it.
+        """
         if not self.is_kept:
             return
         value = self.evaluator.monitored.get(int(state.step), np.nan)
@@ -267,7 +285,10 @@ class Best:
             # A copy, because the next step overwrites the state.
             self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
-                write_checkpoint(self.directory, state, keep=1, background=True, frozen=self.frozen)
+                keep = 2 if is_provisional else 1
+                write_checkpoint(
+                    self.directory, state, keep=keep, background=True, frozen=self.frozen
+                )
 
     def choose(self, last: TrainState) -> TrainState:
         """Return the kept state, or else the last; warn if a better one was not kept."""
