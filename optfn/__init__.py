@@ -50,6 +50,7 @@ from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.run.checkpoint import load_checkpoint, load_params, restore_checkpoint, save_checkpoint
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
+from optfn.run.shuffled import shuffled
 from optfn.train.inspection import assert_in_place
 from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
@@ -158,6 +159,7 @@ __all__ = [
     "schedules",
     "set_learning_rate",
     "sgd",
+    "shuffled",
     "skip_nonfinite",
     "skip_spikes",
     "sparse",

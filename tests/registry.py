@@ -185,7 +185,7 @@ OTHER_NAMES = {
     "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
     "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "loss_scale",
     "make_train_step", "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute",
-    "restore_checkpoint", "save_checkpoint", "schedules", "set_learning_rate", "sparse",
+    "restore_checkpoint", "save_checkpoint", "schedules", "set_learning_rate", "shuffled", "sparse",
     "state_dict", "summary", "unpack",
 }  # fmt: skip
 

@@ -35,6 +35,13 @@ from optfn.state.placement import specs_over_workers
 _ALIGNMENT, _UNALIGNED = 64, 1 << 18
 
 
+# What helps where a batch cannot be divided.
+REMEDIES_OF_SIZE = (
+    "Drop the batch (optfn.shuffled drops the remainder of an epoch), use another size, or pad it "
+    "with examples of weight 0 and return the loss as an optfn.Mean"
+)
+
+
 def shard_map_step(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, worker_axes: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
@@ -100,7 +107,8 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
             factors += f" times {local_steps} local steps" if local_steps > 1 else ""
             raise ValueError(
                 f"the leading axis of the batch must be divisible by {factors}; "
-                f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}"
+                f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}. "
+                f"{REMEDIES_OF_SIZE}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
         if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):

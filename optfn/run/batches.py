@@ -119,6 +119,7 @@ class Remaining:
 
     def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
         """Return an iterator restored at a position; None if it cannot be restored there."""
+        self._set_epoch(found.epoch)
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
             return None
@@ -151,6 +152,8 @@ class Remaining:
         """
         for epoch in range(self._pass, 1 + (self.epochs or 1)):
             self._pass = epoch
+            if begun is None:
+                self._set_epoch(epoch)
             self._iterator = iter(self.batches) if begun is None else begun
             is_empty, begun = begun is None, None
             for batch in self._iterator:
@@ -163,6 +166,16 @@ class Remaining:
                     f"batches gave no batch in epoch {epoch} of {self.epochs}; with epochs it must "
                     "be something that can be iterated again, such as a list or a DataLoader"
                 )
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Tell a loader, or the sampler of one of torch, the number of its pass, from 0; without
+        `epochs` it decides itself."""
+        if self.epochs is None:
+            return
+        samplers = (getattr(self.batches, name, None) for name in ("sampler", "batch_sampler"))
+        for loader in (self.batches, *samplers):
+            if callable(set_epoch := getattr(loader, "set_epoch", None)):
+                set_epoch(epoch - 1)
 
     def is_epoch_end(self) -> bool:
         """Tell whether the last batch ended one of the epochs, by drawing the next."""

@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -14,6 +14,7 @@ import optax
 from optfn.core import checks
 from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.run.log import Logs
+from optfn.run.shuffled import Shuffled
 from optfn.train.options import StepOptions
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
@@ -34,6 +35,28 @@ _RISING = {
     *("accuracy", "acc", "auc", "auroc", "auprc", "f1", "precision", "recall", "iou", "miou"),
     *("dice", "bleu", "rouge", "psnr", "ssim", "reward", "r2", "ndcg", "mrr"),
 }
+
+
+def _count_examples(batch: Batch) -> int | None:
+    """Return the length of the leading axes of a batch, by the shapes that its arrays have; None
+    if they differ."""
+    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
+    lengths = {shape[0] for shape in shapes if len(shape)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _find_sizes(batches: object) -> set[int]:
+    """Return the numbers of examples of the batches that are known before the first is drawn."""
+    if isinstance(batches, Shuffled):
+        return batches.sizes
+    if isinstance(batches, list | tuple):
+        return {n for n in map(_count_examples, batches) if n}
+    # A DataLoader of torch over a dataset of known length.
+    size, dataset = getattr(batches, "batch_size", None), getattr(batches, "dataset", None)
+    if not isinstance(size, int) or not isinstance(dataset, Sized):
+        return set()
+    last = 0 if getattr(batches, "drop_last", False) else len(dataset) % size
+    return {n for n in (min(size, len(dataset)), last) if n}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +253,7 @@ class FitArguments(LoopOptions):
                 f"epochs={self.epochs} needs batches that can be iterated again, such as a list or "
                 f"a DataLoader; got {checks.show(batches)}, which ends after one pass"
             )
+        self.step.check_batch_sizes(_find_sizes(batches))
 
 
 @dataclasses.dataclass(frozen=True)

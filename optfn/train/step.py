@@ -11,6 +11,7 @@ composed of the same functions (composition.py):
 
 import collections
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.interop.calls import show_transform
@@ -30,6 +32,7 @@ from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.as_placed import AsPlaced
+from optfn.parallel.data_parallel import REMEDIES_OF_SIZE
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.parallel.traffic import warn_if_nothing_compressed
@@ -268,6 +271,24 @@ class TrainStep:
             self._has_run = True
             self._flags.extend(metrics[name] for name in flags if name in metrics)
         return state, metrics
+
+    def check_batch_sizes(self, sizes: Iterable[int]) -> None:
+        """Raise a ValueError unless workers, local steps and microbatches divide these numbers of
+        examples evenly."""
+        workers = 1
+        if self.layout is not None:
+            workers = count_devices(self.layout.mesh, self.layout.data_axes)
+        parts = workers * self.local_steps * self.options.microbatches
+        for size in sizes:
+            if size % parts:
+                words = f"{workers} workers"
+                words += f" × {self.local_steps} local steps" if self.local_steps > 1 else ""
+                if self.options.microbatches > 1:
+                    words += f" × {self.options.microbatches} microbatches"
+                raise ValueError(
+                    f"a batch of {size} examples cannot be divided evenly by {words}. "
+                    f"{REMEDIES_OF_SIZE}"
+                )
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
         """Return a batch on the devices of a state, as a call would place it."""

@@ -103,7 +103,9 @@ def test_an_error_is_raised_at_the_step_of_its_batch(tmp_path):
 def test_a_bad_batch_is_an_error_of_its_step():
     seen = []
     with pytest.raises(ValueError, match="leading axis of the batch must be divisible by the 8"):
-        run([X[0], X[1][:5]], mesh=data_mesh(), callback=lambda n, *_: seen.append(n))
+        # A generator, as the sizes of a list are known before the first step.
+        batches = (x for x in [X[0], X[1][:5]])
+        run(batches, mesh=data_mesh(), callback=lambda n, *_: seen.append(n))
     assert seen == [1]
 
 
