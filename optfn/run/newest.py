@@ -61,7 +61,13 @@ def remove_oldest(path: Path, keep: int) -> None:
     # First: without the checkpoint that replaced it, one that was put aside is a checkpoint again.
     replaced = [x for x in path.parent.glob(f"step_*{ASIDE}") if x not in earlier]
     for found in replaced + unfinished + others + oldest:
-        backend_of(found).remove(found)
+        try:
+            backend_of(found).remove(found)
+        except OSError as error:  # the disk has become read-only, for example
+            words = f"cannot save the state ({error.strerror}): an older checkpoint, which is to be"
+            raise OSError(
+                error.errno, f"{words} removed, stays; all are intact", str(found)
+            ) from error
 
 
 def remove_checkpoints(directory: Path, steps: Container[int], state: TrainState) -> None:

@@ -40,7 +40,7 @@ _RISING = {
 def _count_examples(batch: Batch) -> int | None:
     """Return the length of the leading axes of a batch, by the shapes that its arrays have; None
     if they differ."""
-    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
+    shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
     lengths = {shape[0] for shape in shapes if len(shape)}
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -278,3 +278,20 @@ def test_a_killed_run_ends_bit_identical(tmp_path):
 def newest(directory):
     found = optfn.run.newest.list_checkpoints(directory)
     return int(found[-1].stem[5:]) if found else 0
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    """As on a disk that becomes read-only between the write and the removal."""
+    state = {"w": jnp.arange(3.0)}
+    for step in (1, 2):
+        optfn.save_checkpoint(tmp_path, state, step=step)
+
+    def refuse(self, **_):
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    words = r"cannot save the state \(Read-only file system\): an older checkpoint.*step_000000001"
+    with pytest.raises(OSError, match=words):
+        optfn.save_checkpoint(tmp_path, state, step=3)
+    monkeypatch.undo()
+    assert optfn.load_checkpoint(tmp_path, state)["w"].tolist() == [0, 1, 2]

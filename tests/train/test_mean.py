@@ -432,11 +432,11 @@ def test_a_run_logs_quotients_counts_tokens_and_names_a_step_without_weight(tmp_
     assert '"weight"' in lines[0] and '"evaluation"' in lines[2]
 
 
-def test_count_tokens_by_weight_needs_a_mean():
+def test_count_tokens_by_weight_needs_a_mean(tmp_path):
     with pytest.raises(ValueError, match=r"count_tokens='weight'.*optfn.Mean"):
         optfn.minimize(
             lambda p, b: plain(p, b)[0], optfn.sgd(0.1), PARAMS, [(X, MASK)], progress=False,
-            log="unused.jsonl", count_tokens="weight",
+            log=tmp_path / "log.jsonl", count_tokens="weight",
         )  # fmt: skip
 
 
