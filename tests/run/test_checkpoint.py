@@ -294,4 +294,4 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch
     with pytest.raises(OSError, match=words):
         optfn.save_checkpoint(tmp_path, state, step=3)
     monkeypatch.undo()
-    assert optfn.load_checkpoint(tmp_path, state)["w"].tolist() == [0, 1, 2]
+    assert optfn.restore_checkpoint(tmp_path, state)[0]["w"].tolist() == [0, 1, 2]
