@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
-from optfn.core.types import Batch, Params
+from optfn.core.types import Batch, Params, PyTree
 from optfn.leaves.packed import unpack
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
@@ -20,7 +20,7 @@ from optfn.run.progress import count_examples
 from optfn.sparse.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
-from optfn.train.state_dict import averaged_params
+from optfn.train.state_dict import averaged_model_state, averaged_params
 
 
 class Evaluator:
@@ -140,7 +140,7 @@ class Evaluator:
           ValueError: there are several numbers, and `monitor` does not name one of them.
         """
         assert self.options.evaluate is not None
-        model_state = () if state.model_state is None else (state.model_state,)
+        model_state = () if state.model_state is None else (self._select_model_state(state),)
         params = _select_params(state, self.options.evaluate_average)
         result = self.options.evaluate(to_logical(unpack(params)), *model_state)
         named = _numbers_by_key("evaluate", result)
@@ -159,6 +159,14 @@ class Evaluator:
                 f"got {self.options.monitor!r}"
             )
         return values
+
+    def _select_model_state(self, state: TrainState) -> PyTree:
+        """Return the model state that is evaluated: its average beside averaged params."""
+        average = self.options.evaluate_average
+        if not average:
+            return state.model_state
+        name = average if isinstance(average, str) else None
+        return averaged_model_state(state.opt_state, state.model_state, name)
 
     @property
     def _needs_monitor(self) -> bool:

@@ -37,6 +37,7 @@ from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
 from optfn.wrappers.accumulation import AccumulateState
+from optfn.wrappers.averaging import has_statistics
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -145,10 +146,13 @@ class LocalSteps(NamedTuple):
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
+        model_state = mean_or_first(model_state, workers.axes)
+        if has_statistics(before[1]):
+            extra["model_state"] = model_state
         with jax.named_scope(UPDATE_SCOPE):
             updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
-        after = params, outer, mean_or_first(model_state, workers.axes)
+        after = params, outer, model_state
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         return after, traffic.traffic_metrics(pseudo_gradient, before[1], after[1], workers.axes)
 

@@ -164,6 +164,7 @@ class StepArguments(StepOptions):
     _: dataclasses.KW_ONLY
     model_state: bool = False
     donate: bool = True
+    average_model_state: bool = False
 
     def __post_init__(self) -> None:
         # The only way to set a field of a frozen dataclass: tx of another library is wrapped.
@@ -171,8 +172,11 @@ class StepArguments(StepOptions):
         if self.reduce_dtype is not None:
             dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
             object.__setattr__(self, "reduce_dtype", dtype)
-        for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
+        flags = "has_aux", "model_state", "packed", "shard_tables", "donate", "average_model_state"
+        for name in flags:
             checks.flag(name, getattr(self, name))
+        if self.average_model_state and not self.model_state:
+            raise ValueError("average_model_state=True needs model_state=True")
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
         if self.recompute is not None:

@@ -38,7 +38,7 @@ from optfn.state.per_worker import has_per_worker_state
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
-from optfn.wrappers.averaging import is_average, read_average
+from optfn.wrappers.averaging import is_average, read_average, read_statistics
 
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
@@ -165,6 +165,17 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
+    return read_average(_find_average(opt_state, name), params)
+
+
+def averaged_model_state(opt_state: OptState, model_state: PyTree, name: str | None) -> PyTree:
+    """Return the model state with the average of its floating-point arrays, where a step made with
+    `average_model_state=True` keeps it; else as it is. `name` is as in `averaged_params`."""
+    return read_statistics(_find_average(opt_state, name), model_state)
+
+
+def _find_average(opt_state: OptState, name: str | None) -> OptState:
+    """Return the state of the average with a name, or of the only one."""
     found = dict(state_names.states_with_names(is_average, map_padded(unwrap_padded, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -172,7 +183,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
             f"the state must hold one average{f' named {name!r}' if name else ''}, or name= choose "
             f"one; it holds {', '.join(map(repr, found)) or 'none'}"
         )
-    return read_average(next(iter(chosen.values())), params)
+    return next(iter(chosen.values()))
 
 
 def summary(

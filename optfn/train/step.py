@@ -11,7 +11,7 @@ composed of the same functions (composition.py):
 
 import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks
-from optfn.core.types import Batch, Leaf, Params, PyTree
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.calls import show_transform
 from optfn.jaxprs.constraints import name_refused_constraints
 from optfn.leaves.foreign import check_arrays
@@ -59,6 +59,7 @@ from optfn.train.state import (
     copy_shared,
     replicate_counters,
 )
+from optfn.wrappers.averaging import add_statistics, has_statistics
 
 # Calls whose flags may still be unknown at the next call.
 _STEPS_AHEAD = 3
@@ -156,6 +157,7 @@ class TrainStep:
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
+            opt_state = self._add_statistics(opt_state, model_state, lambda x: x)
             state = TrainState(step, params, opt_state, model_state)
             return replicate_counters(copy_repeated(state))
         layout = layout or self.layout.follow(params)
@@ -166,8 +168,23 @@ class TrainStep:
             params = divide_tables(params, layout.is_table(params), owners)
         opt_state = layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
+        opt_state = self._add_statistics(opt_state, model_state, layout.replicate)
         step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
         return copy_repeated(TrainState(step, params, opt_state, model_state))
+
+    def _add_statistics(
+        self, opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
+    ) -> OptState:
+        """Let the averages in a state average the model state too, if the step is to."""
+        if not self.options.average_model_state:
+            return opt_state
+        added = add_statistics(opt_state, model_state, place)
+        if not has_statistics(added):
+            raise ValueError(
+                "average_model_state=True needs an average in tx: put optfn.exponential_moving_"
+                "average or optfn.model_average last in the chain"
+            )
+        return added
 
     def lower(
         self, params: Params | TrainState, batch: Batch, model_state: PyTree = None
@@ -451,6 +468,9 @@ def make_train_step(options: StepArguments) -> TrainStep:
         arrays are averaged over the workers, and integers are taken from worker 0. If
         `skip_nonfinite` skips the step, the model_state stays as it was.
       donate: whether the step may overwrite the state that you pass.
+      average_model_state: whether the averages in tx (`exponential_moving_average`,
+        `model_average`) average the floating-point arrays of the model state too, with the same
+        weights, as batch statistics belong to params. Averaged params are evaluated with these.
 
     Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;
     and value_fn, a differentiable function from params to the loss on this batch. On a mesh these

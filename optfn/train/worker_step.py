@@ -38,6 +38,7 @@ from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import mask_frozen
+from optfn.wrappers.averaging import has_statistics
 from optfn.wrappers.loss_scale import scale_of
 from optfn.wrappers.nonfinite import select_unless_skipped
 
@@ -133,16 +134,24 @@ def make_worker_step(
             extra["row_updates"] = True
         if values.weight is not None:
             extra["weight"] = values.weight
+        model_state = None
+        if has_statistics(state.opt_state):
+            model_state = _average_model_state(values.model_state, inputs, state, axes)
+            extra["model_state"] = model_state
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        new_model_state = values.model_state
+        skip = None
         if values.weight is not None:
-            updates, opt_state, new_model_state = _skip_without_weight(
-                values.weight, state, (updates, opt_state, new_model_state)
-            )
+            skip = _skips_without_weight(values.weight, state)
+            updates, kept = select_unless_skipped(skip, updates, opt_state, state.opt_state)
+            # Where tables have rows as gradients, the state goes on: the update of a row writes
+            # that row alone, but a choice would write all of them.
+            opt_state = opt_state if may_give_rows(state.opt_state) else kept
         params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = _next_model_state(new_model_state, inputs, state, opt_state, axes)
+        if model_state is None:
+            model_state = _average_model_state(values.model_state, inputs, state, axes)
+        model_state = _keep_skipped_model_state(model_state, state, opt_state, skip)
         metrics = _collect_metrics(loss, aux, opt_state)
         if values.weight is not None:
             # A mean over nothing is no number.
@@ -155,32 +164,21 @@ def make_worker_step(
     return step
 
 
-def _skip_without_weight(
-    weight: jax.Array, state: TrainState, after: tuple[Updates, OptState, PyTree]
-) -> tuple[Updates, OptState, PyTree]:
-    """Return updates, optimizer state and model state after an update; without weight, updates of
-    −0.0 and the states before it.
+def _skips_without_weight(weight: jax.Array, state: TrainState) -> jax.Array:
+    """Tell whether an update is skipped because the loss, a `Mean`, has no weight.
 
-    `accumulate` decides by the weight of all its calls. Where tables have rows as gradients, the
-    state goes on: the update of a row writes that row alone, but a choice would write all of them.
+    `accumulate` decides by the weight of all its calls.
 
     Raises:
       ValueError: optax.MultiSteps averages several gradients; it knows no weights.
     """
-    updates, opt_state, model_state = after
     if find_nodes(optax.MultiStepsState, state.opt_state):
         raise ValueError(
             "optax.MultiSteps takes the plain mean of several gradients, but the loss is an "
             "optfn.Mean, whose calls count by their weights. Use optfn.accumulate"
         )
-    if find_nodes(AccumulateState, state.opt_state):
-        return after
-    skip = weight == 0
-    updates, kept = select_unless_skipped(skip, updates, opt_state, state.opt_state)
-    model_state = jax.tree.map(
-        lambda new, old: jnp.where(skip, old, new), model_state, state.model_state
-    )
-    return updates, opt_state if may_give_rows(state.opt_state) else kept, model_state
+    is_call = bool(find_nodes(AccumulateState, state.opt_state))
+    return jnp.zeros((), jnp.bool_) if is_call else weight == 0
 
 
 def _conjugate(grads: Updates) -> Updates:
@@ -218,25 +216,36 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
     )  # fmt: skip
 
 
-def _next_model_state(
-    new: PyTree, inputs: Inputs, before: TrainState, opt_state: OptState, axes: Axes
-) -> PyTree:
-    """Return the model state of all workers, or the old one if a guard has skipped the step.
+def _average_model_state(new: PyTree, inputs: Inputs, before: TrainState, axes: Axes) -> PyTree:
+    """Return the model state of all workers.
 
     Args:
       new: the model state that the loss of this worker returned.
       inputs: the inputs of this worker's loss.
       before: the state before the step.
-      opt_state: the optimizer's state after the step.
       axes: the mesh axes of the workers; none in a round of local steps.
     """
     restored = restore_unchanged_keys(new, inputs.model_state, before.model_state)
-    model_state = mean_or_first(restored, axes)
+    return mean_or_first(restored, axes)
+
+
+def _keep_skipped_model_state(
+    model_state: PyTree, before: TrainState, opt_state: OptState, skip: jax.Array | None
+) -> PyTree:
+    """Return the new model state, or the old one if the step is skipped.
+
+    Args:
+      model_state: the new model state.
+      before: the state before the step.
+      opt_state: the optimizer's state after the step, in which guards count skipped steps.
+      skip: whether the step is skipped for another reason; None if it is not.
+    """
     counters = _find_skip_counters(opt_state)
-    if not counters or model_state is None:
+    if model_state is None or (not counters and skip is None):
         return model_state
     has_advanced = map(operator.ne, _find_skip_counters(before.opt_state), counters)
-    skipped = functools.reduce(jnp.logical_or, has_advanced)
+    reasons = [*has_advanced] + ([] if skip is None else [skip])
+    skipped = functools.reduce(jnp.logical_or, reasons)
     return jax.tree.map(
         lambda old, new: jnp.where(skipped, old, new), before.model_state, model_state
     )

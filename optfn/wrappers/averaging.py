@@ -6,6 +6,7 @@ average, and changes neither state nor params, so training can continue.
 
 import functools
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,18 +18,22 @@ from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
+from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.transforms.in_place import run_in_passes
 
 
 @traits(link="average", passes_rows=True, made_of_params={"average": "weight"})
 class ExponentialMovingAverageState(NamedTuple):
-    """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
+    """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight.
+
+    statistics: the average of the model state, if a step keeps it; else None.
+    """
 
     step: jax.Array
     weight: jax.Array
     average: Params
+    statistics: PyTree = None
 
 
 @traits(
@@ -37,7 +42,10 @@ class ExponentialMovingAverageState(NamedTuple):
     made_of_params={"sum_1": "num_accumulates", "sum_2": None, "sum_3": "old_num_accumulates"},
 )
 class ModelAverageState(NamedTuple):
-    """State of `model_average`: 12 bytes per parameter and three counters."""
+    """State of `model_average`: 12 bytes per parameter and three counters.
+
+    statistics: the three sums of the model state, if a step keeps them; else None.
+    """
 
     num_updates: jax.Array
     num_accumulates: jax.Array
@@ -45,6 +53,7 @@ class ModelAverageState(NamedTuple):
     sum_1: Params
     sum_2: Params
     sum_3: Params
+    statistics: tuple[PyTree, PyTree, PyTree] | None = None
 
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
@@ -52,6 +61,53 @@ def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     integer leaves are masked."""
     core.check_params_given(name, params)
     return leafwise.keep_inexact(apply_updates(params, updates))
+
+
+def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
+    """Return the floating-point arrays of the model state that a step passes; others are masked."""
+    if "model_state" not in extra:
+        raise ValueError(
+            "an average of the model state needs the new one: call update(..., model_state=)"
+        )
+    return leafwise.keep_inexact(extra["model_state"])
+
+
+def add_statistics(
+    opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
+) -> OptState:
+    """Let each average in a state of step 0 average the model state too, with its own weights.
+
+    Args:
+      opt_state: the state of an optimizer.
+      model_state: the model state, for its structure.
+      place: places new arrays where those of the model state are.
+    """
+
+    def add(x: Any) -> Any:
+        def zeros() -> PyTree:
+            return place(leafwise.zeros_like(leafwise.keep_inexact(model_state)))
+
+        if isinstance(x, ExponentialMovingAverageState):
+            return x._replace(statistics=zeros())
+        return x._replace(statistics=(zeros(), zeros(), zeros())) if is_average(x) else x
+
+    return jax.tree.map(add, opt_state, is_leaf=is_average)
+
+
+def has_statistics(opt_state: OptState) -> bool:
+    """Tell whether an average in a state averages the model state too."""
+    found = jax.tree.leaves(opt_state, is_leaf=is_average)
+    return any(is_average(x) and x.statistics is not None for x in found)
+
+
+def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
+    """Return the model state with the average of its floating-point arrays, if `state` has one."""
+    if state.statistics is None:
+        return model_state
+    if isinstance(state, ExponentialMovingAverageState):
+        return read_average(state._replace(average=state.statistics), model_state)
+    one, two, three = state.statistics
+    return read_average(state._replace(sum_1=one, sum_2=two, sum_3=three), model_state)
 
 
 def _widen_param(p: jax.Array) -> jax.Array:
@@ -105,7 +161,7 @@ def exponential_moving_average(
         p = _widen_param(p)
         return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
-    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
@@ -115,9 +171,13 @@ def exponential_moving_average(
             # This is 1 − d, without the rounding error of d.
             complement = jnp.maximum(1 - decay, 9 / (10 + s))
         _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
+        statistics = state.statistics
+        if statistics is not None:
+            new = _select_statistics(extra)
+            _, statistics = leafwise.apply(rule, new, statistics, d=d, complement=complement)
         weight = (d * state.weight + complement).astype(state.weight.dtype)
         step = core.next_step(state.step)
-        return updates, ExponentialMovingAverageState(step, weight, average)
+        return updates, ExponentialMovingAverageState(step, weight, average, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -194,10 +254,11 @@ def model_average(
         )
 
     def init(params: Params) -> ModelAverageState:
-        sums = (leafwise.zeros_like(leafwise.keep_inexact(params)) for _ in range(3))
-        return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
+        one, two, three = (leafwise.zeros_like(leafwise.keep_inexact(params)) for _ in range(3))
+        counts = core.first_step(), core.first_step(), core.first_step()
+        return ModelAverageState(*counts, one, two, three)
 
-    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
@@ -207,16 +268,24 @@ def model_average(
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
-        sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen_param(p)), p, state.sum_1)[1]
 
         def apply_to_sums(rule: Any) -> Any:
             return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
 
         rules = list(map(apply_to_sums, (_move_to_third, _move_to_second, _clear_first)))
-        carry = sum_1, state.sum_2, state.sum_3
-        sums = run_in_passes(rules, carry, full, close, due=full | close)
+
+        def add(new: PyTree, sum_1: PyTree, sum_2: PyTree, sum_3: PyTree) -> Any:
+            sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen_param(p)), new, sum_1)[1]
+            carry = sum_1, sum_2, sum_3
+            return run_in_passes(rules, carry, full, close, due=full | close)
+
+        one, two, three = add(p, state.sum_1, state.sum_2, state.sum_3)
+        statistics = state.statistics
+        if statistics is not None:
+            statistics = tuple(add(_select_statistics(extra), *statistics))
         old = jnp.where(close, acc, state.old_num_accumulates)
-        return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
+        acc = jnp.where(close, 0, acc)
+        return updates, ModelAverageState(num_updates, acc, old, one, two, three, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
