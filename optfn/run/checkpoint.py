@@ -5,7 +5,8 @@ A checkpoint is written as a whole or not at all.
 
 import functools
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from optfn.run.finiteness import may_keep_last_loss
 from optfn.run.frozen import FrozenParams
 from optfn.run.newest import OtherRun, find_newest, remove_oldest
 from optfn.run.storage import Backend, is_remote, to_path
+from optfn.state.names import arrays_with_names
 from optfn.train.changes import Changes, misfits
 from optfn.train.state import TrainState
+from optfn.train.state_dict import averaged_model_state, averaged_params
+from optfn.wrappers.averaging import find_averages, make_average_template
 
 
 def save_checkpoint(
@@ -233,7 +237,14 @@ def load_checkpoint(
     return loader.warn_of_changes(path, loader.load(to_path(path)))
 
 
-def load_params(path: str | os.PathLike[str], params: Params) -> Params:
+def load_params(
+    path: str | os.PathLike[str],
+    params: Params,
+    *,
+    only: Pattern | None = None,
+    average: bool | str = False,
+    model_state: PyTree = None,
+) -> Any:
     """Return only the parameters in a checkpoint, for inference or to fine-tune them.
 
     If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
@@ -244,38 +255,114 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
       path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
         for the newest intact checkpoint in it.
       params: the parameters of the same model, as a template. The result has its structure, dtypes
-        and shardings.
+        and shardings. With `only`, it may also be a part of the model.
+      only: the params to load, a regular expression that must match a whole path, such as
+        "encoder/.*", or a function path -> bool; the others are taken from `params`.
+      average: whether to return the average of the params (`averaged_params`) that the optimizer
+        kept, or its name, if there are several. With "best", where `keep_best` saves, this is what
+        `evaluate_average` has judged best.
+      model_state: the model state, as a template, to load it as well; with `average`, its average,
+        if the run kept one.
+
+    Returns:
+      The params, or (params, model_state).
 
     Raises:
-      ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes.
-        To load some of them, use `restore_checkpoint(..., only=)`. Or it lacks the frozen params,
-        and `params` has others.
+      ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes;
+        `only` matches none; it has no average, or several and `average` names none; or it lacks the
+        frozen params, and `params` has others.
       FileNotFoundError: there is no checkpoint at `path`.
       TypeError: `params` is a TrainState.
     """
     if isinstance(params, TrainState):
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait_for_writes()
-    # The loader selects params alone; the other fields only make the names of a TrainState.
-    template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
-    loader = Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
+    only = check_pattern("only", only)
+    # The loader selects some names; the step only makes the names of a TrainState.
+    template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState(), model_state)
 
-    def read(path: Path) -> Loaded:
+    def is_chosen(name: str) -> bool:
+        field, _, inner = name.partition("/")
+        if field != "params":
+            return field == "model_state" and model_state is not None
+        if only is None:
+            return True
+        return bool(only(inner)) if callable(only) else re.fullmatch(only, inner) is not None
+
+    def read(path: Path) -> tuple[Loader, Loaded]:
+        loader = Loader(template, only=is_chosen)
+        if average:
+            loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
         missing, extra = (
             list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)
         )
         if wrong := misfits(missing, extra):
-            raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
-        return state, history, Changes([], [], [])
+            hint = "" if only is not None else ". To load some of them, pass only="
+            raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
+        return loader, (state, history, Changes([], [], []))
 
     place = to_path(path)
+    if only is not None and not any(is_chosen(f"params/{p}") for p in tree.paths(params)):
+        raise ValueError(
+            f"load_params: only={only!r} matches no path of params; it has "
+            f"{tree.list_names(tree.array_paths(params))}"
+        )
     found = find_newest(place, read)
     if found is None:
         if not place.exists() or (place.is_dir() and not any(place.iterdir())):
             raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
         found = place, read(place)
-    return loader.warn_of_changes(*found)[0].params
+    at, (loader, loaded) = found
+    state = loader.warn_of_changes(at, loaded)[0]
+    values, statistics = state.params, state.model_state
+    if average:
+        values = averaged_params(state.opt_state, values)
+        statistics = averaged_model_state(state.opt_state, statistics, None)
+    return values if model_state is None else (values, statistics)
+
+
+def _with_average(
+    loader: Loader, path: Path, average: bool | str, is_chosen: Callable[[str], bool]
+) -> Loader:
+    """Return a loader that also loads the average in a checkpoint.
+
+    Args:
+      loader: a loader of params.
+      path: the checkpoint.
+      average: True, or the name of the average.
+      is_chosen: tells whether an array of the params or the model state is loaded.
+
+    Raises:
+      ValueError: the checkpoint has no average, or several and `average` names none of them.
+    """
+    names = {*loader.list_names(path)}
+    found = find_averages(names)
+    if isinstance(average, str):
+        found = [name for name in found if f"/{average}/" in f"/{name}/"]
+    if len(found) != 1:
+        raise ValueError(
+            f"load_params: average={average!r} must tell one average in {path}; it has "
+            f"{tree.list_names(found) or 'none'}"
+        )
+    (name,) = found
+    given = loader.template
+    state = make_average_template(
+        name,
+        [x.removeprefix(f"{name}/") for x in names if x.startswith(f"{name}/")],
+        tree.map_named(
+            lambda p, x: x if is_chosen(f"params/{p}") else optax.MaskedNode(), given.params
+        ),
+        given.model_state,
+    )
+    head = name.rpartition("/")[0]
+    template = given._replace(opt_state=state)
+    wanted = {x for x, _ in arrays_with_names(state)}
+    return loader._replace(
+        template=template,
+        only=lambda name: is_chosen(name) or name in wanted,
+        prefix=f"{head}/" if head else "",
+    )
 
 
 def restore_checkpoint(

@@ -57,11 +57,21 @@ def to_key_data(x: Leaf) -> Leaf:
 
 
 class Loader(NamedTuple):
-    """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`."""
+    """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`.
+
+    prefix: words in front of names of the checkpoint that the names of the template lack.
+    """
 
     template: PyTree
     strict: bool = True
     only: Pattern | None = None
+    prefix: str = ""
+
+    def list_names(self, path: Path) -> list[str]:
+        """Return the names of the arrays in a checkpoint, of which none is read."""
+        like = jax.tree.map(to_key_data, self.template)
+        saved = backend_of(path).read(path, like, lambda name: False)
+        return [_public_name(name) for name in saved if not _is_beside(name)]
 
     def load(self, path: Path) -> Loaded:
         """Return (state, history, changes of names) of the checkpoint at a path.
@@ -78,6 +88,7 @@ class Loader(NamedTuple):
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
         saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
+        saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
         names = [name for name in saved if not _is_beside(name)]
         chosen = {*filter(self.is_selected, names)}
         if not chosen:
@@ -102,13 +113,21 @@ class Loader(NamedTuple):
             if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
                 hint = ". It has a TrainState; load_params loads the parameters alone"
             raise OtherRun(f"{path} is from another run: {error}{hint}") from error
+        if self.only is not None and not changes.carried:
+            hint = ""
+            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
+                hint = ". It has a TrainState; load_params(path, params, only=) loads some params"
+            raise OtherRun(
+                f"only={self.only!r} matches {list_names([*map(_public_name, chosen)])} in {path}, "
+                f"but no name of the template is among them{hint}"
+            )
         left_out = [name for name in names if name not in chosen]
         lists = changes.carried, changes.new, [*changes.dropped, *left_out]
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded."""
-        name = _public_name(name)
+        name = _public_name(name.removeprefix(self.prefix))
         if callable(self.only):
             return bool(self.only(name))
         return self.only is None or re.fullmatch(self.only, name) is not None

@@ -23,7 +23,9 @@ _UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-
 
 
 class OtherRun(ValueError):
-    """A checkpoint is intact, but from another run."""
+    """A checkpoint is intact, but from another run. A traceback shows it as a ValueError."""
+
+    __module__, __qualname__ = "builtins", "ValueError"
 
 
 def backend_of(path: Path) -> Backend:

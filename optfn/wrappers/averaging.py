@@ -6,12 +6,13 @@ average, and changes neither state nor params, so training can continue.
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from optfn import core
 from optfn.compilers import xla
@@ -328,3 +329,53 @@ def read_average(state: OptState, params: Params) -> Params:
     if len(tree.leaves(sums[0])) != len(tree.leaves(params)):
         raise ValueError("averaged_params: the average was made for other params")
     return tree.map_named(read, params, *sums)
+
+
+_COUNTERS = {"exponential_moving_average": "step", "model_average": "num_updates"}
+
+
+def find_averages(names: Collection[str]) -> list[str]:
+    """Return the names of the states of averages among the names of a checkpoint's arrays."""
+    return sorted(
+        name.removesuffix(f"/{counter}")
+        for label, counter in _COUNTERS.items()
+        for name in names
+        if f"/{name}".endswith(f"/{label}/{counter}")
+    )
+
+
+def make_average_template(
+    name: str, arrays: Collection[str], params: Params, model_state: PyTree
+) -> OptState:
+    """Return the state of an average of step 0 for the arrays that a checkpoint has of it.
+
+    Args:
+      name: the name of the state, such as "exponential_moving_average".
+      arrays: the names of its arrays, without the name in front.
+      params: the params, masked where no average is wanted.
+      model_state: the model state; None if it is not wanted.
+    """
+
+    def zeros(field: str, of: PyTree) -> PyTree:
+        def zero(place: tree.Place, x: Leaf) -> Leaf:
+            if tree.is_masked(x) or f"{field}/{place}".rstrip("/") not in arrays:
+                return optax.MaskedNode()
+            wide = jnp.zeros(jnp.shape(x), numerics.accumulator_dtype(x.dtype))
+            on_mesh = isinstance(getattr(x, "sharding", None), NamedSharding)
+            return jax.device_put(wide, x.sharding) if on_mesh else wide
+
+        return tree.map_named(zero, of)
+
+    def fields(first: str) -> PyTree:
+        has_any = any(x.startswith(f"{first}/") for x in arrays)
+        return zeros(first, model_state) if has_any and model_state is not None else None
+
+    count = core.first_step()
+    if name.endswith("exponential_moving_average"):
+        weight = jnp.zeros((), numerics.scalar_dtype())
+        average = zeros("average", params)
+        return ExponentialMovingAverageState(count, weight, average, fields("statistics"))
+    one, two, three = (zeros(f"sum_{i}", params) for i in (1, 2, 3))
+    sums = fields("statistics/0"), fields("statistics/1"), fields("statistics/2")
+    statistics = sums if sums[0] is not None else None
+    return ModelAverageState(count, count, count, one, two, three, statistics)

@@ -30,13 +30,17 @@ def test_signatures_and_help_have_every_argument(name):
     assert "**" not in text.partition("Args:")[2].partition("\n\n")[0]
 
 
+# What `minimize` decides by its own arguments.
+OF_THE_STEP = {"model_state", "donate", "average_model_state"}
+
+
 def test_minimize_has_the_options_of_a_step_and_of_the_loop():
     def defaults(function):
         found = inspect.signature(function).parameters
         return {k: p.default for k, p in found.items() if p.kind is p.KEYWORD_ONLY}
 
     step, loop = defaults(optfn.make_train_step), defaults(optfn.fit)
-    assert defaults(StepOptions) == {k: step[k] for k in step.keys() - {"model_state", "donate"}}
+    assert defaults(StepOptions) == {k: step[k] for k in step.keys() - OF_THE_STEP}
     assert defaults(LoopOptions) == loop
     assert defaults(optfn.minimize) == defaults(StepOptions) | loop | {"model_state": None}
 

@@ -1,0 +1,115 @@
+"""`load_params`: a part of a model, the average that was judged best, the model state."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from optfn.distributed import data_mesh
+
+X = np.random.default_rng(0).normal(size=(8, 16, 8)).astype(np.float32)
+PARAMS = {"student": {"w": jnp.full((8, 8), 0.1)}, "head": jnp.ones(8)}
+STATE = {"mean": jnp.zeros(8), "count": jnp.zeros((), jnp.int32)}
+
+
+def loss(params, state, x):
+    h = x @ params["student"]["w"]
+    new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(h, 0), "count": state["count"] + 1}
+    return jnp.mean((h @ params["head"] - 1.0) ** 2), jax.lax.stop_gradient(new)
+
+
+AVERAGES = {
+    "ema": lambda: optfn.chain(optfn.adam(0.05), optfn.exponential_moving_average(0.8)),
+    "window": lambda: optfn.chain(optfn.adam(0.05), optfn.model_average(1.0)),
+    "in accumulate": lambda: optfn.accumulate(
+        optfn.chain(optfn.adam(0.05), optfn.exponential_moving_average(0.8)), 2
+    ),
+    "frozen": lambda: optfn.chain(
+        optfn.adam(0.05, param_attrs={"head": optfn.ParamAttr(trainable=False)}),
+        optfn.exponential_moving_average(0.8),
+    ),
+}
+WAYS = {"file": {}, "directory": {"shard": "params"}}
+
+
+def run(directory, tx, **options):
+    if "shard" in options:
+        options["mesh"] = data_mesh()
+    seen = []
+
+    def evaluate(params, state):
+        # A copy of what is judged; the second evaluation is the best.
+        seen.append(jax.device_get((params, state)))
+        return abs(len(seen) - 2.0)
+
+    state, _ = optfn.minimize(
+        loss, tx, PARAMS, X, model_state=STATE, progress=False, checkpoint=directory,
+        evaluate=evaluate, evaluate_every=2, evaluate_average=True, keep_best=True, **options,
+    )  # fmt: skip
+    return state, seen
+
+
+def assert_same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_the_average_that_was_judged_best(kind, way, tmp_path):
+    _, seen = run(tmp_path, AVERAGES[kind](), **WAYS[way])
+    best = tmp_path / "best"
+    assert_same(optfn.load_params(best, PARAMS, average=True), seen[1][0])
+    assert_same(optfn.load_params(best, PARAMS, average=True, model_state=STATE), seen[1])
+
+
+def test_model_state_without_an_average(tmp_path):
+    run(tmp_path, AVERAGES["ema"]())
+    params, model_state = optfn.load_params(tmp_path, PARAMS, model_state=STATE)
+    last = optfn.restore_checkpoint(tmp_path, optfn.make_train_step(
+        loss, AVERAGES["ema"](), model_state=True, average_model_state=True
+    ).init(PARAMS, STATE))[0]  # fmt: skip
+    assert_same(params, last.params)
+    assert_same(model_state, last.model_state)
+    assert int(model_state["count"]) == len(X)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_part_of_a_model(average, tmp_path):
+    run(tmp_path, AVERAGES["ema"]())
+    whole = optfn.load_params(tmp_path, PARAMS, average=average)
+    part = optfn.load_params(
+        tmp_path, {"student": {"w": jnp.zeros((8, 8))}}, only="student/.*", average=average
+    )
+    assert_same(part, {"student": whole["student"]})
+    rest = {"student": {"w": jnp.zeros((8, 8))}, "head": jnp.full(8, 7.0)}
+    found = optfn.load_params(tmp_path, rest, only="student/w", average=average)
+    assert_same(found, {"student": whole["student"], "head": rest["head"]})
+
+
+ERRORS = {
+    "nothing": ({"only": "teacher/.*"}, "only='teacher/.*' matches no path of params; it has"),
+    "a part": ({}, "not expected 'params/head'.*pass only="),
+    "no average": ({"average": "model_average", "only": "student/.*"}, "it has none"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_cannot_be_loaded_is_an_error(kind, tmp_path):
+    run(tmp_path, AVERAGES["ema"]())
+    options, words = ERRORS[kind]
+    with pytest.raises(ValueError, match=words):
+        optfn.load_params(tmp_path, {"student": {"w": jnp.zeros((8, 8))}}, **options)
+
+
+def test_restoring_what_the_template_does_not_have_is_an_error(tmp_path):
+    """The names of a TrainState are not those of a dict of params: nothing would be loaded."""
+    run(tmp_path, AVERAGES["ema"]())
+    template = {"params": {"student": {"w": jnp.zeros((8, 8))}}}
+    words = r"no name of the template.*load_params\(path, params, only=\)"
+    with pytest.raises(ValueError, match=words) as caught:
+        optfn.restore_checkpoint(tmp_path, template, only="params/student/.*")
+    assert re.fullmatch("ValueError", type(caught.value).__qualname__)
+    assert type(caught.value).__module__ == "builtins"
