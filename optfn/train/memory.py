@@ -1,6 +1,7 @@
 """A plan of a training step: the bytes that each device keeps and sends, by way of sharding."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
@@ -103,8 +104,8 @@ def plan_memory(
         batch) -> (loss, model_state). It is traced, to find which leaves a scan gathers layer by
         layer, and which lines gather a leaf whole. None: each `Stacked` counts as scanned once, and
         each other leaf as gathered whole; its gradient counts whole.
-      batch: the batch for `loss_fn` of one device, arrays or their shapes. (`TrainStep.lower` takes
-        the batch of all devices.)
+      batch: the batch of all devices, arrays or their shapes, as for `TrainStep.lower`. `loss_fn`
+        is traced with the examples of one microbatch of a device, rounded up.
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
 
     Raises:
@@ -132,6 +133,8 @@ def plan_memory(
     looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
     gathers: dict[str, LeafGathers] = {}
     if loss_fn is not None and not (once or value_and_grad):
+        parts = count_devices(mesh, layout.data_axes) * microbatches * local_steps
+        batch = jax.tree.map(functools.partial(_take_part, parts), batch)
         arguments = [batch] if model_state is None else [model_state, batch]
         gathers = find_gathers(loss_fn, params, arguments, layout)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
@@ -164,6 +167,14 @@ def plan_memory(
         _find_gathered(state, layout.mark_stacked(params), grad_specs),
         {path: x.whole for path, x in gathers.items() if x.whole is not None},
     )
+
+
+def _take_part(parts: int, x: Leaf) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a part of an array's examples; a scalar has no parts."""
+    shape = jnp.shape(x)
+    first = [-(-shape[0] // parts)] if shape else []
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    return jax.ShapeDtypeStruct((*first, *shape[1:]), dtype)
 
 
 def _choose_init(

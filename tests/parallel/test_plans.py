@@ -155,3 +155,24 @@ def test_a_summary_has_the_placement_of_tables():
     table, rest = text.splitlines()[2:4]
     assert "(data,)" in table and table.endswith(str(3 * 64 * 4 * 4 // 8))
     assert "whole" in rest and rest.endswith(str(3 * 3 * 4))
+
+
+def test_the_batch_of_a_plan_is_that_of_all_devices():
+    """As for `TrainStep.lower`; the loss is traced with the examples of a device's microbatch."""
+    seen = []
+
+    def loss(params, batch):
+        x, scale = batch
+        seen.append((x.shape, x.dtype, scale.shape))
+        return jnp.mean(x @ params["w"]) * scale
+
+    params, batch = {"w": jnp.ones((8, 8))}, (jnp.ones((64, 8), jnp.bfloat16), jnp.ones(()))
+    options = {"mesh": data_mesh(8), "shard": "params", "loss_fn": loss}
+    plan_memory(optfn.sgd(0.1), params, batch=batch, microbatches=2, **options)
+    assert {*seen} == {((4, 8), jnp.dtype(jnp.bfloat16), ())}
+    step = optfn.make_train_step(
+        loss, optfn.sgd(0.1), mesh=data_mesh(8), shard="params", microbatches=2
+    )
+    seen.clear()
+    step.lower(params, batch)
+    assert {*seen} == {((4, 8), jnp.dtype(jnp.bfloat16), ())}
