@@ -34,6 +34,7 @@ from optfn.core.protocol import first_step as first_step
 from optfn.core.protocol import links_of as links_of
 from optfn.core.protocol import next_step as next_step
 from optfn.core.protocol import record_call as record_call
+from optfn.core.protocol import returns_transformation as returns_transformation
 from optfn.core.protocol import rule as rule
 from optfn.core.protocol import stateless as stateless
 from optfn.core.protocol import strip_boundary as strip_boundary

@@ -15,6 +15,7 @@ crosses one boundary per optimizer; in a `chain` of your own, each link keeps it
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, cast
 
@@ -145,6 +146,15 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
 
+def returns_transformation(make: Callable[P, T]) -> Callable[P, T]:
+    """Let `help` and annotations say that a wrapped factory returns one transformation of optax."""
+    returned = optax.GradientTransformationExtraArgs
+    make.__annotations__ = {**make.__annotations__, "return": returned}
+    signature = inspect.signature(make).replace(return_annotation=returned)
+    cast("Any", make).__signature__ = signature
+    return make
+
+
 def record_call(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
@@ -155,7 +165,7 @@ def record_call(
         made = call_factory(factory, args, kwargs)
         return describe(made, call=(factory.__name__, args, kwargs), module=factory.__module__)
 
-    return make
+    return returns_transformation(make)
 
 
 class Factory(Protocol[P]):
@@ -195,7 +205,7 @@ def transform(
             made, call = make_unchecked(*args, **kwargs), (name, args, kwargs)
             return with_boundary(name, made, call=call, module=factory.__module__)
 
-        factory_of_both = cast("Factory[P]", make)
+        factory_of_both = cast("Factory[P]", returns_transformation(make))
         factory_of_both.unchecked = make_unchecked
         return factory_of_both
 

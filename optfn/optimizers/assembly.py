@@ -62,7 +62,7 @@ def optimizer(
 
     # Python 3.13 removes the indentation of docstrings, earlier versions don't.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
-    return make
+    return core.returns_transformation(make)
 
 
 def _check_optional(

@@ -1,12 +1,14 @@
 """The shape of the project: imports one way, public names, docstrings, README."""
 
 import ast
+import contextlib
 import doctest
 import graphlib
 import importlib
 import inspect
 import operator
 import pkgutil
+import pydoc
 import re
 import subprocess
 import tomllib
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import pytest
 import registry
 from catalogue import OPTIMIZERS, Entry
@@ -233,3 +236,33 @@ def test_the_code_uses_the_words_of_the_glossary():
     assert len(words) == len(set(words)) > 30
     for path in sorted((ROOT / "optfn").rglob("*.py")):
         assert not re.search(IMAGES, path.read_text()), path
+
+
+PUBLIC = [
+    (module.__name__, name)
+    for module in (optfn, optfn.schedules, optfn.sparse, optfn.distributed)
+    for name in module.__all__
+    if callable(getattr(module, name))
+]
+
+
+@pytest.mark.parametrize("name", registry.ALL)
+def test_help_says_that_a_factory_returns_one_transformation(name):
+    """The annotated type is the type of what a call returns."""
+    entry = registry.ALL[name]
+    factory = operator.attrgetter(entry.name)(optfn)
+    made = entry.make()
+    for annotated in (
+        factory.__annotations__["return"], inspect.signature(factory).return_annotation
+    ):  # fmt: skip
+        assert annotated is optax.GradientTransformationExtraArgs
+    assert isinstance(made, annotated)
+    text = pydoc.plain(pydoc.render_doc(factory))
+    assert "Unchecked" not in text and "-> optax" in text
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_no_signature_shows_a_name_that_is_not_public(module, name):
+    public = operator.attrgetter(name)(importlib.import_module(module))
+    with contextlib.suppress(ValueError):  # a class without a signature
+        assert not re.search(r"Unchecked|optfn[\w.]*\._\w", str(inspect.signature(public)))
