@@ -22,13 +22,13 @@ from optfn.leaves.selection import Selection, restrict
 P = ParamSpec("P")
 
 
-class _Inherit:
+class Inherit:
     def __repr__(self) -> str:
         return "<inherit>"
 
 
 # Not None, which means no regularization.
-INHERIT = _Inherit()
+INHERIT = Inherit()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ParamAttr:
     """
 
     learning_rate: float = 1.0
-    regularization: optax.GradientTransformation | _Inherit | None = INHERIT
+    regularization: optax.GradientTransformation | Inherit | None = INHERIT
     need_clip: bool = True
     trainable: bool = True
     stacked: int = 0
