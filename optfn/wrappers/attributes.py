@@ -23,6 +23,8 @@ P = ParamSpec("P")
 
 
 class Inherit:
+    """The default of an attribute that the optimizer's own argument gives."""
+
     def __repr__(self) -> str:
         return "<inherit>"
 
