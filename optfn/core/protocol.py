@@ -148,10 +148,9 @@ def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
 
 def returns_transformation(make: Callable[P, T]) -> Callable[P, T]:
     """Let `help` and annotations say that a wrapped factory returns one transformation of optax."""
-    returned = optax.GradientTransformationExtraArgs
-    make.__annotations__ = {**make.__annotations__, "return": returned}
-    signature = inspect.signature(make).replace(return_annotation=returned)
-    cast("Any", make).__signature__ = signature
+    one, signature = optax.GradientTransformationExtraArgs, inspect.signature(make)
+    make.__annotations__ = make.__annotations__ | {"return": one}
+    cast("Any", make).__signature__ = signature.replace(return_annotation=one)
     return make
 
 
@@ -205,9 +204,8 @@ def transform(
             made, call = make_unchecked(*args, **kwargs), (name, args, kwargs)
             return with_boundary(name, made, call=call, module=factory.__module__)
 
-        factory_of_both = cast("Factory[P]", returns_transformation(make))
-        factory_of_both.unchecked = make_unchecked
-        return factory_of_both
+        cast("Any", make).unchecked = make_unchecked
+        return cast("Factory[P]", returns_transformation(make))
 
     return decorate
 

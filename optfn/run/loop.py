@@ -1,7 +1,7 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from optfn.train.step import make_train_step, wait_on_cpus
 
 
 @accept_fields(MinimizeArguments)
-def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, Any]]:
+def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train a model: take a step for each batch, and return the final state and a history.
 
         step = make_train_step(loss_fn, tx, …)
@@ -59,7 +59,7 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, Any]]:
 
 
 @accept_fields(FitArguments)
-def fit(options: FitArguments) -> tuple[TrainState, dict[str, Any]]:
+def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train with a step that you made, from a state of it: take one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the current step. That step is evaluated and saved as the
@@ -146,7 +146,7 @@ class _Run:
         epochs = self.history.earlier.get("epoch", np.zeros(0))
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
-    def finish(self) -> tuple[TrainState, dict[str, Any]]:
+    def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Take all steps; return the last state, or the best one, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
@@ -187,8 +187,9 @@ class _Run:
                 bar.say(page.end, always=True)
             elif self.n == self.saver.resumed:
                 bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
-        history: dict[str, Any] = self.history.arrays()
-        history[STOPPED] = self._name_end(interrupt.name)
+        history = self.history.arrays()
+        # A scalar of NumPy, which is a str too.
+        history[STOPPED] = cast("Any", np.str_(self._name_end(interrupt.name)))
         return self.best.choose(self.state), history
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:

@@ -290,21 +290,16 @@ class TrainStep:
         return state, metrics
 
     def check_batch_sizes(self, sizes: Iterable[int]) -> None:
-        """Raise a ValueError unless workers, local steps and microbatches divide these numbers of
-        examples evenly."""
-        workers = 1
-        if self.layout is not None:
-            workers = count_devices(self.layout.mesh, self.layout.data_axes)
-        parts = workers * self.local_steps * self.options.microbatches
+        """Raise a ValueError unless workers and local steps divide these numbers of examples."""
+        if self.layout is None:
+            return
+        workers = count_devices(self.layout.mesh, self.layout.data_axes)
         for size in sizes:
-            if size % parts:
-                words = f"{workers} workers"
-                words += f" × {self.local_steps} local steps" if self.local_steps > 1 else ""
-                if self.options.microbatches > 1:
-                    words += f" × {self.options.microbatches} microbatches"
+            if size % (workers * self.local_steps):
+                steps = f" × {self.local_steps} local steps" if self.local_steps > 1 else ""
                 raise ValueError(
-                    f"a batch of {size} examples cannot be divided evenly by {words}. "
-                    f"{REMEDIES_OF_SIZE}"
+                    f"a batch of {size} examples cannot be divided evenly by {workers} workers"
+                    f"{steps}. {REMEDIES_OF_SIZE}"
                 )
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:

@@ -83,7 +83,8 @@ def test_leaves_of_bfloat16_are_sent_in_float32():
 def test_nothing_is_said_where_it_is_not_known():
     """exchange(None) does not count its exchanges; an optimizer that does not exchange is quiet."""
     for tx in (optfn.chain(exchange(None), optfn.sgd(0.1)), optfn.sgd(0.1)):
-        assert history(tx, 1, progress=False).keys() == {"loss", "learning_rate"}
+        found = history(tx, 1, progress=False)
+        assert found.keys() == {"loss", "learning_rate", "stopped"}
 
 
 def test_sizes():

@@ -76,6 +76,7 @@ def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
     values = iter([3.0, 0.5, 2.0])
     _, history = run(evaluate=lambda p: {"a&$^$": next(values)}, evaluate_every=5, report=path)
     page, facts = read(path)
+    assert history.pop("stopped") == "batches"
     for name, column in history.items():
         if name == "evaluation_step":
             assert name not in facts
@@ -270,7 +271,7 @@ def test_scalars_go_to_a_writer(writer):
     for name, value, step in writer.scalars:
         by_name[name].append((step, value))
     assert by_name.pop("evaluation") == [(2, 7.0), (4, 7.0)]
-    assert by_name.keys() == history.keys() - {"evaluation", "evaluation_step"}
+    assert by_name.keys() == history.keys() - {"evaluation", "evaluation_step", "stopped"}
     for name, points in by_name.items():
         assert points == [(n + 1, x) for n, x in enumerate(history[name].tolist())]
     assert writer.flushed == 1

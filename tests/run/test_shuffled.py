@@ -139,8 +139,6 @@ def test_a_batch_that_the_workers_do_not_divide_names_the_remedies_before_the_fi
     words = r"batch of 3 examples cannot.*8 workers.*Drop.*another size.*weight 0.*optfn\.Mean"
     with pytest.raises(ValueError, match=words):
         run(UNEVEN[kind](), mesh=data_mesh(8), partitioner=partitioner, stop=1)
-    with pytest.raises(ValueError, match=r"4 microbatches"):
-        run(UNEVEN[kind](), microbatches=4, stop=1)
 
 
 BAD = [
