@@ -132,7 +132,8 @@ def memory(within):
     plan = distributed.plan_memory(
         optfn.adam(1e-2), arrays()["layers"], devices(), shard="params", loss_fn=scan_loss, batch=X
     )
-    return np.float64(plan.kept), np.float64(plan.gradients), np.float64(plan.sent)
+    # Not what is kept: a rate has 8 bytes under x64.
+    return np.float64(plan.gradients), np.float64(plan.sent)
 
 
 def wrapped():
@@ -270,12 +271,9 @@ SETTINGS = {
     "leaks": Setting(lambda: configured(jax_check_tracer_leaks=True)),
     "transfers": Setting(within=transfers_refused),
 }
-NEW_DERIVATIVES = [
-    name
-    for name in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
-    if hasattr(jax.config, name)
-]
-if NEW_DERIVATIVES:
+# In JAX 0.10 they are not all there, and custom derivatives may not close over traced values.
+NEW_DERIVATIVES = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+if all(hasattr(jax.config, name) for name in NEW_DERIVATIVES):
     SETTINGS["new derivatives"] = Setting(
         lambda: configured(**dict.fromkeys(NEW_DERIVATIVES, True)), tolerance=1e-5
     )
