@@ -166,7 +166,7 @@ def test_the_formulas_of_the_bytes():
 @pytest.mark.nightly  # test_selection.py has smaller ones
 def test_the_selection_at_large_sizes():
     """With blocks of several entries, candidates, and the fallback where there are too many."""
-    x = normal(0, *40_000)
+    x = normal(0, 40_000)
     many = x.copy()
     many[::256] += 100  # all in one block of each chunk's strided blocks, or next to it
     many[1::256] += 90
