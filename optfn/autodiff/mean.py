@@ -82,9 +82,24 @@ def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
     totals, weights = lax.stop_gradient((total, weight))
     if axes:
         totals, weights = lax.psum((totals, weights), axes)
-    divisor = nonzero(weights)
-    count = axis_size(axes) if axes else 1
-    return _divide(total, weight, divisor / count, totals / divisor), weights
+    quotient = totals / nonzero(weights)
+    return _divide(total, weight, _divisor_of_share(weights, axes), quotient), weights
+
+
+def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
+    """Return what a device's own quotient, total/weight, is multiplied by for its share.
+
+    Args:
+      mean: the device's mean.
+      weights: the sum of the weights, as `take_share` returns it.
+      axes: the axes of the devices.
+    """
+    return mean.weight.astype(weights.dtype) / _divisor_of_share(weights, axes)
+
+
+def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
+    """Return the mean weight of the devices along some axes."""
+    return nonzero(weights) / (axis_size(axes) if axes else 1)
 
 
 @jax.custom_vjp

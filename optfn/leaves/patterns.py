@@ -97,6 +97,13 @@ def _find_packed_names(tree: PyTree) -> Iterator[str]:
     return (path for node in nodes for path in node.layout.paths)
 
 
+def matches(pattern: Pattern | None, name: str) -> bool:
+    """Tell whether a pattern selects a name; None selects all."""
+    if callable(pattern):
+        return bool(pattern(name))
+    return pattern is None or re.fullmatch(pattern, name) is not None
+
+
 def check_pattern(argument: str, pattern: object) -> Pattern | None:
     """Return `pattern` if it is a pattern or None; else raise an error that names `argument`."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):

@@ -5,7 +5,6 @@ A checkpoint is written as a whole or not at all.
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params, PyTree
-from optfn.leaves.patterns import Pattern, check_pattern
+from optfn.leaves.patterns import Pattern, check_pattern, matches
 from optfn.parallel import processes
 from optfn.run.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
 from optfn.run.checkpoint_directory import OrbaxDirectory, is_directory_default
@@ -283,11 +282,9 @@ def load_params(
 
     def is_chosen(name: str) -> bool:
         field, _, inner = name.partition("/")
-        if field != "params":
-            return field == "model_state" and model_state is not None
-        if only is None:
-            return True
-        return bool(only(inner)) if callable(only) else re.fullmatch(only, inner) is not None
+        if field == "params":
+            return matches(only, inner)
+        return field == "model_state" and model_state is not None
 
     def read(path: Path) -> tuple[Loader, Loaded]:
         loader = Loader(template, only=is_chosen)

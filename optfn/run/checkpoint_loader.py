@@ -1,6 +1,5 @@
 """Reading of checkpoints: arrays of a file or a directory in the place of a template's."""
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +10,7 @@ from optfn.core import checks, tree
 from optfn.core.tree import is_key, list_names
 from optfn.core.types import Leaf, PyTree
 from optfn.leaves.foreign import check_arrays
-from optfn.leaves.patterns import Pattern
+from optfn.leaves.patterns import Pattern, matches
 from optfn.run.checkpoint_directory import ENTRIES
 from optfn.run.frozen import FROZEN, compare_frozen, select_frozen
 from optfn.run.newest import OtherRun, backend_of
@@ -100,6 +99,7 @@ class Loader(NamedTuple):
             self.template, {k: x for k, x in saved.items() if x is not None}
         )
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
+        is_of_a_run = f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState)
         decoded = DecodedArrays(found)
         history = {k.removeprefix(HISTORY): decoded[k] for k in found if k.startswith(HISTORY)}
         try:
@@ -110,13 +110,12 @@ class Loader(NamedTuple):
             )
         except ValueError as error:
             hint = _remedy(error)
-            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
+            if is_of_a_run:
                 hint = ". It has a TrainState; load_params loads the parameters alone"
             raise OtherRun(f"{path} is from another run: {error}{hint}") from error
         if self.only is not None and not changes.carried:
-            hint = ""
-            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
-                hint = ". It has a TrainState; load_params(path, params, only=) loads some params"
+            hint = ". It has a TrainState; load_params(path, params, only=) loads some params"
+            hint = hint if is_of_a_run else ""
             raise OtherRun(
                 f"only={self.only!r} matches {list_names([*map(_public_name, chosen)])} in {path}, "
                 f"but no name of the template is among them{hint}"
@@ -127,10 +126,7 @@ class Loader(NamedTuple):
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded."""
-        name = _public_name(name.removeprefix(self.prefix))
-        if callable(self.only):
-            return bool(self.only(name))
-        return self.only is None or re.fullmatch(self.only, name) is not None
+        return matches(self.only, _public_name(name.removeprefix(self.prefix)))
 
     def _is_read(self, name: str) -> bool:
         """Tell whether an array is read: an entry beside the state always, else if it is selected.

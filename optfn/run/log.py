@@ -158,16 +158,17 @@ class _Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that resumes writes the steps after its checkpoint again.
         lines = path.read_text().splitlines() if done and path.exists() else []
-        self.earlier = [line for line in lines if _is_earlier(line, done)]
-        self.file = path.open("w")
-        self.file.writelines(f"{line}\n" for line in self.earlier)
+        self.file = path.open("w+")
+        self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
 
     def drop_evaluation(self, n: int) -> None:
-        """Take the evaluation of step n out of the earlier lines, before a line is written."""
-        rows = map(json.loads, self.earlier)
+        """Take the evaluation of step n out of the file, before a line is written."""
+        self.file.seek(0)
+        lines = self.file.read().splitlines()
         self.file.seek(0)
         self.file.truncate()
-        for line, row in zip(self.earlier, rows, strict=True):
+        for line in lines:
+            row = json.loads(line)
             kept = {k: x for k, x in row.items() if not k.startswith("evaluation")}
             self.file.write(f"{json.dumps(kept) if row['step'] == n else line}\n")
 

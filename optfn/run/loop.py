@@ -212,11 +212,10 @@ class _Run:
             metrics |= self._evaluate()
         return metrics
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, *, is_provisional: bool = False) -> dict[str, float]:
         """Evaluate the state, keep it if it is the best so far, and return the numbers."""
-        is_due = self.evaluator.is_due(self.n, self.remaining.is_epoch_end)
         values = self.evaluator(self.n, self.state)
-        self.best.consider(self.state, is_provisional=not is_due)
+        self.best.consider(self.state, is_provisional=is_provisional)
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
@@ -252,7 +251,7 @@ class _Run:
         is_new = self.n > self.done
         to_evaluate = is_new and not self.evaluator.has_seen(self.n)
         if to_evaluate:
-            lines(self.n, self._evaluate(), {})
+            lines(self.n, self._evaluate(is_provisional=True), {})
         if is_new:
             self.evaluator.warn_of_mode()
         # The history in a checkpoint of this step lacks the last evaluation.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.mean import Mean, check_constant_weight, is_mean, take_share
+from optfn.autodiff.mean import check_constant_weight, is_mean, take_part, take_share
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes
@@ -207,7 +207,7 @@ def wrap_value_and_grad(
             return values, grads
         mean = values.loss
         share, weight = take_share(mean, axes)
-        part = take_share(Mean(mean.weight.astype(share.dtype), mean.weight), axes)[0]
+        part = take_part(mean, weight, axes)
         grads = leafwise.scale(keep_if(mean.weight != 0, grads), part)
         return values._replace(loss=share, weight=weight), grads
 

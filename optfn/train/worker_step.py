@@ -134,23 +134,19 @@ def make_worker_step(
             extra["row_updates"] = True
         if values.weight is not None:
             extra["weight"] = values.weight
-        model_state = None
+        model_state = _average_model_state(values.model_state, inputs, state, axes)
         if has_statistics(state.opt_state):
-            model_state = _average_model_state(values.model_state, inputs, state, axes)
             extra["model_state"] = model_state
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        skip = None
-        if values.weight is not None:
-            skip = _skips_without_weight(values.weight, state)
+        skip = _is_without_weight(values.weight, state.opt_state)
+        if skip is not None:
             updates, kept = select_unless_skipped(skip, updates, opt_state, state.opt_state)
             # Where tables have rows as gradients, the state goes on: the update of a row writes
             # that row alone, but a choice would write all of them.
             opt_state = opt_state if may_give_rows(state.opt_state) else kept
         params = gather_new_params(apply_updates(params, updates), layout)
-        if model_state is None:
-            model_state = _average_model_state(values.model_state, inputs, state, axes)
         model_state = _keep_skipped_model_state(model_state, state, opt_state, skip)
         metrics = _collect_metrics(loss, aux, opt_state)
         if values.weight is not None:
@@ -164,21 +160,21 @@ def make_worker_step(
     return step
 
 
-def _skips_without_weight(weight: jax.Array, state: TrainState) -> jax.Array:
-    """Tell whether an update is skipped because the loss, a `Mean`, has no weight.
-
-    `accumulate` decides by the weight of all its calls.
+def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:
+    """Tell whether an update is skipped because the loss, a `Mean`, has no weight; None if none is:
+    of a plain loss, and in `accumulate`, which decides by the weight of all its calls.
 
     Raises:
       ValueError: optax.MultiSteps averages several gradients; it knows no weights.
     """
-    if find_nodes(optax.MultiStepsState, state.opt_state):
+    if weight is None or find_nodes(AccumulateState, opt_state):
+        return None
+    if find_nodes(optax.MultiStepsState, opt_state):
         raise ValueError(
             "optax.MultiSteps takes the plain mean of several gradients, but the loss is an "
             "optfn.Mean, whose calls count by their weights. Use optfn.accumulate"
         )
-    is_call = bool(find_nodes(AccumulateState, state.opt_state))
-    return jnp.zeros((), jnp.bool_) if is_call else weight == 0
+    return weight == 0
 
 
 def _conjugate(grads: Updates) -> Updates:
@@ -238,7 +234,7 @@ def _keep_skipped_model_state(
       model_state: the new model state.
       before: the state before the step.
       opt_state: the optimizer's state after the step, in which guards count skipped steps.
-      skip: whether the step is skipped for another reason; None if it is not.
+      skip: whether the step is skipped for another reason; None if there is none.
     """
     counters = _find_skip_counters(opt_state)
     if model_state is None or (not counters and skip is None):

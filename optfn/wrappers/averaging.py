@@ -21,6 +21,7 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.core.updates import apply_updates
+from optfn.state.per_worker import find_nodes
 from optfn.transforms.in_place import run_in_passes
 
 
@@ -97,8 +98,9 @@ def add_statistics(
 
 def has_statistics(opt_state: OptState) -> bool:
     """Tell whether an average in a state averages the model state too."""
-    found = jax.tree.leaves(opt_state, is_leaf=is_average)
-    return any(is_average(x) and x.statistics is not None for x in found)
+    kinds = ExponentialMovingAverageState, ModelAverageState
+    found = (x for kind in kinds for x in find_nodes(kind, opt_state))
+    return any(x.statistics is not None for x in found)
 
 
 def read_statistics(state: OptState, model_state: PyTree) -> PyTree:

@@ -269,34 +269,39 @@ def test_local_steps_are_each_worker_s_own():
     assert metrics["weight"] == weight
 
 
-@pytest.mark.parametrize("way", cases(WAYS, ("workers, microbatches",)))
+# A value_and_grad has no partitioner.
+OF_WORKERS = [way for way in WAYS if not way.startswith("compiler")]
+
+
+@pytest.mark.parametrize("way", cases(OF_WORKERS, ("workers, microbatches",)))
 def test_a_value_and_grad_returns_the_gradient_of_its_own_quotient(way):
     def value_and_grad(params, batch):
         return loss_alone(params, batch), jax.grad(lambda p: plain(p, batch)[0])(params)
 
-    options = WAYS[way]()
-    if options.get("partitioner"):
-        pytest.skip("a value_and_grad has no partitioner")
-    params, metrics = train(None, value_and_grad=value_and_grad, **options)
+    params, metrics = train(None, value_and_grad=value_and_grad, **WAYS[way]())
     assert_near(params, expected()[0])
     assert_near(metrics["loss"], expected()[1]["loss"])
 
 
-@pytest.mark.parametrize("way", cases(WAYS, ("params",)))
-def test_line_searches_and_scales_see_the_same_loss(way):
+# lbfgs takes no packed params.
+OF_TREES = [way for way in WAYS if not way.startswith("packed")]
+
+
+@pytest.mark.parametrize("way", cases(OF_TREES, ("params",)))
+def test_line_searches_see_the_same_loss(way):
     def quotient(params, batch):
         return plain(params, batch)[0]
 
-    options = WAYS[way]()
-    if options.get("packed"):
-        pytest.skip("lbfgs takes no packed params")
     want = train(quotient, optax.lbfgs, steps=2)[0]
-    assert_near(train(loss_alone, optax.lbfgs, steps=2, **options)[0], want, 1e-9)
+    assert_near(train(loss_alone, optax.lbfgs, steps=2, **WAYS[way]())[0], want, 1e-9)
 
+
+@pytest.mark.parametrize("way", cases(WAYS, ("params",)))
+def test_loss_scales_see_the_same_loss(way):
     def scaled():
         return optfn.dynamic_loss_scale(adam())
 
-    assert_near(train(loss_alone, scaled, **options)[0], expected()[0])
+    assert_near(train(loss_alone, scaled, **WAYS[way]())[0], expected()[0])
 
 
 TABLES = {
