@@ -39,6 +39,7 @@ from optfn.autodiff.mean import Mean
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core.updates import apply_updates
+from optfn.leaves.common_names import NORMS_AND_BIASES
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
@@ -88,6 +89,7 @@ from optfn.wrappers.spikes import skip_spikes
 
 # Type checkers take a name that is imported here, but not listed, as private.
 __all__ = [
+    "NORMS_AND_BIASES",
     "Mean",
     "Packed",
     "ParamAttr",

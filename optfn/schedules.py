@@ -24,12 +24,12 @@ from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.printing import call_text
 from optfn.core.protocol import Call, P, call_factory
 from optfn.transforms.learning_rate import check_rate
-from optfn.transforms.plateau import reduce_on_plateau
+from optfn.transforms.plateau import record_evaluation, reduce_on_plateau
 
 __all__ = [
     "cosine", "exponential", "inverse_time", "lambda_decay", "linear_warmup", "multi_step",
-    "natural_exp", "noam", "one_cycle", "piecewise", "polynomial", "reduce_on_plateau",
-    "step_decay", "warmup_cosine", "warmup_stable_decay",
+    "natural_exp", "noam", "one_cycle", "piecewise", "polynomial", "record_evaluation",
+    "reduce_on_plateau", "step_decay", "warmup_cosine", "warmup_stable_decay",
 ]  # fmt: skip
 
 

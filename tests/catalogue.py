@@ -137,7 +137,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "asgd": Optimizer(
         "learning_rate=1e-3, *, batch_num=1, weight_decay=0.0",
-        calls={"asgd": at(0.1), "asgd_batches": at(0.1, batch_num=3, weight_decay=0.01)},
+        calls={
+            "asgd": at(0.1, of_any_params=True),
+            "asgd_batches": at(0.1, batch_num=3, weight_decay=0.01),
+        },
         references={"asgd-4": at(0.1, batch_num=4, weight_decay=0.1)},
         needs_params=True,
         makes_rows_dense=True,

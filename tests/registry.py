@@ -181,8 +181,8 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 
 # Public names that are not factories of transforms; each has its own tests.
 OTHER_NAMES = {
-    "Mean", "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep", "apply_updates",
-    "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
+    "Mean", "NORMS_AND_BIASES", "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep",
+    "apply_updates", "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
     "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "loss_scale",
     "make_train_step", "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute",
     "restore_checkpoint", "save_checkpoint", "schedules", "set_learning_rate", "shuffled", "sparse",

@@ -145,13 +145,15 @@ def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Arr
 
     Without explicit axes, the compiler or the caller chooses their sharding.
     """
-    zeros = jnp.zeros(shape, dtype)
     placement = explicit_sharding(like)
     if placement is None:
-        return zeros
+        return jnp.zeros(shape, dtype)
     spec = PartitionSpec(*placement.spec[: len(shape)])
-    divided: jax.Array = jax.sharding.reshard(zeros, NamedSharding(placement.mesh, spec))
-    return divided
+    placed = None if checks.is_traced(like) else getattr(like, "sharding", None)
+    if isinstance(placed, NamedSharding):
+        # The abstract mesh of the type is that of a context, and `init` may be called in none.
+        return jnp.zeros(shape, dtype, device=NamedSharding(placed.mesh, spec))
+    return jnp.zeros(shape, dtype, out_sharding=NamedSharding(placement.mesh, spec))
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
@@ -19,21 +19,31 @@ RunHistory: TypeAlias = Mapping[str, np.ndarray]
 NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parameters"}
 # The evaluations that are drawn with the losses of the training batches.
 _OF_LOSS = ("evaluation", "evaluation/loss")
+_RATE_OF_LABEL = "learning_rate/"
 _WORDS = {"learning_rate": "learning rate", "clip_factor": "clip factor"}
 
 
-def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
-    """Draw the loss of each training batch, and the evaluations of the loss.
+def losses(
+    history: RunHistory | Mapping[str, RunHistory],
+    *,
+    local_steps: int = 1,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw the loss of each training batch, and the evaluations of the loss, of one or more runs.
 
     The y axis is logarithmic if the losses are positive and span a factor above 100.
 
     Args:
       history: the history that `minimize` returns. Evaluations are drawn if `evaluate` returned a
-        number, or a dict with the key "loss".
+        number, or a dict with the key "loss". Or several by name, such as a population,
+        `{f"rate {r:g}": {"loss": y} for r, y in zip(rates, losses)}`, whose evaluations are left
+        out.
       local_steps: as for `minimize`: how many steps an entry of the history stands for.
       ax: where to draw; None for a new figure.
     """
-    series = check_history(history)
+    if isinstance(history, Mapping) and any(isinstance(x, Mapping) for x in history.values()):
+        return _compare_losses(cast("Mapping[str, RunHistory]", history), local_steps, ax)
+    series = check_history(cast("RunHistory", history))
     ax = style_axes(ax)
     draw_curve(ax, *_points(series, "loss", local_steps), "training batch")
     found = [name for name in _OF_LOSS if name in series]
@@ -46,15 +56,41 @@ def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = Non
     return ax
 
 
+def _compare_losses(
+    histories: Mapping[str, RunHistory], local_steps: int, ax: "Axes | None"
+) -> "Axes":
+    """Draw the losses of several runs, with colors in the order of the runs."""
+    named = {k: check_history(x) for k, x in check_mapping("history", histories).items()}
+    ax = style_axes(ax)
+    colors = checks.optional_module("matplotlib", "plot").colormaps["viridis"]
+    for i, (name, series) in enumerate(named.items()):
+        color = colors(0.9 * i / max(len(named) - 1, 1))
+        draw_curve(ax, *_points(series, "loss", local_steps), name, color=color)
+    scale_axis(ax, *(series["loss"] for series in named.values()))
+    ax.set(xlabel="step", ylabel="loss")
+    ax.legend(frameon=False, fontsize="small", ncols=1 + len(named) // 9)
+    return ax
+
+
 def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
-    """Draw the learning rate of each step.
+    """Draw the learning rate of each step, or the rates of the labels of a partition.
 
     Args:
       history: the history that `minimize` returns, with "learning_rate".
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
-    return _draw_series(check_history(history, "learning_rate"), "learning_rate", local_steps, ax)
+    found = [name for name in history if name.startswith(_RATE_OF_LABEL)]
+    series = check_history(history, *([] if found else ["learning_rate"]))
+    if not found:
+        return _draw_series(series, "learning_rate", local_steps, ax)
+    ax = style_axes(ax)
+    for name in found:
+        draw_curve(ax, *_points(series, name, local_steps), name.removeprefix(_RATE_OF_LABEL))
+    scale_axis(ax, *(series[name] for name in found))
+    ax.set(xlabel="step", ylabel="learning rate")
+    ax.legend(frameon=False)
+    return ax
 
 
 def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
@@ -110,7 +146,7 @@ def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Ax
     panels: list[Callable[..., Axes]] = [
         partial(draw, series, local_steps=local_steps)
         for name, draw in draws.items()
-        if name in series
+        if any(name in (key, key.partition("/")[0]) for key in series)
     ]
     clipped = ["clip_factor"] if np.any(series.get("clip_factor", np.ones(1)) != 1) else []
     aux = [name for name in series if name.partition("/")[0] == "aux"]

@@ -12,15 +12,17 @@ from jax.sharding import NamedSharding
 
 from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
-from optfn.core.types import Batch, Params, PyTree
+from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.leaves.packed import unpack
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import count_examples
 from optfn.sparse.sharded_table import to_logical
+from optfn.state.names import iterate_nodes
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_model_state, averaged_params
+from optfn.transforms.plateau import is_evaluation_plateau, record_evaluation
 
 
 class Evaluator:
@@ -52,6 +54,7 @@ class Evaluator:
             checks.check_signature("evaluate", options.evaluate, arguments)
         if options.evaluate_average:
             _check_average(state, options.evaluate_average)
+        self.has_plateau = _check_plateaus(state.opt_state, options)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
@@ -124,6 +127,12 @@ class Evaluator:
         self.history.evaluations.append({"evaluation_step": n, **values})
         return values
 
+    def tell_plateaus(self, n: int, state: TrainState) -> TrainState:
+        """Return the state after step n, with its evaluation for a plateau that watches it."""
+        if not self.has_plateau:
+            return state
+        return state._replace(opt_state=record_evaluation(state.opt_state, self.monitored[n]))
+
     def has_been_due(self, n: int) -> bool:
         """Tell whether n steps contain a multiple of `evaluate_every`, if it is a number."""
         every = self.options.evaluate_every
@@ -170,7 +179,7 @@ class Evaluator:
 
     @property
     def _needs_monitor(self) -> bool:
-        return self.options.patience is not None or self.options.keep_best
+        return _ranks_states(self.options) or self.has_plateau
 
     def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
         """Record the value of step n: the best, or one without improvement unless it is extra."""
@@ -181,16 +190,45 @@ class Evaluator:
             self.best, self.best_step, self.no_better = value, n, 0
 
     def warn_of_mode(self) -> None:
-        """Warn if the monitored number went the wrong way in all of three or more evaluations."""
+        """Warn if the monitored number went the wrong way in all of three or more evaluations, and
+        `mode` does not say which way is right: a run may overfit from the first step on."""
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
-        if self._needs_monitor and len(values) > 2 and wrong:
-            way, opposite = ("rose", "max") if self.sign > 0 else ("fell", "min")
+        is_open = self.options.mode is None and _ranks_states(self.options)
+        if is_open and len(values) > 2 and wrong:
             checks.warn(
-                f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
-                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode or 'min'!r} takes "
-                f"the first as the best: pass mode={opposite!r} if that is the right way"
+                f"{self.key} rose from each evaluation to the next, {values[0]:g} to "
+                f"{values[-1]:g} in {len(values)}. Without mode= the smallest is the best, here "
+                'the first: pass mode="max" if it should rise, or mode="min" if that is right'
             )
+
+
+def _ranks_states(options: LoopOptions) -> bool:
+    """Tell whether the run compares its evaluations."""
+    return options.patience is not None or options.keep_best
+
+
+def _check_plateaus(opt_state: OptState, options: LoopOptions) -> bool:
+    """Tell whether a `reduce_on_plateau` watches the evaluation.
+
+    Raises:
+      ValueError: there is no evaluation to watch, or the loop compares evaluations the other way.
+    """
+    found = [*iterate_nodes(is_evaluation_plateau, opt_state)]
+    if not found:
+        return False
+    if options.evaluate is None or options.evaluate_every is None:
+        raise ValueError(
+            'reduce_on_plateau(monitor="evaluation") needs evaluate and evaluate_every, for an '
+            "evaluation to watch"
+        )
+    modes = {"min" if x.sign > 0 else "max" for x in found}
+    if (options.mode or _ranks_states(options)) and modes != {mode := options.mode or "min"}:
+        raise ValueError(
+            f"mode is {mode!r} in this run, and {min(modes)!r} in reduce_on_plateau, which watches "
+            "the same evaluation; pass the same mode to both"
+        )
+    return True
 
 
 def _check_average(state: TrainState, average: bool | str) -> None:

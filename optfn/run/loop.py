@@ -181,12 +181,15 @@ class _Run:
                     break
                 if self.saver.is_due(self.n):
                     self._save()
-            self._end(lines)
-            page.end = self._describe_early_end(interrupt.name) or page.end
-            if interrupt.name:
-                bar.say(page.end, always=True)
-            elif self.n == self.saver.resumed:
+            bar.add_evaluation(self._end(lines))
+            early = self._describe_early_end(interrupt.name)
+            page.end = early or page.end
+            if not interrupt.name and self.n == self.saver.resumed:
                 bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
+            elif early:
+                bar.say(
+                    early if interrupt.name else f"stopped {early}", always=bool(interrupt.name)
+                )
         history = self.history.arrays()
         # A scalar of NumPy, which is a str too.
         history[STOPPED] = cast("Any", np.str_(self._name_end(interrupt.name)))
@@ -216,6 +219,8 @@ class _Run:
         """Evaluate the state, keep it if it is the best so far, and return the numbers."""
         values = self.evaluator(self.n, self.state)
         self.best.consider(self.state, is_provisional=is_provisional)
+        if not is_provisional:
+            self.state = self.evaluator.tell_plateaus(self.n, self.state)
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
@@ -241,8 +246,9 @@ class _Run:
             return answer.dtype == bool and bool(answer)
         return answer is True
 
-    def _end(self, lines: RunLog) -> None:
-        """Check the last state, evaluate it if no evaluation has seen it, and save it."""
+    def _end(self, lines: RunLog) -> dict[str, float]:
+        """Check the last state, evaluate it if no evaluation has seen it, and save it; return the
+        numbers of that evaluation."""
         self.step.check(self.state)
         self._read_losses()
         warn_of_bad_batches(self.history.arrays())
@@ -250,14 +256,16 @@ class _Run:
             self.remaining.check()
         is_new = self.n > self.done
         to_evaluate = is_new and not self.evaluator.has_seen(self.n)
+        values = self._evaluate(is_provisional=True) if to_evaluate else {}
         if to_evaluate:
-            lines(self.n, self._evaluate(is_provisional=True), {})
+            lines(self.n, values, {})
         if is_new:
             self.evaluator.warn_of_mode()
         # The history in a checkpoint of this step lacks the last evaluation.
         if self.saver.saved != self.n or to_evaluate:
             self._save()
         finish_saving()
+        return values
 
     def _read_losses(self) -> None:
         """Read the losses that a save, or the end of the run, reads in any case; check them."""
@@ -280,10 +288,12 @@ class _Run:
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how the run ended early; "" if it made all its steps."""
+        if not (self.stopped or by_signal):
+            return ""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:
             words = f"by patience after step {self.n}; the best evaluation is of step "
             words += str(self.evaluator.best_step)
             return words + (", whose state is returned" if self.best.is_kept else "")
-        return f"early, after step {self.n}" if self.stopped else ""
+        return f"early, after step {self.n}"

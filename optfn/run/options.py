@@ -74,7 +74,8 @@ class LoopOptions:
         and an error of `batches` is raised at the step of its batch.
       progress: whether to show a bar with loss, learning rate and examples per second on the
         terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
-        are printed. You are also told if the run resumes, or was already finished.
+        are printed, one for each evaluation among them. You are also told if the run resumes, was
+        already finished, or ends early, and why.
       evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
         are (params, model_state). It is called every `evaluate_every` steps and at the end.
         `over_batches(fn, batches)` makes one that takes the mean over batches.
@@ -90,7 +91,7 @@ class LoopOptions:
         `patience` and `keep_best` then need it.
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
         accuracy. None: "min", with a warning if `monitor` is the name of a number that should rise.
-        You get a warning as well if in all of three or more evaluations it went the wrong way.
+        Without `mode` you get a warning as well if it rose in all of three or more evaluations.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
         of a state where an earlier run was stopped, between two multiples of

@@ -16,8 +16,8 @@ class Progress:
     """A progress bar on a terminal, lines elsewhere, or nothing if it is turned off.
 
     Reading a loss waits for the device, so the bar reads it a few times a second at most. Lines are
-    printed for the first and the last step, and after each tenth of the steps. `seen` gets each
-    loss that was read.
+    printed for the first and the last step, after each tenth of the steps, and for each evaluation.
+    `seen` gets each loss that was read.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Progress:
     def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
         """Show step n with its metrics, on the bar a few times a second at most, or as a line.
 
-        A line is printed for the first step and for each tenth of the steps; without a known end,
-        for each hundredth step. Nothing is shown if it is turned off.
+        A line is printed for the first step, for each tenth of the steps, and for each evaluation;
+        without a known end, for each hundredth step. Nothing is shown if it is turned off.
         """
         if not self.shown:
             return
@@ -61,8 +61,18 @@ class Progress:
         if self.bar is not None:
             if self.bar.update(self.per_call):  # tqdm tells when it draws
                 self._set_postfix(metrics)
-        elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
+        elif (
+            n == self.done + self.per_call
+            or n // self.every > (n - self.per_call) // self.every
+            or has_evaluation(metrics)
+        ):
             self._print_line()
+
+    def add_evaluation(self, values: dict[str, float]) -> None:
+        """Show the evaluation of the last step, which is made after it was shown."""
+        if self.last is not None and values:
+            self.last[1].update(values)
+            self.printed = 0
 
     def say(self, text: str, *, always: bool = False) -> None:
         """Show a line of text, `always` also if nothing else is shown."""
@@ -116,6 +126,11 @@ def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
         if key.startswith("evaluation"):
             text += f" {key.removeprefix('evaluation/')} {format_number(metrics[key])}"
     return text
+
+
+def has_evaluation(metrics: dict[str, Any]) -> bool:
+    """Tell whether a step was evaluated."""
+    return any(key.startswith("evaluation") for key in metrics)
 
 
 def format_bytes(x: float) -> str:

@@ -126,3 +126,18 @@ def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, s
             if entry.param is not None:
                 words[entry.param] = traits_of(part).whole_matrices
     return words
+
+
+def find_compressed(state: OptState, params: Collection[str]) -> set[str]:
+    """Return the paths of the leaves that an exchange sends compressed: it keeps what it has not
+    sent of them yet.
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+      params: the paths of the parameters.
+    """
+    exchanges = states_with_names(
+        lambda x: isinstance(getattr(x, "exchanged", 0), Exchanged), state
+    )
+    entries = (entry for _, part in exchanges for entry in inventory(part, params))
+    return {x.param for x in entries if x.param is not None and x.kept in ("per_worker", "sliced")}

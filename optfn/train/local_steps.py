@@ -293,7 +293,8 @@ def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
         total = jnp.sum(jnp.where(weight == 0, 0, weight * metrics["loss"]))
         total, weight = lax.psum((total, jnp.sum(weight)), workers.axes)
         reduced |= {"loss": total / weight, "weight": weight}
-    if "learning_rate" in metrics:
-        # Workers differ in the rate only if a guard has skipped a step of some of them.
-        reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
+    for name in metrics:
+        if name.partition("/")[0] == "learning_rate":
+            # Workers differ in the rate only if a guard has skipped a step of some of them.
+            reduced[name] = workers.max(metrics[name][-1])
     return reduced | reduce_over_round(metrics, workers)

@@ -9,8 +9,6 @@ every link of optfn, and optax's links that have a state, inside optax's chains,
 and wrappers too.
 """
 
-import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +20,14 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
 from optfn.interop.calls import show_transform
+from optfn.interop.closures import find_closed_over, find_marked
 from optfn.leaves import contents
 from optfn.state.inventory import inventory
 from optfn.state.names import is_state, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import take_largest
-from optfn.wrappers.loss_scale import scale_of
+from optfn.wrappers.loss_scale import has_scale
 
 
 class UpdateForm(NamedTuple):
@@ -69,7 +68,7 @@ def warn_of_order(
       ValueError: a link changes the update of an optimizer that keeps masters.
     """
     walk = _Walk(params)
-    form = forms.GRADIENT if scale_of(opt_state) is None else forms.SCALED
+    form = forms.SCALED if has_scale(opt_state) else forms.GRADIENT
     by = "" if form == forms.GRADIENT else "dynamic_loss_scale"
     after = walk.follow(opt_state, dict.fromkeys(walk.paths, UpdateForm(form, by)), tx)
     for message in walk.warnings:
@@ -202,8 +201,8 @@ class _Walk:
         if way == "loss_scale":
             before = {path: x._replace(form=forms.GRADIENT, by="") for path, x in before.items()}
         if way == "masked":
-            closed = _find_closed_over(tx)
-            paths = self._find_marked(closed["mask"]) if "mask" in closed else None
+            closed = find_closed_over(tx)
+            paths = find_marked(closed["mask"], self.params) if "mask" in closed else None
             member = Member(inner, closed.get("inner"), paths)
             return before | self._follow_each([member], before, text)
         inside = _find_links(tx)
@@ -263,29 +262,16 @@ class _Walk:
 
     def _find_members(self, tx: Any, state: optax.transforms.PartitionState) -> list[Member]:
         """Return the members of a partition, with their leaves where `tx` shows the labels."""
-        closed = _find_closed_over(tx)
+        closed = find_closed_over(tx)
         known, labels = closed.get("transforms", {}), closed.get("param_labels")
         return [
             Member(
                 masked.inner_state,
                 known.get(label),
-                None if labels is None else self._find_marked(labels, label),
+                None if labels is None else find_marked(labels, self.params, label),
             )
             for label, masked in state.inner_states.items()
         ]
-
-    def _find_marked(self, marks: Any, mark: object = True) -> frozenset[str] | None:
-        """Return the paths of the leaves with a mark in a tree of marks, a prefix of the params or
-        a function that returns it; None if it cannot be told."""
-        try:
-            found = marks(self.params) if callable(marks) else marks
-            spread = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), found, self.params)
-        except Exception:  # of any kind: a function of the user, who expects other params
-            return None
-        named, flags = contents.leaves_with_names(self.params), jax.tree.leaves(spread)
-        if len(named) != len(flags):
-            return None
-        return frozenset(path for (path, _), flag in zip(named, flags, strict=True) if flag == mark)
 
     def _find_leaves(self, state: OptState) -> set[str]:
         """Return the paths of the leaves that a state has arrays for."""
@@ -372,21 +358,12 @@ def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
     return x if x.form == other.form else UpdateForm()
 
 
-def _find_closed_over(tx: Any) -> Mapping[str, Any]:
-    """Return what the update of a transformation of optax closes over: of a mask, a partition and a
-    chain their arguments. The functions that `interop.third_party` puts around it are passed over.
-    """
-    if isinstance(tx, core.Transform) or not inspect.isfunction(getattr(tx, "update", None)):
-        return {}
-    return inspect.getclosurevars(inspect.unwrap(tx.update)).nonlocals
-
-
 def _find_links(tx: Any) -> list[Any]:
     """Return the links of a chain, or what is inside a wrapper, where the transformation shows
     it."""
     if isinstance(tx, core.Transform):
         return tx.inner
-    updates = _find_closed_over(tx).get("update_fns", ())
+    updates = find_closed_over(tx).get("update_fns", ())
     return [optax.GradientTransformation(lambda params: (), fn) for fn in updates]
 
 

@@ -21,6 +21,7 @@ from optfn import core
 from optfn.collectives.axes import AxisName
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.interop.closures import find_labels
 from optfn.interop.modules import check_split
 from optfn.leaves import patterns
 from optfn.leaves.foreign import check_arrays, check_keys
@@ -31,7 +32,12 @@ from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
 from optfn.state.bits import DTYPES, encode_arrays
-from optfn.state.inventory import arrays_with_entries, find_whole_matrices, inventory
+from optfn.state.inventory import (
+    arrays_with_entries,
+    find_compressed,
+    find_whole_matrices,
+    inventory,
+)
 from optfn.state.names import arrays_with_names
 from optfn.state.padded import map_padded, unwrap_padded
 from optfn.state.per_worker import has_per_worker_state
@@ -199,7 +205,8 @@ def summary(
     """Return a table of the parameters: their attributes, and the bytes of optimizer state of each.
 
     Print it before you train, to see which parameters are frozen, which have another rate or no
-    weight decay, and how much memory the optimizer takes.
+    weight decay, which label of a partition each has, which are sent compressed, and how much
+    memory the optimizer takes.
 
     Args:
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
@@ -227,6 +234,7 @@ def summary(
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
     treatments = find_whole_matrices(state, names)
+    labels, compressed = find_labels(tx, params), find_compressed(state, names)
     placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
@@ -240,7 +248,9 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        words = [treatments[name]] if name in treatments else []
+        words = [f"rule {labels[name]!r}"] if name in labels else []
+        words += [treatments[name]] if name in treatments else []
+        words += ["compressed"] if name in compressed else []
         words += _describe_attributes(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(placement[i] if placement else ())))

@@ -4,7 +4,6 @@ It runs inside `shard_map` over the worker axes, or on one device. Along the axe
 the compiler divides the update, so the code here sees whole arrays, and a norm covers all shards.
 """
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
 from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
-from optfn.transforms.rates import get_learning_rate
+from optfn.transforms.rates import collect_rates
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.averaging import has_statistics
@@ -259,8 +258,6 @@ def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
 
 def _collect_metrics(loss: jax.Array, aux: PyTree, opt_state: OptState) -> dict[str, Any]:
     """Return the loss, aux unless it is None, all that the wrappers of a state report, and its
-    learning rate if it has just one."""
+    learning rates."""
     metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | collect_reports(opt_state)
-    with contextlib.suppress(ValueError):  # no rate, or several different ones
-        metrics["learning_rate"] = get_learning_rate(opt_state)
-    return metrics
+    return metrics | collect_rates(opt_state)

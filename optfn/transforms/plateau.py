@@ -1,6 +1,6 @@
 """A learning rate that falls when a metric stops improving."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ from optfn import core
 from optfn.core import checks, leafwise
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
+from optfn.state import names as state_names
 from optfn.transforms import learning_rate as rates
 
 
@@ -25,10 +26,28 @@ class ReduceOnPlateauState(NamedTuple):
     cooldown: jax.Array
 
 
+class EvaluationPlateauState(ReduceOnPlateauState):
+    """The state of a plateau that watches evaluations instead of the metric of each update.
+
+    sign: see `_Plateau`; in the type, because `record_evaluation` gets the state alone.
+    """
+
+    __slots__ = ()
+    sign = 1.0
+
+
+class RisingEvaluationPlateauState(EvaluationPlateauState):
+    """The same where a larger evaluation is better."""
+
+    __slots__ = ()
+    sign = -1.0
+
+
 @core.transform(complex_leaves=True)
 def reduce_on_plateau(
     learning_rate: Number,
     *,
+    monitor: str = "value",
     mode: str = "min",
     decay_rate: float = 0.1,
     patience: int = 10,
@@ -44,8 +63,16 @@ def reduce_on_plateau(
         tx = optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3))
         updates, state = tx.update(grads, state, params, value=loss)
 
-    A metric that you pass to an update takes effect in the next update. With v the metric passed to
-    the previous update:
+    In `make_train_step` and `minimize` the metric is the loss of every step. To watch the
+    evaluation of `minimize`, so that `patience` counts evaluations:
+
+        tx = optfn.chain(
+            optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3, monitor="evaluation")
+        )
+        optfn.minimize(loss_fn, tx, params, batches, evaluate=evaluate, evaluate_every=100)
+
+    A metric that you pass to an update takes effect in the next update, and so does an evaluation.
+    With v the metric passed to the previous update:
 
         if cooling down: count down; otherwise
             better = v < best − gap (v > best + gap)     gap = threshold·best ("rel") or threshold
@@ -55,6 +82,9 @@ def reduce_on_plateau(
 
     Args:
       learning_rate: the initial rate, a number ≥ 0.
+      monitor: "value": the `value` of each update. "evaluation": the number that `evaluate` of
+        `minimize` or `fit` returns, or the one of them that `fit`'s `monitor` names. In a loop of
+        your own, `record_evaluation` sets it; updates then need no `value`.
       mode: "min" or "max": whether a smaller or a larger metric is better.
       decay_rate: the factor of a reduction, in (0, 1).
       patience: after how many more values without improvement the rate is reduced, ≥ 0.
@@ -71,6 +101,11 @@ def reduce_on_plateau(
     Source: fluid.dygraph.ReduceLROnPlateau.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
+    checks.choice("monitor", monitor, ("value", "evaluation"))
+    watches_evaluation = monitor == "evaluation"
+    kind = ReduceOnPlateauState
+    if watches_evaluation:
+        kind = EvaluationPlateauState if mode == "min" else RisingEvaluationPlateauState
     checks.choice("mode", mode, ("min", "max"))
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
     factor = checks.number("decay_rate", decay_rate, checks.INSIDE_UNIT)
@@ -85,7 +120,7 @@ def reduce_on_plateau(
     )
 
     def init(params: Params) -> ReduceOnPlateauState:
-        return ReduceOnPlateauState(
+        return kind(
             rate=rates.init_plateau(lr),
             best=jnp.asarray(jnp.inf, jnp.float32),
             value=jnp.zeros((), jnp.float32),
@@ -95,7 +130,8 @@ def reduce_on_plateau(
         )
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
-        if "value" not in extra:
+        value = None if watches_evaluation else extra.get("value")
+        if "value" not in extra and not watches_evaluation:
             raise ValueError(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
                 "value=metric), or pass value=None in a step without a metric"
@@ -103,7 +139,7 @@ def reduce_on_plateau(
         # Judged one update late: the loss of a step is only known after its gradient.
         state = plateau.judge_value(state)
         updates = leafwise.scale(updates, state.rate.learning_rate)
-        return updates, plateau.record_value(state, extra["value"])
+        return updates, plateau.record_value(state, value)
 
     return core.Unchecked(init, update)
 
@@ -131,10 +167,7 @@ class _Plateau(NamedTuple):
         state = state._replace(rate=rate, observed=jnp.asarray(value is not None))
         if value is None:
             return state
-        value = jnp.asarray(value)
-        if value.shape != ():
-            raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
-        return state._replace(value=self.sign * value.astype(jnp.float32))
+        return state._replace(value=self.sign * _check_scalar(value).astype(jnp.float32))
 
     def judge_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
         """Apply the metric of the previous update: reduce the rate after `patience` bad values;
@@ -158,6 +191,43 @@ class _Plateau(NamedTuple):
         return _choose(state.observed, observed, state)
 
 
+def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:
+    """Tell whether `x` is the state of a plateau that watches evaluations."""
+    return isinstance(x, EvaluationPlateauState)
+
+
+def record_evaluation(state: OptState, value: Number) -> OptState:
+    """Return a state in which each `reduce_on_plateau(monitor="evaluation")` has a new evaluation.
+
+    `minimize` and `fit` call it after each evaluation; you call it in a loop of your own. It takes
+    effect in the next update. Nothing is recompiled.
+
+    Args:
+      state: the state of an optimizer, however wrapped, or a whole TrainState.
+      value: the evaluation, a number or a 0-d array.
+
+    Raises:
+      ValueError: no plateau of the state watches evaluations, or `value` is not a scalar.
+    """
+    number = _check_scalar(value).astype(jnp.float32)
+    if not any(True for _ in state_names.iterate_nodes(is_evaluation_plateau, state)):
+        raise ValueError(
+            'record_evaluation: the state has no reduce_on_plateau with monitor="evaluation"'
+        )
+
+    def fill(node: PyTree, x: Any) -> PyTree:
+        # jax.tree.map keeps a wrapper around the array, such as one per worker.
+        return jax.tree.map(lambda old: jnp.full_like(old, x), node)
+
+    def record(node: PyTree) -> PyTree:
+        if not is_evaluation_plateau(node):
+            return node
+        signed = node.sign * number
+        return node._replace(value=fill(node.value, signed), observed=fill(node.observed, True))
+
+    return jax.tree.map(record, state, is_leaf=is_evaluation_plateau)
+
+
 def _choose(
     condition: jax.Array, if_true: ReduceOnPlateauState, if_false: ReduceOnPlateauState
 ) -> ReduceOnPlateauState:
@@ -167,3 +237,11 @@ def _choose(
         lambda a, b: jnp.where(condition, a, b), if_true, if_false
     )
     return chosen
+
+
+def _check_scalar(value: Number) -> jax.Array:
+    """Return a metric as an array; raise a ValueError unless it is a scalar."""
+    array = jnp.asarray(value)
+    if array.shape != ():
+        raise ValueError(f"value must be a scalar; got an array of shape {array.shape}")
+    return array

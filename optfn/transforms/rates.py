@@ -74,8 +74,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     nothing is recompiled.
 
     Args:
-      opt_state: the state of an optimizer, however wrapped. If you have a TrainState, pass its
-        `opt_state`, or the whole TrainState.
+      opt_state: the state of an optimizer, however wrapped. If you have a TrainState, of optfn or
+        of flax, pass its `opt_state`, or the whole TrainState.
       value: the new rate, a number ≥ 0 or a 0-d array.
       path: selects one rate, as in `get_learning_rate`; None sets all of them.
 
@@ -88,7 +88,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     if driven:
         raise ValueError(
             f"the learning rate of {', '.join(map(repr, driven))} cannot be set, since a schedule "
-            "or an array determines it. Make the optimizer with a Python number instead"
+            "or an array determines it. Make the optimizer with a Python number instead; to anneal "
+            "that number too, put optax.scale_by_schedule(fraction) behind the optimizer"
         )
     chosen = {id(rate) for rate in found.values()}
 
@@ -105,6 +106,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return by name the rates whose name has `path` as whole words;
     for None all rates of the main state. None found raises."""
+    if not state_names.is_state(opt_state):
+        opt_state = getattr(opt_state, "opt_state", opt_state)  # flax's TrainState
     if path is None:
         opt_state = state_names.find_main_state(opt_state)
     found = _find_rates(opt_state)
@@ -122,8 +125,36 @@ def _find_rates(opt_state: OptState) -> dict[str, RateState]:
     """Return the rates of a state by name."""
     rates = dict(state_names.states_with_names(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
-    plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
-    return {name: rates[name] for name in plateau or rates}
+    plateaus = {k: x for k, x in rates.items() if isinstance(x, PlateauLearningRateState)}
+    places = [f"/{_find_label(name)}/".replace("//", "/") for name in plateaus]
+    return {
+        name: x
+        for name, x in rates.items()
+        if name in plateaus or not any(f"/{name}/".startswith(place) for place in places)
+    }
+
+
+def _find_label(name: str) -> str:
+    """Return the labels in front of a rate's word: "head" for "head/scale_by_learning_rate"."""
+    return name.rpartition("/")[0]
+
+
+def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return the rates of the main state for the metrics of a step: "learning_rate" if it has one,
+    and "learning_rate/<label>" for each of several, as a partition has; {} without a rate."""
+    found = _find_rates(state_names.find_main_state(opt_state))
+    if not found:
+        return {}
+    try:
+        return {"learning_rate": get_learning_rate(opt_state)}
+    except ValueError:  # several
+        labels = [_find_label(name) for name in found]
+        return {
+            f"learning_rate/{label if label and labels.count(label) == 1 else name}": (
+                _rate_of_workers(rate.learning_rate)
+            )
+            for label, (name, rate) in zip(labels, found.items(), strict=True)
+        }
 
 
 def numbers_of_rates(

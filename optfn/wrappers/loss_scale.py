@@ -149,6 +149,11 @@ def loss_scale(opt_state: OptState) -> jax.Array:
     return jnp.ones((), jnp.float32) if scale is None else scale
 
 
+def has_scale(opt_state: OptState) -> bool:
+    """Tell whether a state has the scale of a `dynamic_loss_scale`, of each worker too."""
+    return bool(find_nodes(DynamicLossScaleState, opt_state))
+
+
 def scale_of(opt_state: OptState) -> jax.Array | None:
     """Return the scale in a state; None if it has no `dynamic_loss_scale`.
 

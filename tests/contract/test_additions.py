@@ -24,7 +24,7 @@ from optfn.pipeline import plan
 
 ROOT = Path(__file__).parents[2]
 # Decorated as factories, but for other factories, or exported by another module.
-INNER = {"dense_rows", "reduce_on_plateau"}
+INNER = {"dense_rows", "record_evaluation", "reduce_on_plateau"}
 
 
 def decorated(package: str) -> dict[str, Any]:
@@ -151,7 +151,9 @@ def test_nothing_is_listed_that_is_not_there():
         r"^\| `optfn\.(\w+)\(\d", (ROOT / "docs/choose.md").read_text(), re.MULTILINE
     )
     assert {*calls} - {"model_average"} == OPTIMIZERS.keys()
-    assert SCHEDULES.keys() | {"reduce_on_plateau"} == {*optfn.schedules.__all__}
+    assert SCHEDULES.keys() | {"record_evaluation", "reduce_on_plateau"} == {
+        *optfn.schedules.__all__
+    }
     assert COMPRESSORS.keys() >= {"top_k", "quantize", "power_sgd"}
     built = {entry.name for entry in registry.EVERYTHING.values() if "." not in entry.name}
     assert {*optfn.__all__} == built | registry.OTHER_NAMES

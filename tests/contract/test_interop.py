@@ -59,7 +59,8 @@ def test_chain_around_and_inside(entry):
     params, grads = params_and_grads()
     ours, _ = run(optax.chain(optfn.clip_by_global_norm(0.5), entry.make()), params, grads)
     theirs, _ = run(optax.chain(optax.clip_by_global_norm(0.5), entry.make()), params, grads)
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
+    # The clips round differently, and an entry of muon's matrix is a sum of entries of size 0.5.
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=3e-7)
     tx = optfn.sgd(
         0.1, grad_clip=optax.clip_by_global_norm(0.5), regularization=optax.add_decayed_weights(0.1)
     )

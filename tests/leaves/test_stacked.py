@@ -77,7 +77,8 @@ def test_an_attribute_stacks_as_stack_stages_does(name, packed):
     for a, b in zip(got, want, strict=True):
         a = optfn.unpack(a) if packed else a
         chex.assert_trees_all_close(unstack_stages(a["layers"]), b["layers"], rtol=2e-6)
-        np.testing.assert_allclose(a["w"], b["w"], rtol=2e-6)
+        # Norms of packed leaves add up in another order, which shows where a difference is small.
+        np.testing.assert_allclose(a["w"], b["w"], rtol=2e-6, atol=1e-8)
     # Without the mark the layers share a norm: the test above can fail.
     unmarked = trained(make(), ENTRY, stacked[0], stacked[1:])
     with pytest.raises(AssertionError):

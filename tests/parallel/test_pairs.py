@@ -36,6 +36,7 @@ TRIPLES = [
 # Of each feature one pair or more with another kind of feature, and a triple.
 SUITE = (
     "exchange + local_steps",
+    "local_steps + loss_scale",
     "dgc + specs",
     "local_steps + value_and_grad",
     "state + loss_scale",

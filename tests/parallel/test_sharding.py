@@ -50,8 +50,8 @@ CHECKED = registry.in_turn(True, True, False, False, entries=PROGRAMS)
 
 
 SUITE = (
-    "sgd", "decayed_adagrad", "adam_clip_l2", "ftrl_dense_rows", "scale_by_trust_ratio",
-    "skip_spikes",
+    "sgd", "decayed_adagrad", "adam_clip_l2", "adamw_int8", "ftrl_dense_rows",
+    "scale_by_trust_ratio", "skip_spikes",
 )  # fmt: skip
 
 

@@ -50,6 +50,27 @@ def test_losses_and_evaluations_of_the_loss():
     assert plot.losses({"loss": [1e3, 1.0, 0.0]}).get_yscale() == "linear"
 
 
+def test_losses_of_several_runs():
+    """A population is a dict of histories; each line has its name."""
+    runs = {f"rate {i}": {"loss": np.linspace(1 + i, 0.1, 40)} for i in range(12)}
+    ax = plot.losses(runs)
+    series = drawn(ax)
+    for name, history in runs.items():
+        np.testing.assert_allclose(series[name], np.stack([np.arange(1, 41), history["loss"]], 1))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [*runs]
+    assert len({line.get_color() for line in ax.lines}) == 12
+    with pytest.raises(ValueError, match="history must have 'loss'"):
+        plot.losses({"a": {"aux": np.ones(3)}})
+
+
+def test_rates_of_a_partition_share_a_panel():
+    rates = {"learning_rate/head": np.full(5, 0.1), "learning_rate/body": np.full(5, 0.01)}
+    series = drawn(plot.learning_rate({"loss": np.ones(5)} | rates))
+    np.testing.assert_array_equal(series["head"][:, 1], 0.1)
+    np.testing.assert_array_equal(series["body"][:, 1], 0.01)
+    assert len(plot.history({"loss": np.ones(5)} | rates).axes) == 2
+
+
 def test_rounds_of_local_steps_stand_at_their_last_step():
     ax = pyplot.figure().subplots()
     assert plot.learning_rate(HISTORY, local_steps=3, ax=ax) is ax

@@ -1,5 +1,7 @@
 """The learning rate as a number, an array and a schedule; reading and setting it."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import optax
 import pytest
 import reference_schedules
 import registry
+from flax.training import train_state
 from grids import nightly
 
 import optfn
+from optfn.transforms import rates
 
 G = {"w": jnp.ones(2)}
 P = {"w": jnp.ones(2)}
@@ -180,6 +184,82 @@ def test_plateau_rate_is_the_one_read_and_set():
     state = optfn.set_learning_rate(state, 0.25)
     updates, state = tx.update(G, state, P, value=jnp.float32(1.0))
     np.testing.assert_array_equal(updates["w"], -0.25)
+
+
+def test_a_plateau_hides_the_rates_before_it_alone():
+    """The rate of another member of a partition stays."""
+    plateau = optfn.schedules.reduce_on_plateau
+    members = {"a": optfn.chain(optfn.sgd(1.0), plateau(0.5)), "b": optfn.sgd(0.1)}
+    tx = optax.partition(members, {"w": "a", "v": "b"})
+    state = tx.init(P | {"v": jnp.ones(2)})
+    assert float(optfn.get_learning_rate(state, "a")) == 0.5
+    assert float(optfn.get_learning_rate(state, "b")) == pytest.approx(0.1)
+    plain = optax.partition(members | {"a": optfn.sgd(1.0)}, {"w": "a", "v": "b"})
+    whole = optfn.chain(plain, plateau(0.25)).init(P | {"v": jnp.ones(2)})
+    assert float(optfn.get_learning_rate(whole)) == 0.25
+
+
+LABELS = {"w": "head", "v": "body"}
+TWO = P | {"v": jnp.ones(2)}
+
+
+def two_rates():
+    head = optfn.sgd(lambda i: 0.1 / (1 + i))
+    return optax.partition({"head": head, "body": optfn.adam(0.01)}, LABELS)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mesh": 8}, {"mesh": 8, "local_steps": 2}, {"microbatches": 2}], ids=str
+)
+def test_the_rates_of_a_partition_are_metrics(options, tmp_path):
+    mesh = {"mesh": optfn.distributed.data_mesh()} if "mesh" in options else {}
+    log = tmp_path / "log.jsonl"
+    _, history = optfn.minimize(
+        lambda p, x: jnp.mean(x * (p["w"] + p["v"])), two_rates(), TWO, np.ones((4, 16, 1)),
+        log=log, progress=False, **options | mesh,
+    )  # fmt: skip
+    rounds = options.get("local_steps", 1)
+    heads = 0.1 / (1 + np.arange(rounds - 1, 4 * rounds, rounds))
+    np.testing.assert_allclose(history["learning_rate/head"], heads, rtol=1e-6)
+    np.testing.assert_allclose(history["learning_rate/body"], 0.01, rtol=1e-6)
+    assert "learning_rate" not in history
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["learning_rate/head"] == pytest.approx(heads[-1])
+
+
+def test_two_rates_without_labels_have_their_names():
+    tx = optax.chain(optfn.scale_by_learning_rate(0.5), optfn.scale_by_learning_rate(0.1))
+    found = rates.collect_rates(tx.init(P))
+    assert {k: float(x) for k, x in found.items()} == {
+        "learning_rate/scale_by_learning_rate": 0.5,
+        "learning_rate/scale_by_learning_rate_2": pytest.approx(0.1),
+    }
+    assert rates.collect_rates(optax.sgd(0.1).init(P)) == {}
+
+
+def test_the_train_state_of_flax_is_taken():
+    tx = optfn.chain(optfn.clip_by_global_norm(1.0), optfn.sgd(0.5))
+    state = train_state.TrainState.create(apply_fn=None, params=P, tx=tx)
+    state = jax.jit(lambda s: optfn.set_learning_rate(s, 0.25))(state)
+    assert float(optfn.get_learning_rate(state)) == 0.25
+    new = state.apply_gradients(grads=G)
+    assert float(P["w"][0] - new.params["w"][0]) == pytest.approx(0.25 * 2**-0.5)
+
+
+def test_a_rate_that_is_annealed_and_set():
+    """As the error about a schedule says: the number is set, and a fraction of it is taken."""
+    anneal = optfn.schedules.cosine(1.0, 1, 4)
+    tx = optfn.chain(optfn.sgd(0.5), optax.scale_by_schedule(anneal))
+    state, used = tx.init(P), []
+    for i in range(4):
+        if i == 2:
+            state = optfn.set_learning_rate(state, 0.1)
+        rate, state = rate_used(tx, state)
+        used.append(rate)
+    want = np.array([0.5, 0.5, 0.1, 0.1]) * [float(anneal(i)) for i in range(4)]
+    np.testing.assert_allclose(used, want, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"optax\.scale_by_schedule\(fraction\)"):
+        optfn.set_learning_rate(optfn.sgd(anneal).init(P), 0.1)
 
 
 def test_plateau_inside_multi_steps_gets_its_metric():

@@ -482,3 +482,28 @@ def test_fit_says_what_it_takes():
     fitted(step, state, X[:2])
     with pytest.raises(ValueError, match="the state has been used up: an earlier call of the step"):
         fitted(step, state, X[2:])
+
+
+def test_each_evaluation_is_a_line_without_a_terminal(capsys):
+    """The last one too, which is made after the last step was shown."""
+    optfn.minimize(
+        loss_fn, optfn.sgd(0.1), jnp.zeros(3), X, evaluate=lambda w: {"of": 7.0},
+        evaluate_every=9, steps=39,
+    )  # fmt: skip
+    lines = capsys.readouterr().err.splitlines()
+    shown = [int(line.split()[1]) for line in lines if line.endswith("of 7.0000")]
+    assert shown == [9, 18, 27, 36, 39]
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_it_is_told_what_ended_a_run(keep_best, capsys):
+    evaluate = scripted([1.0, 3.0, 2.0])
+    options = {"evaluate": evaluate, "evaluate_every": 5, "patience": 2, "keep_best": keep_best}
+    optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), X, **options)
+    *_, last = [x for x in capsys.readouterr().err.splitlines() if x.startswith("stopped")]
+    words = "stopped by patience after step 15; the best evaluation is of step 5"
+    assert last == words + (", whose state is returned" if keep_best else "")
+    optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), X, callback=lambda n, s, m: n == 7)
+    assert "stopped early, after step 7" in capsys.readouterr().err
+    run(callback=lambda n, s, m: n == 7)
+    assert capsys.readouterr().err == ""

@@ -351,6 +351,33 @@ def test_summary_counts_every_byte():
     assert rows["total"].split()[-2] == f"{total:,}"
 
 
+@pytest.mark.parametrize(
+    "around", [lambda tx: tx, optfn.record_metrics, lambda tx: optax.chain(optax.clip(1.0), tx)]
+)
+def test_summary_shows_the_label_of_a_partition(around):
+    """Also of a rule without state."""
+    members = {"head": optfn.sgd(1e-2), "body": optfn.adam(1e-3)}
+    labels = {"w": "head", "layers": "body"}
+    tx = around(optax.partition(members, labels))
+    params = {"w": jnp.ones(2), "layers": [{"b": jnp.ones(3)}]}
+    rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
+    assert "rule 'head'" in rows["w"] and "rule 'body'" in rows["layers/0/b"]
+
+
+def test_summary_shows_what_is_sent_compressed():
+    exchange = optfn.distributed.exchange
+    compressed = exchange(optfn.distributed.top_k(0.01), min_size=10)
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(3)}
+    for tx in (
+        optfn.chain(compressed, optfn.sgd(0.1)),
+        optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=10),
+    ):
+        rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
+        assert "compressed" in rows["w"] and "compressed" not in rows["b"]
+    tx = optfn.accumulate(optfn.chain(exchange(None), optfn.sgd(0.1)), 4)
+    assert "compressed" not in optfn.summary(tx, params)
+
+
 def test_summary_shows_what_is_excluded_from_weight_decay():
     tx = optfn.skip_nonfinite(optfn.adamw(1e-3, weight_decay=0.1, exclude="b|.*/scale"))
     params = {"b": jnp.ones(2), "norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}

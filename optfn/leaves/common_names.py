@@ -1,0 +1,12 @@
+"""The names that libraries of models give to kinds of leaves."""
+
+_BIAS_OR_SCALE = r"(.*/)?(bias|b|scale|beta|gamma|offset)"
+_IN_A_NORM = (
+    r"(.*/)?([^/]*[_\d])?((layer|batch|group|rms|instance|pre|post)?_?norm(s|alization)?|ln|bn)"
+    r"([_\d][^/]*)?(/.*)?"
+)
+
+# Biases, and the scales of normalizations, by their names in flax, equinox, haiku, keras and torch,
+# for `exclude=` of weight decay. The names hold for stacked layers too, whose leaves have one axis
+# more, so that a rule by the number of axes fails.
+NORMS_AND_BIASES = f"(?i:{_BIAS_OR_SCALE}|{_IN_A_NORM})"

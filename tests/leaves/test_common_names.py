@@ -1,0 +1,81 @@
+"""`NORMS_AND_BIASES` chooses the leaves that people exempt from weight decay."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import optfn
+from optfn.leaves.contents import leaves_with_names
+from optfn.leaves.patterns import match_names
+
+CHOSEN = (
+    "bias", "b", "scale", "layers/0/bias", "params/LayerNorm_0/scale", "blocks/norm1/weight",
+    "ln_f/weight", "ln_1/scale", "model/layers/input_layernorm/weight", "h/0/ln_2/weight",
+    "post_attention_layernorm/weight", "final_norm/weight", "bn1/weight", "RMSNorm_0/scale",
+    "q_norm/weight", "block/BatchNorm_3/bias", "layer_norm/~/offset", "gamma", "norms/0",
+    "layers/norm/w", "group_norm2/w",
+)  # fmt: skip
+OTHERS = (
+    "w", "layers/0/weight", "Dense_0/kernel", "embed/embedding", "normal/kernel", "normalizer/w",
+    "balance/kernel", "lnx/w", "enormous/w", "wte/weight", "attention/query/kernel", "norma/w",
+    "b/w",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_names_of_norms_and_biases(name):
+    assert re.fullmatch(optfn.NORMS_AND_BIASES, name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_of_others(name):
+    assert not re.fullmatch(optfn.NORMS_AND_BIASES, name)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        x = nn.BatchNorm(use_running_average=True)(x)
+        return x + nn.Dense(8)(nn.RMSNorm()(x))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(4, 8, rngs=nnx.Rngs(0))
+        self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+
+def flax_model():
+    return Block().init(jax.random.key(0), jnp.ones((2, 3, 8)))["params"]
+
+
+def nnx_model():
+    return nnx.state(Net(), nnx.Param)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("make", [flax_model, nnx_model])
+def test_models_of_others(make, stacks):
+    """The chosen leaves are those of one axis before layers are stacked; flax's projections of
+    attention have a bias for each head."""
+    params = make()
+    want = {k for k, x in leaves_with_names(params) if np.ndim(x) == 1 or k.endswith("bias")}
+    stack = lambda x: jnp.stack([x, x])  # noqa: E731
+    params = jax.tree.map(stack, params) if stacks else params
+    assert want and match_names(optfn.NORMS_AND_BIASES, params, "exclude") == want
+
+
+def test_decay_leaves_them_alone():
+    params = {"norm": {"scale": jnp.ones((2, 3))}, "dense": {"kernel": jnp.ones((2, 3))}}
+    tx = optfn.adamw(0.1, weight_decay=0.5, exclude=optfn.NORMS_AND_BIASES)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    np.testing.assert_array_equal(updates["norm"]["scale"], 0)
+    np.testing.assert_allclose(updates["dense"]["kernel"], -0.05, rtol=1e-6)
