@@ -1,12 +1,15 @@
 """Checks before an exchange: shapes, axes, gradients of one worker, finite values, equal steps."""
 
+import warnings
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, check_axes_bound, mark_varying, vma_axes
+from optfn.collectives.axes import Axes, axis_size, check_axes_bound, mark_varying, vma_axes
 from optfn.compilers.groups import varying_axes
-from optfn.compilers.xla import any_nonfinite
+from optfn.compilers.xla import any_nonfinite, call_for_platform
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
 
@@ -60,3 +63,51 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
     nonfinite, step = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
     return nonfinite > 0, step
+
+
+def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:
+    """Warn in the first step if all workers have the same gradient, as after a `pmean`: they then
+    send the same entries.
+
+    Where JAX tracks which arrays vary, `check_worker_gradients` has told it already. The host
+    compares, so that no collective is added; programs for TPUs and GPUs do not call it, see
+    `moved_params.raise_if_moved`, and processes do not know the workers of another.
+    """
+    leaves = [leafwise.numbers_of(x) for x in tree.arrays(updates) if tree.is_inexact(x)]
+    count = axis_size(axis_name)
+    if vma_axes(axis_name) or count == 1 or not leaves:
+        return
+    seen: dict[int, int] = {}
+
+    def see(is_first: Any, worker: Any, checksum: Any) -> None:
+        if not is_first:  # under vmap both branches run
+            return
+        seen[int(worker)] = int(checksum)
+        if len(seen) < count:
+            return
+        found = {*seen.values()}
+        seen.clear()
+        # A gradient of zeros, as of a loss that is at its minimum, tells nothing.
+        if len(found) == 1 and found != {0}:
+            warnings.warn(
+                f"{name}: all workers have the same gradient in the first step, so they send the "
+                "same entries, and few of them. Leave out lax.pmean or lax.psum of gradients, "
+                f"because {name} averages them itself; or give each worker examples of its own",
+                stacklevel=1,
+            )
+
+    def report(leaves: list[jax.Array]) -> None:
+        jax.debug.callback(see, step == 0, lax.axis_index(axis_name), _checksum(leaves))
+
+    def call_host(step: jax.Array) -> jax.Array:
+        lax.cond(step == 0, report, lambda leaves: None, leaves)
+        return step
+
+    call_for_platform(call_host, lambda step: step, step)
+
+
+def _checksum(leaves: list[jax.Array]) -> jax.Array:
+    """Return the sum of the bits of all entries, as float32, modulo 2³²; 0 for zeros alone."""
+    parts = [x for leaf in leaves for x in (jnp.real(leaf), jnp.imag(leaf))]
+    bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in parts]
+    return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.zeros((), jnp.uint32))

@@ -19,7 +19,12 @@ from optfn import core
 from optfn.collectives.axes import AxisName, axis_size, check_axis_names, to_axes
 from optfn.collectives.devices import ONE_WORKER, Workers
 from optfn.collectives.means import pmean, pmean_leaves
-from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
+from optfn.compression.agreement import (
+    agree,
+    check_state_of_leaf,
+    check_worker_gradients,
+    warn_of_equal_gradients,
+)
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
 from optfn.compression.dgc_phases import (
@@ -232,7 +237,7 @@ def _accumulate_and_send(
     """Run the update; a worker of several devices runs it on each device's shards,
     and returns no Rows."""
     del extra
-    options = dataclasses.replace(options, group=workers.group)
+    options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
     return update_on_shards(run, updates, state, params, workers.group)
@@ -269,6 +274,8 @@ def _accumulate_and_send_shards(
     for i, mean in zip(small, means, strict=True):
         directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
+    if large and options.in_own_loop:
+        warn_of_equal_gradients("deep_gradient_compression", updates, step, options.axis_name)
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)

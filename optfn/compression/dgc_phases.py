@@ -55,6 +55,8 @@ class Options:
     min_size: int
     wire: str
     group: Devices | None = None
+    # Whether a loop of the user calls it: a step of the library passes its workers.
+    in_own_loop: bool = False
 
     @property
     def all_axes(self) -> Axes:

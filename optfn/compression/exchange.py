@@ -23,6 +23,7 @@ from optfn.compression.agreement import (
     check_state_of_leaf,
     check_worker_gradients,
     is_compressible,
+    warn_of_equal_gradients,
 )
 from optfn.compression.bytes_sent import traffic_of
 from optfn.compression.compressors import (
@@ -87,6 +88,8 @@ class _Options(Sending):
     min_size: int
     group: Devices | None = None
     row_updates: bool = False
+    # Whether a loop of the user calls it: a step of the library passes its workers.
+    in_own_loop: bool = False
 
     @property
     def all_axes(self) -> Axes:
@@ -292,7 +295,9 @@ def _mean_of_packets(
     has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
     group = workers.group
     row_updates = row_updates and group is None and not has_buffers
-    options = dataclasses.replace(options, group=group, row_updates=row_updates)
+    options = dataclasses.replace(
+        options, group=group, row_updates=row_updates, in_own_loop=not workers.axes
+    )
 
     def update(updates: Updates, state: ExchangeState, params: None) -> Any:
         return _mean_of_shards(options, updates, state)
@@ -336,6 +341,8 @@ def _mean_of_shards(
     # 2. Dense leaves get their means, by one all-reduce for all.
     directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
     published = _owner_residuals(whole, state, options.axis_name)
+    if numbers and options.in_own_loop:
+        warn_of_equal_gradients("exchange", whole, step, options.axis_name)
     if numbers:
         # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)

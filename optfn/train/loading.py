@@ -58,6 +58,9 @@ def load_state_dict(
     Even with `strict=True`, names that only report on a run may be missing or superfluous: the
     factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
+    The state of a `jax.pmap`, with a copy for each device, loads into the state of a step on a
+    mesh: one copy of what is the same on all, and the residuals of each.
+
     Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
     from remainders, the mapping must have the parameters too, as a TrainState's does. A copy that
     lies halfway between two parameters becomes smaller by up to 2⁻²³ of its value.
@@ -118,8 +121,9 @@ def load_named(
     # 4. The arrays of `mapping`, and arrays made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
-    leaves = []
-    for entry, leaf in arrays_with_entries(plain):
+    leaves, entries = [], arrays_with_entries(plain)
+    mapping = _take_one_replica(entries, mapping)
+    for entry, leaf in entries:
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
             value, problem = _fit(_resize(value, leaf, entry), leaf)
@@ -167,6 +171,37 @@ def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
     if not is_sliced or shape == leaf.shape:
         return value
     return pad_to_multiple(np.asarray(value), entry.size, leaf.shape[-1])
+
+
+def _take_one_replica(
+    entries: Sequence[tuple[Entry, Leaf]], mapping: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the arrays of one replica, if the mapping has the state of a pmap; else the mapping.
+
+    There each shared array has one more axis in front, with a copy for each worker; all counters
+    show it. Arrays that are a worker's own stay, since they have that axis anyway.
+
+    Raises:
+      ValueError: the copies of an array differ.
+    """
+    shared = {entry.name: leaf for entry, leaf in entries if entry.kept in ("shared", "count")}
+    scalars = [k for k, x in shared.items() if not (x.ndim or tree.is_key(x)) and k in mapping]
+    shapes = {np.shape(mapping[name]) for name in scalars} - {()}
+    if [len(shape) for shape in shapes] != [1]:
+        return mapping
+    ((count,),) = shapes
+    found = dict(mapping)
+    for name, leaf in shared.items():
+        if name not in found or np.shape(found[name]) != (count, *leaf.shape):
+            continue
+        copies = np.asarray(mapping[name])
+        if any(copy.tobytes() != copies[0].tobytes() for copy in copies):
+            raise ValueError(
+                f"load_state_dict: {name!r} has {count} copies, as the state of a pmap has, but "
+                "they differ, and the template keeps one for all workers"
+            )
+        found[name] = copies[0]
+    return found
 
 
 def _compare_names(

@@ -360,6 +360,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     chex.assert_trees_all_equal(s3[0]._replace(skipped=0), clean_s[0]._replace(skipped=0))
 
 
+@pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 @pytest.mark.parametrize("wire", [nightly("float32"), "bfloat16"])
 def test_an_accumulator_that_overflows_is_emptied(wire):
     """Finite gradients whose velocity is not: what was sent does not stay behind as a NaN."""

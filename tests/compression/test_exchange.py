@@ -163,6 +163,7 @@ def test_an_update_that_is_not_finite(compressor, bad, leaf):
     assert all(x.any() for x in jax.tree.leaves(direction))
 
 
+@pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 def test_what_has_accumulated_beyond_float32():
     """A residual is never infinite, so that it does not become NaN."""
     tx = exchange(top_k(0.5), min_size=1)

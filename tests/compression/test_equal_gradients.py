@@ -1,0 +1,100 @@
+"""A pmean in front of an exchange: each worker then sends the same entries, which is said once."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import normal
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import data_mesh, exchange, top_k
+
+N = 8
+X = np.asarray(normal(0, N, 4, 64))
+PARAMS = {"w": jnp.zeros((64, 64))}
+DGC = {"rampup_begin_step": 0, "min_size": 1}
+RULES = {
+    "dgc": lambda **late: optfn.dgc_momentum(0.1, 0.9, axis_name="data", **DGC | late),
+    "exchange": lambda: optfn.chain(
+        exchange(top_k(0.01), axis_name="data", min_size=1), optfn.sgd(0.1)
+    ),
+}
+
+
+def replicate(tree):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *jnp.shape(x))), tree)
+
+
+def train(tx, x, around, mean=lambda grads: grads, steps=3):
+    """Take steps of a loop of one's own; return the params of the first worker."""
+
+    def step(params, state, x):
+        grads = mean(jax.grad(lambda p: jnp.mean((x @ p["w"] - 1.0) ** 2))(params))
+        updates, state = tx.update(grads, state, params)
+        return optfn.apply_updates(params, updates), state
+
+    run = around(step)
+    params, state = replicate(PARAMS), replicate(tx.init(PARAMS))
+    for _ in range(steps):
+        params, state = run(params, state, x)
+    jax.effects_barrier()
+    return jax.tree.map(lambda x: np.asarray(x[0]), params)
+
+
+def pmap(step):
+    return jax.pmap(step, axis_name="data")
+
+
+def vmap(step):
+    return jax.jit(jax.vmap(step, axis_name="data"))
+
+
+def untracked(step):
+    """shard_map in which JAX does not track which arrays vary."""
+
+    def one(*args):
+        out = step(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    return jax.jit(jax.shard_map(one, mesh=data_mesh(N), check_vma=False, **specs))
+
+
+def average(grads):
+    return jax.lax.pmean(grads, "data")
+
+
+@pytest.mark.parametrize("around", [pmap, vmap, untracked])
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_gradients_are_said_in_the_first_step(rule, around):
+    with pytest.warns(UserWarning, match=r"same gradient in the first step.*Leave out") as caught:
+        averaged = train(RULES[rule](), X, around, average)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = train(RULES[rule](), X, around)
+    assert np.count_nonzero(own["w"]) > 2 * np.count_nonzero(averaged["w"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("around", [pmap, vmap, untracked])
+def test_ordinary_loops_hear_nothing(around):
+    """Dense leaves, gradients of zero, an exchange that is a plain mean, dense steps first."""
+    train(optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), X, around, average)
+    train(RULES["dgc"](), np.zeros_like(X), around)
+    train(optfn.chain(exchange(axis_name="data"), optfn.sgd(0.1)), X, around, average)
+    train(RULES["dgc"](rampup_begin_step=2), X, around)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_of_the_library_has_no_such_check():
+    """It takes each worker's gradient itself, so equal batches of all workers are no mistake."""
+    step = optfn.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] - 1.0) ** 2), RULES["dgc"](), mesh=data_mesh(N)
+    )
+    state = step.init(PARAMS)
+    state, _ = step(state, np.ones((N, 64), np.float32))
+    assert "callback" not in step.lower(PARAMS, np.ones((N, 64), np.float32)).as_text()

@@ -1,0 +1,93 @@
+"""From a pmap script to `make_train_step`: optimizer, exchange and state, one after another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from arrays import normal
+
+import optfn
+from optfn.distributed import data_mesh, exchange, top_k
+
+N, HALF = 8, 6
+PARAMS = {"w": jnp.zeros((16, 4)), "b": jnp.zeros(4)}
+BATCHES = np.asarray(normal(0, 2 * HALF, N, 4, 16))
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - 1.0) ** 2)
+
+
+def dgc(axis_name):
+    return optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=16, axis_name=axis_name)
+
+
+def compressed_adam(axis_name):
+    sent = exchange(top_k(0.1), axis_name=axis_name, min_size=16)
+    return optfn.chain(sent, optfn.adam(1e-2))
+
+
+def dense(axis_name):
+    return optfn.momentum(0.1, 0.9)
+
+
+def replicate(tree):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *jnp.shape(x))), tree)
+
+
+def unreplicate(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def run_pmap(tx, state, batches, *, averages):
+    """Take steps as a script does; return params and state of all devices."""
+
+    def step(params, opt_state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        grads = jax.lax.pmean(grads, "batch") if averages else grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.pmap(step, axis_name="batch")
+    for x in batches:
+        state = step(*state, x)
+    return state
+
+
+@pytest.mark.parametrize("make", [dense, dgc, compressed_adam])
+def test_a_step_continues_from_a_state_of_pmap(make):
+    tx = make("batch")
+    start = replicate(PARAMS), replicate(tx.init(PARAMS))
+    half = run_pmap(tx, start, BATCHES[:HALF], averages=make is dense)
+    want, _ = run_pmap(tx, half, BATCHES[HALF:], averages=make is dense)
+
+    step = optfn.make_train_step(loss_fn, make("data"), mesh=data_mesh(N))
+    state = step.init(unreplicate(half[0]))
+    found = optfn.state_dict(state) | optfn.state_dict(half[1]) | {"train/step": HALF}
+    state = optfn.load_state_dict(state, found)
+    for x in BATCHES[HALF:]:
+        state, _ = step(state, x.reshape(-1, 16))
+    assert int(state.step) == 2 * HALF
+    for name, param in unreplicate(want).items():
+        np.testing.assert_allclose(state.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_that_differ_are_an_error():
+    tx = optfn.adam(1e-2)
+    state = jax.tree.map(lambda x: x.at[3].add(1), replicate(tx.init(PARAMS)))
+    with pytest.raises(ValueError, match=r"'scale_by_adam/step' has 8 copies.* they differ"):
+        optfn.load_state_dict(tx.init(PARAMS), optfn.state_dict(state))
+
+
+def test_other_shapes_stay_errors():
+    """An array with an axis too much beside counters of one worker."""
+    tx = optfn.adam(1e-2)
+    found = optfn.state_dict(tx.init(PARAMS))
+    found["scale_by_adam/mu/b"] = np.zeros((N, 4), np.float32)
+    with pytest.raises(ValueError, match=r"'scale_by_adam/mu/b' has shape \(8, 4\)"):
+        optfn.load_state_dict(tx.init(PARAMS), found)
+    found["scale_by_adam/step"] = np.zeros((N,), np.int32)
+    found["scale_by_learning_rate/step"] = np.zeros((2,), np.int32)
+    with pytest.raises(ValueError, match=r"'scale_by_learning_rate/step' has shape \(2,\)"):
+        optfn.load_state_dict(tx.init(PARAMS), found)
