@@ -52,6 +52,7 @@ from optfn.run.checkpoint import load_checkpoint, load_params, restore_checkpoin
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.run.shuffled import shuffled
+from optfn.run.statistics import estimate_statistics
 from optfn.train.inspection import assert_in_place
 from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
@@ -115,6 +116,7 @@ __all__ = [
     "dgc_momentum",
     "distributed",
     "dynamic_loss_scale",
+    "estimate_statistics",
     "exponential_moving_average",
     "fit",
     "ftrl",

@@ -183,6 +183,7 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 OTHER_NAMES = {
     "Mean", "NORMS_AND_BIASES", "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep",
     "apply_updates", "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
+    "estimate_statistics",
     "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "loss_scale",
     "make_train_step", "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute",
     "restore_checkpoint", "save_checkpoint", "schedules", "set_learning_rate", "shuffled", "sparse",

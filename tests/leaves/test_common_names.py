@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
 
 import optfn
 from optfn.leaves.contents import leaves_with_names
 from optfn.leaves.patterns import match_names
+
+nn = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
 
 CHOSEN = (
     "bias", "b", "scale", "layers/0/bias", "params/LayerNorm_0/scale", "blocks/norm1/weight",

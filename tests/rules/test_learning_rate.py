@@ -9,7 +9,6 @@ import optax
 import pytest
 import reference_schedules
 import registry
-from flax.training import train_state
 from grids import nightly
 
 import optfn
@@ -238,6 +237,7 @@ def test_two_rates_without_labels_have_their_names():
 
 
 def test_the_train_state_of_flax_is_taken():
+    train_state = pytest.importorskip("flax.training.train_state")
     tx = optfn.chain(optfn.clip_by_global_norm(1.0), optfn.sgd(0.5))
     state = train_state.TrainState.create(apply_fn=None, params=P, tx=tx)
     state = jax.jit(lambda s: optfn.set_learning_rate(s, 0.25))(state)
