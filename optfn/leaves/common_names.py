@@ -6,7 +6,9 @@ _IN_A_NORM = (
     r"([_\d][^/]*)?(/.*)?"
 )
 
-# Biases, and the scales of normalizations, by their names in flax, equinox, haiku, keras and torch,
-# for `exclude=` of weight decay. The names hold for stacked layers too, whose leaves have one axis
-# more, so that a rule by the number of axes fails.
 NORMS_AND_BIASES = f"(?i:{_BIAS_OR_SCALE}|{_IN_A_NORM})"
+"""A pattern of the biases, and of the scales of normalizations, for `exclude=` of weight decay.
+
+It goes by their names in flax, equinox, haiku, keras and torch. Names hold for stacked layers too,
+whose leaves have one axis more, so that a rule by the number of axes fails.
+"""

@@ -8,15 +8,24 @@ from typing import NamedTuple
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.run.options import WEIGHT, LoopOptions
-from optfn.run.position import Position, StatefulIterator, TakenPosition, take_position
+from optfn.run.position import (
+    NOTHING,
+    Position,
+    Saved,
+    StatefulIterator,
+    TakenPosition,
+    find_checksum,
+    take_position,
+)
 
 
 class _Drawn(NamedTuple):
-    """A batch, the number of its pass, and its tokens, None if nothing counts them."""
+    """A batch, the number of its pass, and its tokens and checksum, None if nothing needs them."""
 
     epoch: int
     batch: Batch
     tokens: int | None
+    checksum: int | None
 
 
 class Remaining:
@@ -25,10 +34,11 @@ class Remaining:
     batches: the batches of the whole run, or of one pass with `epochs`.
     done: the number of steps that the run has made.
     local_steps: the number of steps for each batch.
-    found: the position of the iterator after `done` steps, if it is known. If the iterator can
-      continue from there, used batches are not drawn again.
+    found: what a checkpoint has of the batches before. If it has the position of the iterator, and
+      the iterator can continue from there, used batches are not drawn again.
     epoch: the number of the pass of the last batch, from 1; None without `epochs`.
     tokens: the tokens of the last batch; None without a log, or without `count_tokens`.
+    checksum: the checksum of the last batch; None without checkpoints, or if it is on a device.
     """
 
     def __init__(
@@ -37,7 +47,7 @@ class Remaining:
         options: LoopOptions,
         done: int,
         local_steps: int,
-        found: Position | None = None,
+        found: Saved = NOTHING,
     ) -> None:
         self.batches, self.local_steps = batches, local_steps
         self.steps, self.epochs = options.steps, options.epochs
@@ -52,10 +62,12 @@ class Remaining:
         self._count_tokens = count if callable(count) else None
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
-        self._passes = self._iterate_epochs(found and self._resume_iterator(found))
+        self._is_saved = options.checkpoint is not None
+        self.checksum = self._expected = found.checksum
+        at = found.position
+        self._passes = self._iterate_epochs(at and self._resume_iterator(at))
         # At most one, or the error of the iterator in its place.
         self._ahead: list[_Drawn | Exception] = []
-        self._is_saved = options.checkpoint is not None
         self._before_ahead: TakenPosition | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -64,8 +76,17 @@ class Remaining:
             yield self._draw()
 
     def _skip_used(self) -> None:
-        while not self.is_finished and self.given < self.used and self._look_ahead():
+        if self.is_finished or self.given >= self.used:
+            return
+        while self.given < self.used and self._look_ahead():
             self._draw()
+        known = (self._expected, self.checksum)
+        if self.given == self.used and None not in known and len({*known}) > 1:
+            checks.warn(
+                f"the run goes on with other data: batch {self.used}, the last one before its "
+                "checkpoint, is not the batch that it was, so batches are others, or come in "
+                "another order. Let a seed decide the order, as optfn.shuffled does"
+            )
 
     def _draw(self) -> Batch:
         """Take and count the batch read ahead; raise an error read instead."""
@@ -74,7 +95,7 @@ class Remaining:
             raise drawn
         self.given += 1
         self.epoch = None if self.epochs is None else drawn.epoch
-        self.tokens = drawn.tokens
+        self.tokens, self.checksum = drawn.tokens, drawn.checksum
         return drawn.batch
 
     def _draw_next(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> list[_Drawn]:
@@ -83,7 +104,7 @@ class Remaining:
         Tokens are counted before: on a device, the count would wait for the step that runs there.
         """
         return [
-            _Drawn(epoch, place(x), self._count(x))
+            _Drawn(epoch, place(x), self._count(x), find_checksum(x) if self._is_saved else None)
             for epoch, x in itertools.islice(self._passes, 1)
         ]
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -9,10 +10,13 @@ import jax
 import numpy as np
 
 from optfn.core import checks
+from optfn.core.types import Batch
 from optfn.parallel import processes
 
 # The name of the entry of a checkpoint, among the arrays of the history.
 BATCHES = "batches"
+# Of each array, about as many entries are in the checksum of a batch.
+_ENTRIES = 1000
 
 
 @runtime_checkable
@@ -48,12 +52,35 @@ class TakenPosition(NamedTuple):
     refused: str = ""
 
 
-def encode_position(position: TakenPosition | None, is_shared: bool) -> dict[str, np.ndarray]:
-    """Return the positions of all processes as one entry of a checkpoint; {} if none has one.
+class Saved(NamedTuple):
+    """What a checkpoint has of the data and the random numbers of a run; None for what is unknown.
+
+    position: the position of this process.
+    checksum: the checksum of the last batch of this process, by `find_checksum`.
+    rng: the numbers of the key of `rng=`.
+    """
+
+    position: Position | None = None
+    checksum: int | None = None
+    rng: list[int] | None = None
+
+
+NOTHING = Saved()
+
+
+def encode_position(
+    position: TakenPosition | None,
+    is_shared: bool,
+    checksum: int | None = None,
+    rng: list[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Return what a checkpoint keeps of the data of all processes as one entry; {} for nothing.
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
-      is_shared: whether all processes call this; the entry then has the positions of all.
+      is_shared: whether all processes call this; the entry then has what all of them have.
+      checksum: the checksum of the last batch of this process.
+      rng: the numbers of the key of `rng=`.
     """
     text, refused = position or TakenPosition("")
     if refused:
@@ -62,6 +89,10 @@ def encode_position(position: TakenPosition | None, is_shared: bool) -> dict[str
             "resumes will draw the used batches again and skip them. get_state must return bytes, "
             f"or a value that JSON keeps unchanged; got {refused}"
         )
+    own = json.loads(text) if text else {}
+    extra = {"checksum": checksum, "rng": rng}
+    own |= {name: x for name, x in extra.items() if x is not None}
+    text = json.dumps(own) if own else ""
     texts = processes.gather_texts(text) if is_shared else [text]
     if not any(texts):
         return {}
@@ -70,22 +101,45 @@ def encode_position(position: TakenPosition | None, is_shared: bool) -> dict[str
     return {BATCHES: np.frombuffer(content.encode(), np.uint8)}
 
 
-def decode_position(history: Mapping[str, np.ndarray]) -> Position | None:
-    """Return the position of this process from the entry of `encode_position`, or None.
+def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
+    """Return what the entry of `encode_position` has of this process.
 
-    It is None without an entry, or if the number of processes has changed and their positions were
-    not the same.
+    Without an entry that is nothing. If the number of processes has changed, it is the position if
+    all had the same, and no checksum.
     """
     if BATCHES not in history:
-        return None
-    found = json.loads(np.asarray(history[BATCHES]).tobytes())
+        return NOTHING
+    found = [one or {} for one in json.loads(np.asarray(history[BATCHES]).tobytes())]
+    is_known = len(found) == jax.process_count()
+    checksums, keys = ([one.pop(name, None) for one in found] for name in ("checksum", "rng"))
     is_same = all(one == found[0] for one in found)
-    is_known = is_same or len(found) == jax.process_count()
-    one = found[0 if is_same else jax.process_index()] if is_known else None
-    if one is None:
-        return None
-    state = base64.b64decode(one["bytes"]) if "bytes" in one else one["state"]
-    return Position(one["epoch"], state)
+    one = found[0] if is_same else found[jax.process_index()] if is_known else {}
+    position = None
+    if one:
+        state = base64.b64decode(one["bytes"]) if "bytes" in one else one["state"]
+        position = Position(one["epoch"], state)
+    return Saved(position, checksums[jax.process_index()] if is_known else None, keys[0])
+
+
+def find_checksum(batch: Batch) -> int | None:
+    """Return a checksum of some entries of each array of a batch that lies on the host.
+
+    Each batch gets one, so it reads at most a thousand entries of an array, evenly spaced. None
+    without such an array. Arrays of JAX are left out, because reading them waits for a device.
+    """
+    checksum = None
+    for x in jax.tree.leaves(batch):
+        if isinstance(x, jax.Array):
+            continue
+        try:
+            array = np.asarray(x)
+        except Exception:  # of another library, which `convert_batch` refuses with a better error
+            continue
+        flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+        entries = np.ascontiguousarray(flat[:: 1 + array.size // _ENTRIES])
+        if not entries.dtype.hasobject:
+            checksum = zlib.crc32(entries.tobytes(), checksum or 0)
+    return checksum
 
 
 def take_position(epoch: int, state: object) -> TakenPosition:

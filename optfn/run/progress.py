@@ -11,13 +11,17 @@ import numpy as np
 
 from optfn.core.types import Batch
 
+# After so many shapes of batches, a line says so.
+_MANY_SHAPES = 3
+
 
 class Progress:
     """A progress bar on a terminal, lines elsewhere, or nothing if it is turned off.
 
     Reading a loss waits for the device, so the bar reads it a few times a second at most. Lines are
     printed for the first and the last step, after each tenth of the steps, and for each evaluation.
-    `seen` gets each loss that was read.
+    `seen` gets each loss that was read. After the third shape of batches, a line says that each
+    shape has a compilation.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Progress:
         self.every = max(1, steps // 10) if steps else 100
         self.last: tuple[int, dict[str, Any]] | None = None
         self.printed = 0
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
         self.examples, self.since = 0, time.monotonic()  # since the speed was last shown
 
     def __enter__(self) -> "Progress":
@@ -58,6 +63,7 @@ class Progress:
             return
         self.last = n, metrics
         self.examples += count_examples(batch) or 0
+        self._count_shapes(batch)
         if self.bar is not None:
             if self.bar.update(self.per_call):  # tqdm tells when it draws
                 self._set_postfix(metrics)
@@ -80,6 +86,19 @@ class Progress:
             self.bar.write(text, file=self.file)
         elif self.shown or always:
             print(text, file=self.file, flush=True)
+
+    def _count_shapes(self, batch: Batch) -> None:
+        """Say once that the step was compiled for three shapes of batches."""
+        shapes = tuple(np.shape(x) for x in jax.tree.leaves(batch))
+        if shapes in self.shapes or len(self.shapes) == _MANY_SHAPES:
+            return
+        self.shapes.add(shapes)
+        if len(self.shapes) == _MANY_SHAPES:
+            listed = ", ".join(" and ".join(map(str, one)) for one in sorted(self.shapes))
+            self.say(
+                f"the step was compiled for {_MANY_SHAPES} shapes of batches: {listed}; it is "
+                "compiled again for each new one, unless you pad batches to a few shapes"
+            )
 
     def _print_line(self) -> None:
         """Print the last step and its metrics, unless that was done."""

@@ -23,8 +23,10 @@ from optfn.run.history import History
 from optfn.run.newest import OtherRun, list_checkpoints, remove_checkpoints
 from optfn.run.options import STOPPED, LoopOptions
 from optfn.run.storage import is_remote, to_path
+from optfn.state.reports import read_local
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
+from optfn.train.worker_step import make_key
 from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
 from optfn.transforms.rates import numbers_of_rates
 
@@ -36,7 +38,7 @@ class Saver:
     place: the directory, as text that ends with a separator; "" if there is none.
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the checkpoint that the run resumes from; None for a new run.
-    batches: the position of the iterator of batches in that checkpoint, if it is known.
+    batches: what that checkpoint has of the batches before it.
     frozen: leaves frozen params out of the checkpoints; None if they are saved.
     """
 
@@ -50,7 +52,8 @@ class Saver:
             self._clock = _Clock(options.save_every, processes.is_on_all_processes(step.mesh))
         self.saved: int | None = None
         self.resumed: int | None = None
-        self.batches: position.Position | None = None
+        self.batches = position.NOTHING
+        self._rng = None if self.directory is None else _list_key_numbers(step.options.rng)
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
         """Return the saved state and history, or the given state and an empty history.
@@ -75,7 +78,17 @@ class Saver:
                 "directory"
             )
         _warn_of_rates(state, found)
+        self._warn_of_rng()
         return found, history
+
+    def _warn_of_rng(self) -> None:
+        """Warn if the run goes on with another `rng=` than before."""
+        known = (self.batches.rng, self._rng)
+        if None not in known and known[0] != known[1]:
+            checks.warn(
+                f"the run goes on with another rng than until step {self.saved}, so its random "
+                "numbers are not those of one run; pass the same seed or key to continue it"
+            )
 
     def _check_directories(self, state: TrainState) -> None:
         """Raise in every process if several of them write files into the same directory.
@@ -159,13 +172,22 @@ class Saver:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
             stands = position.encode_position(
-                batches.position(), processes.has_state_on_all_processes(state)
+                batches.position(),
+                processes.has_state_on_all_processes(state),
+                batches.checksum,
+                self._rng,
             )
             arrays, keep = history.arrays() | stands, self.options.keep
             write_checkpoint(
                 self.directory, state, arrays, keep=keep, background=True, frozen=self.frozen
             )
             self.saved = int(state.step)
+
+
+def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:
+    """Return the numbers of the key of `rng=`, which a checkpoint can keep; None without a key."""
+    key = make_key(rng)
+    return None if key is None else np.ravel(read_local(jax.random.key_data(key))).tolist()
 
 
 class _Clock:

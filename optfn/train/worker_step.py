@@ -56,20 +56,28 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
       rng: the argument of `make_train_step`; True is the seed 0.
       workers: the mesh axes of the workers; none if all have the same key.
     """
+    first = make_key(rng)
+    if first is None:
+        return None
+
+    def key_of(step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(first, step)
+        return jax.random.fold_in(key, lax.axis_index(workers)) if workers else key
+
+    return key_of
+
+
+def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
+    """Return the key of the argument `rng` of `make_train_step`; None for False."""
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):
-        rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
+        return jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
     if not isinstance(rng, jax.Array) or not tree.is_key(rng):
         raise TypeError(
             f"rng must be True, a seed or a key from jax.random.key; got {checks.show(rng)}"
         )
-
-    def key_of(step: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(rng, step)
-        return jax.random.fold_in(key, lax.axis_index(workers)) if workers else key
-
-    return key_of
+    return rng
 
 
 def make_worker_step(

@@ -507,3 +507,12 @@ def test_it_is_told_what_ended_a_run(keep_best, capsys):
     assert "stopped early, after step 7" in capsys.readouterr().err
     run(callback=lambda n, s, m: n == 7)
     assert capsys.readouterr().err == ""
+
+
+def test_the_third_shape_of_batches_is_said_once(capsys):
+    sizes = [8, 8, 4, 8, 2, 1, 4, 3]
+    optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), [X[0][:n] for n in sizes])
+    said = [x for x in capsys.readouterr().err.splitlines() if "shapes of batches" in x]
+    assert len(said) == 1 and "3 shapes of batches: (2, 3), (4, 3), (8, 3);" in said[0]
+    optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), [X[0][:n] for n in sizes[:4]])
+    assert "shapes of batches" not in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_each_process_has_its_own_position(monkeypatch):
     def read_in(process, count, arrays):
         monkeypatch.setattr(position.jax, "process_index", lambda: process)
         monkeypatch.setattr(position.jax, "process_count", lambda: count)
-        found = position.decode_position(arrays)
+        found = position.decode_position(arrays).position
         return found and found.state
 
     own, same = among(5, 7), among(6, 6)
@@ -262,3 +262,84 @@ def test_a_generator_has_no_state_and_is_passed_over(tmp_path):
     seen = itertools.count()
     run((next(seen) * 0 + x for x in X), tmp_path)
     assert next(seen) == 12
+
+
+class Loader:
+    """Batches in another order each time, as a loader that no seed decides."""
+
+    def __init__(self, data=X, seeds=(0, 0)):
+        self.data, self.seeds = data, iter(seeds)
+
+    def __iter__(self):
+        return iter(self.data[np.random.default_rng(next(self.seeds)).permutation(len(self.data))])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("save_every", [1, 5])
+def test_other_data_before_a_checkpoint_is_said(prefetch, save_every, tmp_path):
+    options = {"prefetch": prefetch, "save_every": save_every}
+    run(Loader(), tmp_path, steps=7, **options)
+    with pytest.warns(UserWarning, match="goes on with other data: batch 7") as caught:
+        run(Loader(seeds=[1]), tmp_path, **options)
+    assert len(caught) == 1
+
+
+def test_the_same_data_is_no_warning(tmp_path):
+    """Also in other forms, in a buffer that is filled again, on a device, and with an iterator that
+    goes on by itself."""
+    buffer = np.zeros_like(X[0])
+
+    def refilled():
+        for x in X:
+            buffer[:] = x
+            yield buffer
+
+    forms = [
+        lambda: X, lambda: list(X), lambda: Loader(seeds=[3]), refilled, Dataset,
+        lambda: list(map(jnp.asarray, X)), lambda: [x[:, ::-1][:, ::-1] for x in X],
+        lambda: optfn.shuffled(X.reshape(-1, 3), 8, seed=2),
+    ]  # fmt: skip
+    for i, make in enumerate(forms):
+        run(make(), tmp_path / str(i), steps=5)
+        run(make(), tmp_path / str(i), steps=9)
+        run(make(), tmp_path / str(i))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors"])
+def test_batches_of_other_types_are_compared(kind, tmp_path):
+    one = float if kind == "numbers" else pytest.importorskip("torch").tensor
+    step = optfn.make_train_step(lambda w, x: jnp.mean((w - x) ** 2), optfn.sgd(0.1))
+    go_on = functools.partial(optfn.fit, step, checkpoint=tmp_path, progress=False)
+    go_on(step.init(jnp.zeros(())), [one(x) for x in (1.0, 2.0, 3.0)], steps=2)
+    with pytest.warns(UserWarning, match="goes on with other data: batch 2"):
+        go_on(step.init(jnp.zeros(())), [one(x) for x in (1.0, 5.0, 3.0)])
+
+
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_rounds_are_counted_as_batches(local_steps, tmp_path):
+    options = {"mesh": optfn.distributed.data_mesh(2), "local_steps": local_steps}
+    step = optfn.make_train_step(square_error, optfn.adam(1e-2), **options)
+    run_on = functools.partial(optfn.fit, step, checkpoint=tmp_path, progress=False)
+    run_on(step.init(jnp.zeros(3)), X, steps=4 * local_steps)
+    run_on(step.init(jnp.zeros(3)), X, steps=6 * local_steps)
+    with pytest.warns(UserWarning, match="goes on with other data: batch 6"):
+        run_on(step.init(jnp.zeros(3)), X[::-1])
+
+
+def noisy_error(w, x, key):
+    return square_error(w, x) + 0 * jax.random.normal(key)
+
+
+@pytest.mark.parametrize("other", [1, jax.random.key(5)], ids=["seed", "key"])
+def test_another_rng_is_said(other, tmp_path):
+    def fit(rng, **options):
+        optfn.minimize(
+            noisy_error, optfn.adam(1e-2), jnp.zeros(3), X, rng=rng, checkpoint=tmp_path,
+            progress=False, **options,
+        )  # fmt: skip
+
+    fit(True, steps=3)
+    fit(0, steps=6)  # the same key
+    fit(jax.random.key(0), steps=8)
+    with pytest.warns(UserWarning, match="goes on with another rng than until step 8"):
+        fit(other)
