@@ -16,6 +16,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
+from optfn.leaves.nodes import Stacked
 from optfn.sparse.sharded_table import to_physical, unwrap_tables
 from optfn.state.bits import DecodedArrays, convert_dtype
 from optfn.state.inventory import Entry, arrays_with_entries
@@ -123,10 +124,10 @@ def load_named(
     made = _begin_at_params(plain, named, mapping)
     leaves, entries = [], arrays_with_entries(plain)
     mapping = _take_one_replica(entries, mapping)
-    for entry, leaf in entries:
+    for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
-            value, problem = _fit(_resize(value, leaf, entry), leaf)
+            value, problem = _fit(_resize(value, leaf, entry, stacked), leaf)
         if problem:
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
@@ -156,21 +157,35 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _resize(value: Leaf, leaf: Leaf, entry: Entry) -> Leaf:
+def _resize(value: Leaf, leaf: Leaf, entry: Entry, stacked: int) -> Leaf:
     """Return a saved array in the template's shape: reshape a per-worker one, replace a sliced
-    one's padding, keep any other.
+    one's padding, fold the axes of stages, keep any other.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
-    is padded for the number of workers. All other arrays, and arrays that do not fit, stay as they
-    are.
+    is padded for the number of workers. In an array with `stacked` leading axes, stages are in the
+    order of the model, however these axes are folded (`stack_stages`). All other arrays, and arrays
+    that do not fit, stay as they are.
     """
     shape = np.shape(value)
+    rest = leaf.shape[stacked:]
+    if stacked and shape != leaf.shape and shape[len(shape) - len(rest) :] == rest:
+        is_same_count = np.size(value) == leaf.size and len(shape) > len(rest)
+        return np.reshape(value, leaf.shape) if is_same_count else value
     if entry.kept == "per_worker" and np.size(value) == leaf.size:
         return np.reshape(value, leaf.shape)
     is_sliced = entry.kept == "sliced" and len(shape) == leaf.ndim and shape[-1] >= entry.size
     if not is_sliced or shape == leaf.shape:
         return value
     return pad_to_multiple(np.asarray(value), entry.size, leaf.shape[-1])
+
+
+def _count_stacked_axes(state: PyTree) -> list[int]:
+    """Return the number of `Stacked` around each array of a state."""
+    counts = []
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Stacked)):
+        is_stacked = isinstance(node, Stacked)
+        counts += [1 + n for n in _count_stacked_axes(node.layers)] if is_stacked else [0]
+    return counts
 
 
 def _take_one_replica(

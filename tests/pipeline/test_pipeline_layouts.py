@@ -68,8 +68,7 @@ def test_training_goes_on_in_another_layout(layout, trained):
     """Stage r·p + d is [r, d] of (v, p): the order of stages is that of memory in each layout."""
     saved, params, losses = trained
     step, state = pipeline(*layout)
-    shapes = {name: np.shape(x) for name, x in optfn.state_dict(state).items()}
-    state = optfn.load_state_dict(state, {k: np.reshape(x, shapes[k]) for k, x in saved.items()})
+    state = optfn.load_state_dict(state, saved)
     for k in range(3, 6):
         state, metrics = step(state, (X, Y))
         np.testing.assert_allclose(metrics["loss"], losses[k], rtol=3e-6)
@@ -78,3 +77,39 @@ def test_training_goes_on_in_another_layout(layout, trained):
         np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)
     here = state.params["w"].addressable_shards[0].data
     assert here.size == STAGES // layout[0] * WIDTH**2
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_a_run_goes_on_with_other_virtual_stages(virtual, tmp_path):
+    """By its checkpoint, also on one device without a pipeline, and to a list of stages."""
+    options = {"checkpoint": tmp_path, "progress": False}
+    step, state = pipeline(2, 2, 2)
+    state, _ = optfn.fit(step, state, [(X, Y)] * 3, **options)
+    want = unstack_stages(state.params, virtual_stages=2)
+
+    other = stack_stages(jax.tree.map(jnp.zeros_like, PARAMS), virtual_stages=virtual)
+    found = optfn.load_params(tmp_path, other)
+    for a, b in zip(unstack_stages(found, virtual_stages=virtual), want, strict=True):
+        np.testing.assert_array_equal(a["w"], b["w"])
+
+    if virtual == 1:
+
+        def loss_fn(params, batch):
+            return mean_square(stage_after_stage(params.layers, batch[0]), batch[1])
+
+        alone, _ = optfn.minimize(loss_fn, optimizer(), other, [(X, Y)] * 6, **options)
+        whole, _ = optfn.fit(step, state, [(X, Y)] * 3, progress=False)
+        got, want = (unstack_stages(alone.params), unstack_stages(whole.params, virtual_stages=2))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_other_numbers_of_stages_stay_errors():
+    tx, params = optfn.adam(1e-2), stack_stages(PARAMS)
+    saved = optfn.state_dict(tx.init(stack_stages(PARAMS[:2])))
+    with pytest.raises(ValueError, match=r"'scale_by_adam/mu/w' has shape \(2, "):
+        optfn.load_state_dict(tx.init(params), saved)
+    with pytest.raises(ValueError, match=r"'scale_by_adam/mu/w' has shape \(4, "):
+        optfn.load_state_dict(
+            tx.init({"w": jnp.zeros((2, 2, WIDTH, WIDTH))}), optfn.state_dict(tx.init(params))
+        )
