@@ -5,6 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
 from optfn.core.types import LossFn, Params, PyTree
@@ -14,6 +18,8 @@ from optfn.pipeline.plan import Plan
 
 # (params, x) -> x; it also gets `shared` and `rng` if it has parameters of these names.
 StageFunction: TypeAlias = Callable[..., PyTree]
+# inputs -> x; it also gets `shared` if it has a parameter of this name.
+Embedding: TypeAlias = Callable[..., PyTree]
 
 
 class UserFunctions(NamedTuple):
@@ -21,15 +27,21 @@ class UserFunctions(NamedTuple):
 
     stages: the functions of the stages; one if they are homogeneous.
     loss: (outputs, targets) -> loss; it also gets `shared` if it has a parameter of this name.
+    embed: (inputs) -> x, which the first stage runs; it also gets `shared` likewise. None: inputs
+      are x.
     """
 
     stages: tuple[StageFunction, ...]
     loss: LossFn
     homogeneous: bool
+    embed: Embedding | None = None
 
     @classmethod
     def from_arguments(
-        cls, stage_fn: StageFunction | Sequence[StageFunction], loss_fn: LossFn
+        cls,
+        stage_fn: StageFunction | Sequence[StageFunction],
+        loss_fn: LossFn,
+        embed: Embedding | None,
     ) -> "UserFunctions":
         """Return the user's functions, one or a list for the stages;
         a TypeError names the argument that is no function."""
@@ -42,7 +54,13 @@ class UserFunctions(NamedTuple):
             raise TypeError(
                 f"loss_fn must be a function (outputs, targets) -> loss; got {loss_fn!r}"
             )
-        return cls(tuple(stages), loss_fn, callable(stage_fn))
+        if embed is not None and not callable(embed):
+            raise TypeError(f"embed must be a function inputs -> x; got {embed!r}")
+        if embed is not None and not callable(stage_fn):
+            raise ValueError(
+                "embed belongs to equal stages; in a list of stage functions the first one embeds"
+            )
+        return cls(tuple(stages), loss_fn, callable(stage_fn), embed)
 
     def check_number(self, plan: Plan, axis_name: str) -> None:
         """Raise a ValueError unless a list of stages has one function for each chunk of the plan;
@@ -63,7 +81,8 @@ class UserFunctions(NamedTuple):
             given.add("rng")
         # A loss gets no key, also if it has a parameter `rng`.
         loss_keywords = _find_keywords(self.loss) - {"rng"}
-        for name in sorted(given.difference(loss_keywords, *map(_find_keywords, self.stages))):
+        others = map(_find_keywords, (*self.stages, *([self.embed] if self.embed else [])))
+        for name in sorted(given.difference(loss_keywords, *others)):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
         for fn in self.stages:
             checks.check_signature(
@@ -77,7 +96,59 @@ class UserFunctions(NamedTuple):
         """Return the functions with the model's arguments:
         each gets `shared` and `rng` only if it takes them."""
         stages = [partial(_call_stage, fn, _find_keywords(fn)) for fn in self.stages]
-        return ModelFunctions(stages, partial(_call_loss, self.loss, _find_keywords(self.loss)))
+        loss = partial(_call_loss, self.loss, _find_keywords(self.loss))
+        if self.embed is None:
+            return ModelFunctions(stages, loss)
+        run = partial(_embed_first, partial(_call_embedding, self.embed), stages[0])
+        return ModelFunctions([run], lambda x, targets, shared: loss(x.h, targets, shared))
+
+    def carry_inputs(self, inputs: PyTree, shared: Params) -> PyTree:
+        """Return what passes from stage to stage: x, and the inputs too if the first stage
+        embeds them."""
+        if self.embed is None:
+            return inputs
+        shapes = jax.eval_shape(partial(_call_embedding, self.embed), inputs, shared)
+        h = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        size = jnp.shape(jax.tree.leaves(inputs)[0])[0]
+        return _Carried(inputs, h, jnp.zeros(size, jnp.int32))
+
+
+class _Carried(NamedTuple):
+    """What passes from stage to stage beside an embedding; all have the examples as leading axis.
+
+    inputs: the inputs of the model.
+    h: x, the hidden values.
+    stage: the number of stages before, of each example.
+    """
+
+    inputs: PyTree
+    h: PyTree
+    stage: jax.Array
+
+
+def _embed_first(
+    embed: Callable[..., PyTree],
+    run: Callable[..., PyTree],
+    weights: Weights,
+    x: _Carried,
+    key: Key,
+) -> _Carried:
+    """Run a stage, in the first one on the embedding of the inputs."""
+    inputs = lax.stop_gradient(x.inputs)
+    # A cond, so that other stages look nothing up.
+    h = lax.cond(
+        x.stage[0] == 0,
+        lambda inputs, shared, h: embed(inputs, shared),
+        lambda inputs, shared, h: h,
+        inputs, weights.shared, x.h,
+    )  # fmt: skip
+    return _Carried(inputs, run(weights, h, key), x.stage + 1)
+
+
+def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params) -> PyTree:
+    """Call the embedding, with `shared` if it takes it and it is given."""
+    passed = "shared" in _find_keywords(embed) and shared is not None
+    return embed(inputs, shared=shared) if passed else embed(inputs)
 
 
 _BY_NAME = (

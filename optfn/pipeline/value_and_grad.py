@@ -23,7 +23,7 @@ from optfn.core import checks, numerics, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.pipeline.engine import Engine, Microbatches, make_work_item
-from optfn.pipeline.functions import StageFunction, UserFunctions
+from optfn.pipeline.functions import Embedding, StageFunction, UserFunctions
 from optfn.pipeline.model import (
     Gradient,
     Model,
@@ -55,6 +55,7 @@ def pipeline_value_and_grad(
     data_axis: str | None = None,
     grad_reduce: str = "mean",
     param_specs: PyTree = None,
+    embed: Embedding | None = None,
 ) -> Callable[..., tuple[jax.Array, Updates]]:
     """Return a function that computes the loss and gradients of a pipelined model.
 
@@ -109,6 +110,9 @@ def pipeline_value_and_grad(
         combines by `copy_to` and `sum_over`. Weights divided over `data_axis` are gathered once
         before the ticks, and their gradients are reduce-scattered after them (with a list of
         functions, by an all-reduce).
+      embed: a function inputs -> x, which the first stage runs, such as the lookup of tokens; it
+        gets `shared` too, if it has a parameter of that name. Inputs may then differ from x. None:
+        inputs are x.
 
     The arguments of f:
       params: the result of `stack_stages`, with leaves (p·v, …) or (v, p, …); or a list of params
@@ -140,7 +144,7 @@ def pipeline_value_and_grad(
     Source: as `plan`. That the phases are scans, with the vjp of each stage taken explicitly, is of
     this library: differentiating through one scan yields only gpipe.
     """
-    functions = UserFunctions.from_arguments(stage_fn, loss_fn)
+    functions = UserFunctions.from_arguments(stage_fn, loss_fn, embed)
     _check_axes(mesh, axis_name, data_axis)
     pipeline_plan = plan(mesh.shape[axis_name], num_microbatches, virtual_stages, schedule)
     functions.check_number(pipeline_plan, axis_name)
@@ -239,7 +243,7 @@ class _Pipeline:
         self.functions.check_keywords(has_shared, rng is not None)
         placement = dataclasses.replace(self.placement, marks=marks)
         weights = Weights(placement.weights(stages), shared)
-        arguments = (weights, (inputs, targets), rng)
+        arguments = (weights, (self.functions.carry_inputs(inputs, shared), targets), rng)
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
         out_specs = P(), (placement.gradient_specs(stages), P())
         run_on_device = partial(self._run_on_device, placement.shapes(stages))

@@ -1,0 +1,127 @@
+"""`embed=` of a pipeline: the first stage embeds the inputs, as in the model on one device."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from arrays import normal
+from grids import suite
+from jax.sharding import Mesh
+
+import optfn
+from optfn.distributed import (
+    PipelineParams,
+    data_mesh,
+    pipeline_value_and_grad,
+    stack_stages,
+    unstack_stages,
+)
+
+ROWS, WIDTH, LENGTH, BATCH = 11, 6, 5, 16
+IDS = np.random.default_rng(0).integers(0, ROWS, (BATCH, LENGTH))
+TARGETS = np.random.default_rng(1).integers(0, ROWS, (BATCH, LENGTH))
+SHARED = {"table": normal(0, ROWS, WIDTH), "scale": normal(1, WIDTH)}
+
+
+def blocks(n):
+    return [{"w": normal([2, i], WIDTH, WIDTH), "b": normal([3, i], WIDTH)} for i in range(n)]
+
+
+def embed(ids, shared):
+    return shared["table"][ids]
+
+
+def block(params, x):
+    return x + jnp.tanh(x @ params["w"] + params["b"])
+
+
+def loss_fn(x, targets, shared):
+    """The table is the head too."""
+    logits = (x * shared["scale"]) @ shared["table"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def whole(params, batch):
+    """The model on one device, with a list of blocks."""
+    x = embed(batch[0], params.shared)
+    for layer in params.stages:
+        x = block(layer, x)
+    return loss_fn(x, batch[1], params.shared)
+
+
+def pipeline(p, v, data=1, **options):
+    mesh = Mesh(np.array(jax.devices()[: p * data]).reshape(p, data), ("stage", "data"))
+    return pipeline_value_and_grad(
+        block, loss_fn, mesh=mesh, num_microbatches=4, virtual_stages=v, embed=embed,
+        data_axis="data" if data > 1 else None, **options,
+    )  # fmt: skip
+
+
+GRID = list(
+    itertools.product([(2, 1), (4, 1), (2, 2)], ["1f1b", "gpipe", "zb"], ["input", "residual"])
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "stash"),
+    suite(GRID, ((2, 2), "1f1b", "input"), ((4, 1), "gpipe", "residual"), ((2, 1), "zb", "input")),
+)
+@pytest.mark.parametrize("data", [1, 2])
+def test_loss_and_gradients_are_those_of_the_model(layout, schedule, stash, data):
+    p, v = layout
+    f = pipeline(p, v, data, schedule=schedule, stash=stash)
+    params = PipelineParams(stack_stages(blocks(p * v), virtual_stages=v), SHARED)
+    loss, grads = f(params, IDS, TARGETS)
+    want, expected = jax.value_and_grad(whole)(
+        PipelineParams(blocks(p * v), SHARED), (IDS, TARGETS)
+    )
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    got = PipelineParams(unstack_stages(grads.stages, virtual_stages=v), grads.shared)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-5, atol=1e-6)  # entries of up to 0.5
+
+
+def test_it_trains_as_the_model_does():
+    tx = optfn.adam(1e-2)
+    step = optfn.make_train_step(None, tx, value_and_grad=pipeline(4, 1))
+    alone = optfn.make_train_step(whole, tx)
+    state = step.init(PipelineParams(stack_stages(blocks(4)), SHARED))
+    want = alone.init(PipelineParams(blocks(4), SHARED))
+    for _ in range(5):
+        state, metrics = step(state, (IDS, TARGETS))
+        want, expected = alone(want, (IDS, TARGETS))
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_inputs_of_floats_and_an_embedding_without_shared_params():
+    """Images, say: inputs of another shape than the hidden values."""
+    images = np.asarray(normal(4, BATCH, LENGTH, 3))
+    projection = jnp.asarray(normal(5, 3, WIDTH))
+    f = pipeline_value_and_grad(
+        block, lambda x, y: jnp.mean(x**2) + 0 * jnp.mean(y), mesh=data_mesh(2, axis_name="stage"),
+        num_microbatches=4, embed=lambda x: x @ projection,
+    )  # fmt: skip
+    loss, grads = f(stack_stages(blocks(2)), images, np.zeros(BATCH, np.float32))
+
+    def alone(layers):
+        x = images @ projection
+        for layer in layers:
+            x = block(layer, x)
+        return jnp.mean(x**2)
+
+    want, expected = jax.value_and_grad(alone)(blocks(2))
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for a, b in zip(unstack_stages(grads), expected, strict=True):
+        np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_arguments():
+    mesh = data_mesh(2, axis_name="stage")
+    options = {"mesh": mesh, "num_microbatches": 4}
+    with pytest.raises(TypeError, match=r"embed must be a function inputs -> x; got 3"):
+        pipeline_value_and_grad(block, loss_fn, embed=3, **options)
+    with pytest.raises(ValueError, match="embed belongs to equal stages"):
+        pipeline_value_and_grad([block, block], loss_fn, embed=embed, **options)
