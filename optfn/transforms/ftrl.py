@@ -15,6 +15,7 @@ from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import run_in_passes
+from optfn.transforms.regularization import decay_of_leaves
 
 _NOT_POSITIVE = checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
 
@@ -118,9 +119,10 @@ def ftrl_proximal(
         p' = (l1·sign(z) − z)/(n'^(−k)/lr + 2·l2) where |z| > l1, else 0
         u = p' − p
 
-    The recursion contains the rate, so no `scale_by_learning_rate` may follow. As in fluid, 1e-10
-    is added to l1 and l2. If lr is 0, p, n and z do not change. A gradient whose square overflows
-    counts as 0. An element whose dense gradient has always been 0 becomes 0.
+    The recursion contains the rate, so no `scale_by_learning_rate` may follow. p' is proportional
+    to the rate for the same z, so a rate that rises, as in a warm-up, enlarges the parameters. As
+    in fluid, 1e-10 is added to l1 and l2. If lr is 0, p, n and z do not change. A gradient whose
+    square overflows counts as 0. An element whose dense gradient has always been 0 becomes 0.
 
     z', n' and p' are computed in three passes, one after the other, because z' reads the old n, and
     p' the new n and z. So a compiled step with donated state updates all three in place.
@@ -133,6 +135,9 @@ def ftrl_proximal(
       lazy: whether a row-sparse gradient changes only n, z and p of the rows that it touches, as in
         Paddle's sparse operator. If not, it becomes dense, and all rows that have never had a
         gradient become 0. For dense gradients both are the same.
+
+    `update` takes `decay_factors`, factors of l1 and l2 by path, which `ftrl` with `param_attrs`
+    passes.
 
     State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
     leaves.
@@ -156,6 +161,7 @@ def ftrl_proximal(
         params: Params = None,
         *,
         rate_factors: Mapping[str, float] | None = None,
+        decay_factors: Mapping[str, float] | None = None,
         **_: Any,
     ) -> Stepped:
         rate, rate_state = rates.advance_rate(lr, state.rate)
@@ -165,8 +171,13 @@ def ftrl_proximal(
         at: dict[str, Any] = {"rate": rate, "factor": rates.rate_factor(rate_factors, updates)}
         passes = partial(_update_linear, lr_power=lr_power, **at), partial(_accumulate, **at)
         n, z = run_in_passes(passes, (state.accumulator, state.linear), updates, params)
-        minimise = partial(_minimise_leaf, l1=l1, l2=l2, lr_power=lr_power)
-        updates = _apply(minimise, updates, n, z, params=params, **at)[0]
+        penalties: dict[str, Any] = {"l1": l1, "l2": l2}
+        if decay_factors is not None:
+            penalties = {
+                k: decay_of_leaves(None, x, updates, decay_factors) for k, x in penalties.items()
+            }
+        minimise = partial(_minimise_leaf, lr_power=lr_power)
+        updates = _apply(minimise, updates, n, z, params=params, **at, **penalties)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
-    return core.Unchecked(init, update)
+    return core.Unchecked(init, update, decays=True)

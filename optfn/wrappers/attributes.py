@@ -49,8 +49,8 @@ class ParamAttr:
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
         separate leaf, and `shard=` of a training step divides an axis of each layer. The result of
         `optfn.distributed.stack_stages` does not need this.
-      weight_decay: a factor of the optimizer's decay (`weight_decay`, `lars_weight_decay`), ≥ 0; 0
-        for no decay. It does not affect `regularization`.
+      weight_decay: a factor of the optimizer's decay (`weight_decay`, `lars_weight_decay`, l1 and
+        l2 of ftrl), ≥ 0; 0 for no decay. It does not affect `regularization`.
 
     Raises:
       TypeError: an argument has the wrong type.

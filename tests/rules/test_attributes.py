@@ -165,6 +165,24 @@ def test_a_factor_of_the_decay_is_a_decay(name):
         np.testing.assert_allclose(pick(optfn.unpack(packed[-1])), p, rtol=2e-5)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_factor_of_the_penalties_of_ftrl(packs):
+    """Off for an intercept, halved for another leaf; each as alone with its own coefficients."""
+    factors = {"a/w": 1.0, "a/b": 0.0, "c": 0.5}
+    attrs = {k: optfn.ParamAttr(weight_decay=v) for k, v in factors.items()}
+    gradients, params = [tree(k) for k in (1, 2, 3)], tree(0)
+    tx = optfn.ftrl(0.1, l1=0.4, l2=0.3, param_attrs=attrs)
+    pack = optfn.pack if packs else lambda x: x
+    got, _ = run(tx, pack(params), [pack(g) for g in gradients])
+    last = optfn.unpack(got[-1])
+    for path, factor in factors.items():
+        pick = functools.partial(_item, path.split("/"))
+        alone = optfn.ftrl(0.1, l1=0.4 * factor, l2=0.3 * factor)
+        want, _ = run(alone, pick(params), [pick(g) for g in gradients])
+        np.testing.assert_allclose(pick(last), want[-1], rtol=1e-6)
+    assert np.any(pick(last) != 0)
+
+
 def test_a_factor_of_a_scheduled_decay():
     attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.5)}
     gradients = [tree(k) for k in (1, 2, 3)]
