@@ -15,7 +15,8 @@ If the step is left to the compiler, there are no workers: all devices are one, 
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,30 @@ from optfn.state.placement import spec_over_workers, specs_over_workers, widen_i
 from optfn.wrappers.attributes import mark_stacked_params
 
 
+@dataclasses.dataclass(frozen=True)
+class ParamEntry:
+    """The facts about a leaf of params on a mesh, as `state.inventory.Entry` has them of a state.
+
+    path: the path of the leaf.
+    shape, dtype: of the whole leaf.
+    spec: how the leaf is divided.
+    gradient_spec: how its gradient and its moments are divided.
+    stacked: the number of leading axes that count layers.
+    is_table: whether its rows are divided, and the loss only looks them up.
+    mean_axes: the worker axes over which the gather of the leaf averages its gradient, in the
+      backward pass; without any, the step averages the gradient after the loss.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: DType
+    spec: P
+    gradient_spec: P
+    stacked: int
+    is_table: bool
+    mean_axes: Axes
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
 class Layout:
     """How each leaf of a training run is divided over a mesh.
@@ -64,8 +89,8 @@ class Layout:
     reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
     compiler_axes: the data axes if the compiler divides the loss over them; none if each device
       runs the loss on its own examples, inside `shard_map`.
-    mean_axes: the worker axes over which the loss averages the gradients of `mean_axes_of`; none if
-      the step averages all gradients after the loss.
+    mean_axes: the worker axes over which the loss averages the gradients of large divided leaves
+      (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
     mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: their own.
     """
 
@@ -80,6 +105,10 @@ class Layout:
     compiler_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
+    # What `describe` has found, by structure, shapes and dtypes of params.
+    _described: dict[Any, PyTree] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params as if it were no table:
@@ -119,45 +148,69 @@ class Layout:
         """Return the layout for these params: here the same for all params."""
         return self
 
+    def describe(self, params: Params) -> PyTree:
+        """Return a ParamEntry for each leaf of params; masked leaves stay masked.
+
+        All questions about a leaf are answered from it. It is made once for params of the same
+        structure, shapes and dtypes.
+
+        Raises:
+          ValueError: the devices do not divide the rows of a table, or a spec does not fit a leaf.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        key = structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in self._described:
+            self._described[key] = self._make_entries(params)
+        return self._described[key]
+
+    def _make_entries(self, params: Params) -> PyTree:
+        stacked = contents.count_stacked_axes(self.mark_stacked(params))
+        tables = patterns.match_names(self.tables, params, "tables")
+
+        def make(place: tree.Place, x: Leaf, spec: P, gradient_spec: P) -> Leaf:
+            if tree.is_masked(x):
+                return x
+            path, shape, dtype = str(place), jnp.shape(x), jnp.result_type(x)
+            if path in tables:
+                spec = gradient_spec = P(self.shard_axes)  # by rows
+                check_fit(path, shape, spec, self.mesh, "tables")
+            layers = stacked[place.number]
+            size = math.prod(shape[layers:]) * dtype.itemsize
+            mean_axes = Axes() if path in tables else self._choose_mean_axes(size, spec)
+            return ParamEntry(
+                path, shape, dtype, spec, gradient_spec, layers, path in tables, mean_axes
+            )
+
+        specs = self.dense_param_specs(params), self.dense_gradient_specs(params)
+        return tree.map_named(make, params, *specs)
+
+    def _choose_mean_axes(self, size: int, spec: P) -> Axes:
+        """Return the worker axes over which the gather of a leaf averages its gradient.
+
+        They are `mean_axes` for a divided leaf, and none for a whole leaf, and for a leaf of which
+        a device keeps at most 64 KB a layer: the step averages small gradients by one all-reduce.
+
+        Args:
+          size: the bytes of a layer of the leaf.
+          spec: how the leaf is divided.
+        """
+        divisions = self.divisions(spec)
+        if not (self.mean_axes and divisions):
+            return Axes()
+        devices = count_devices(self.mesh, join_axes(*(names for _, names in divisions)))
+        return self.mean_axes if size > SMALL_BYTES * devices else Axes()
+
     def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
-        return self._add_tables(self.dense_param_specs(params), params)
+        return jax.tree.map(lambda entry: entry.spec, self.describe(params))
 
     def gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
-        return self._add_tables(self.dense_gradient_specs(params), params)
+        return jax.tree.map(lambda entry: entry.gradient_spec, self.describe(params))
 
-    def is_table(self, params: Params) -> PyTree:
-        """Tell for each leaf of params whether it is a table; masked leaves stay masked."""
-        paths = patterns.match_names(self.tables, params, "tables")
-        return tree.map_named(
-            lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
-        )
-
-    def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Replace the specs of tables by P(shard axes), by rows; without tables specs stay."""
-        if self.tables is None:
-            return specs
-        paths = patterns.match_names(self.tables, params, "tables")
-        return self._replace_specs(P(self.shard_axes), paths, specs, params, "tables")
-
-    def _replace_specs(
-        self,
-        spec: P,
-        paths: Collection[str],
-        specs: PyTree,
-        params: Params,
-        argument: str = "shard",
-    ) -> PyTree:
-        """Replace the specs of the leaves at these paths by `spec`; raise where it does not fit."""
-
-        def choose(place: tree.Place, x: Leaf, old: P) -> P:
-            if tree.is_masked(x) or str(place) not in paths:
-                return old
-            check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
-            return spec
-
-        return tree.map_named(choose, params, specs)
+    def _entry_of_path(self, params: Params) -> dict[str, ParamEntry]:
+        """Return the entries by path."""
+        return {entry.path: entry for entry in jax.tree.leaves(self.describe(params))}
 
     def state_specs(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
@@ -170,13 +223,13 @@ class Layout:
         if not self.is_divided:
             return specs_over_workers(state, self.worker_axes)
         check_wrappers("the optimizer", state)
-        owners = self._specs_by_path(params)
+        owners = self._entry_of_path(params)
 
         def state_spec(entry: Entry, x: Leaf) -> P:
             over = spec_over_workers(self.worker_axes, entry, x)
             if entry.param is None:
                 return over
-            p, spec = owners[entry.param]
+            p, spec = owners[entry.param], owners[entry.param].gradient_spec
             # 1. x lies on the mesh as the arrays of N workers along its first axis, (N·d, …), with
             #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
             # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
@@ -185,14 +238,14 @@ class Layout:
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
-            padded = self.pad_shape(jnp.shape(p), spec)
+            padded = self.pad_shape(p.shape, spec)
             leading = _count_leading(shape, padded)
             # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
                 return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
             # 5. x has only the padded layers in common with it: a device keeps its layers' entries.
-            if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
+            if padded != p.shape and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
             # 6. x has a number for each index of leading axes, such as the scale of a row: a device
             #    keeps the numbers of its shard.
@@ -203,11 +256,6 @@ class Layout:
             return _join_specs(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
 
         return map_entries(state_spec, state, owners)
-
-    def _specs_by_path(self, params: Params) -> dict[str, tuple[Leaf, P]]:
-        """Map the path of each parameter to (the parameter, the spec of its gradient)."""
-        specs = self.gradient_specs(params)
-        return {str(place): (p, spec) for place, p, spec in tree.items(params, specs)}
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
         """Return the spec that divides the first dimension that N,
@@ -224,30 +272,6 @@ class Layout:
         """Return the dimensions that a spec divides over shard axes,
         with these axes; [] if it divides none."""
         return divisions_of(spec, self.shard_axes)
-
-    def mean_axes_of(self, params: Params) -> PyTree:
-        """Return the worker axes over which the loss averages each leaf's gradient; masked leaves
-        stay masked.
-
-        They are `mean_axes` for a divided leaf, whose gather averages the gradient in the backward
-        pass, and none for a whole leaf, a table, and a leaf of which a device keeps at most 64 KB a
-        layer: the step averages small gradients by one all-reduce.
-        """
-        if not self.mean_axes:
-            return tree.map_arrays(lambda x: Axes(), params)
-        stacked = contents.count_stacked_axes(self.mark_stacked(params))
-
-        def choose(place: tree.Place, x: Leaf, spec: P, is_table: bool) -> Leaf:
-            if tree.is_masked(x):
-                return x
-            divisions = self.divisions(spec)
-            if is_table or not divisions:
-                return Axes()
-            devices = count_devices(self.mesh, join_axes(*(names for _, names in divisions)))
-            size = math.prod(jnp.shape(x)[stacked[place.number] :]) * jnp.result_type(x).itemsize
-            return self.mean_axes if size > SMALL_BYTES * devices else Axes()
-
-        return tree.map_named(choose, params, self.param_specs(params), self.is_table(params))
 
     def average_later(self) -> "Layout":
         """Return the same layout, with which the loss averages no gradient over workers."""
@@ -268,16 +292,16 @@ class Layout:
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
         """
-        owners = self._specs_by_path(params)
+        owners = self._entry_of_path(params)
 
         def pad(entry: Entry, x: Leaf) -> Leaf:
             if entry.param is None:
                 return x
-            p, spec = owners[entry.param]
-            shape = self.pad_shape(jnp.shape(p), spec)
-            leading = _count_leading(x.shape, jnp.shape(p))
+            p, spec = owners[entry.param], owners[entry.param].gradient_spec
+            shape = self.pad_shape(p.shape, spec)
+            leading = _count_leading(x.shape, p.shape)
             end = leading + len(spec)
-            if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
+            if shape == p.shape or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
             return wrap_padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
 
@@ -298,10 +322,10 @@ class Layout:
         None if a worker is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
-        by_path = []
-        for place, x, spec in tree.items(params, self.gradient_specs(params)):
-            if not tree.is_masked(x):
-                by_path.append((str(place), restrict_spec(spec, self.inner_axes)))
+        by_path = (
+            (entry.path, restrict_spec(entry.gradient_spec, self.inner_axes))
+            for entry in jax.tree.leaves(self.describe(params))
+        )
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def keep_shard_axes(self, specs: PyTree) -> PyTree:
@@ -399,14 +423,14 @@ class Layout:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            flatten, owners = group.flatten_shards, self._specs_by_path(params)
+            flatten, owners = group.flatten_shards, self._entry_of_path(params)
 
             def shape(entry: Entry, x: Leaf) -> Leaf:
                 if entry.param is None or entry.kept != "per_worker":
                     return x
-                p, spec = owners[entry.param]
-                is_flat = jnp.shape(x) == (jnp.size(p),)
-                return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
+                p = owners[entry.param]
+                is_flat = jnp.shape(x) == (math.prod(p.shape),)
+                return jnp.reshape(x, p.shape) if is_flat and any(p.gradient_spec) else x
 
             state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
             return map_entries(shape, state, owners)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Axes, Division, is_spec, join_axes
+from optfn.collectives.axes import Axes, Division, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.compilers.options import has_gathers_ahead, has_one_collective
@@ -21,7 +21,7 @@ from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.sharded import LAYER
 from optfn.jaxprs.sharded_param import ShardedParam
-from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.mesh_layout import Layout, ParamEntry
 from optfn.parallel.shards import compiler_slices, gather_shard
 
 
@@ -55,14 +55,13 @@ class LeafShard:
     def of(
         cls,
         array: jax.Array,
-        spec: P,
+        entry: ParamEntry,
         layout: Layout,
         step: jax.Array,
-        mean_axes: Axes,
         counts: jax.Array | None = None,
     ) -> "LeafShard | None":
-        """Return the shard of a leaf with this spec; None if shard axes do not divide the leaf."""
-        divisions = tuple(layout.divisions(spec))
+        """Return the shard of a leaf; None if shard axes do not divide the leaf."""
+        divisions = tuple(layout.divisions(entry.spec))
         if not divisions:
             return None
         size = array.size * count_devices(
@@ -70,8 +69,8 @@ class LeafShard:
         )
         has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
         number = step if has_packets and size >= MIN_SIZE else None
-        slices = compiler_slices(spec, layout)
-        return cls(array, number, divisions, slices, layout, mean_axes, counts)
+        slices = compiler_slices(entry.spec, layout)
+        return cls(array, number, divisions, slices, layout, entry.mean_axes, counts)
 
     @property
     def is_gathered_ahead(self) -> bool:
@@ -159,11 +158,9 @@ class LeafShard:
 
 def wrap_shards(
     params: Params,
-    specs: PyTree,
-    tables: PyTree,
+    entries: PyTree,
     layout: Layout,
     step: jax.Array,
-    mean_axes: PyTree,
     counts: jax.Array | None = None,
 ) -> Params:
     """Return params with a ShardedParam in place of each leaf that shard axes divide.
@@ -172,19 +169,17 @@ def wrap_shards(
 
     Args:
       params: the shards that a device keeps.
-      specs: the PartitionSpecs of whole params.
-      tables: which leaves are tables.
+      entries: a ParamEntry for each leaf of the whole params.
       layout: how params are divided.
       step: the number of the training step, for packets.
-      mean_axes: the worker axes over which the gather of a leaf averages its gradient.
       counts: whether this device's gradients count in the mean; None if they do.
     """
 
-    def wrap(spec: P, is_table: bool, x: Leaf, mean_axes: Axes) -> Leaf:
-        shard = None if is_table else LeafShard.of(x, spec, layout, step, mean_axes, counts)
+    def wrap(entry: ParamEntry, x: Leaf) -> Leaf:
+        shard = None if entry.is_table else LeafShard.of(x, entry, layout, step, counts)
         return x if shard is None else ShardedParam(shard)
 
-    return jax.tree.map(wrap, specs, tables, params, mean_axes, is_leaf=is_spec)
+    return jax.tree.map(wrap, entries, params)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:

@@ -28,7 +28,7 @@ from optfn.collectives.packets import MIN_SIZE, all_gather_packets
 from optfn.compilers.groups import manual_axes
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.mesh_layout import Layout, ParamEntry
 
 
 def _run_on_compiler_slices(
@@ -139,8 +139,7 @@ def gather_shard(
 def scatter_gradients(
     grads: Updates,
     params: Params,
-    specs: PyTree,
-    gradient_specs: PyTree,
+    entries: PyTree,
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
@@ -154,36 +153,39 @@ def scatter_gradients(
     Args:
       grads: the device's gradients, of whole params or of shards.
       params: the shards that a device keeps.
-      specs: the PartitionSpecs of whole params.
-      gradient_specs: the PartitionSpecs of whole gradients.
+      entries: a ParamEntry for each leaf of the whole params.
       layout: how params are divided.
       step: the number of the training step, for packets.
     """
 
-    def select_whole(g: Leaf, spec: P) -> Leaf:
-        is_dense = tree.is_inexact(g) and not isinstance(g, LeafKind)
-        return g if is_dense and not layout.divisions(spec) else None
+    def select_whole(g: Leaf, entry: ParamEntry) -> Leaf:
+        if isinstance(g, LeafKind) or not tree.is_inexact(g):
+            return None
+        is_divided = layout.divisions(entry.spec) or layout.divisions(entry.gradient_spec)
+        return None if is_divided else g
 
-    def scatter(g: Leaf, mean: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
+    def scatter(g: Leaf, mean: Leaf, p: Leaf, entry: ParamEntry) -> Leaf:
         if mean is not None:
             return mean
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
             return g  # the owners already have the rows
-        if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
+        if layout.divisions(entry.spec) and jnp.shape(g) == jnp.shape(p):
             return g
         compressor = layout.reduce_compressor if g.size >= MIN_SIZE else None
-        divisions = layout.divisions(gradient_spec)
+        # The gather of a divided param has reduced its gradient as the param is divided.
+        spec = entry.spec if layout.divisions(entry.spec) else entry.gradient_spec
+        divisions = layout.divisions(spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
             return mean_scatter(g, divisions, names, layout.mesh, compressor, step, dtype)
 
-        slices = compiler_slices(gradient_spec, layout)
+        slices = compiler_slices(spec, layout)
         return _run_on_compiler_slices(slices, layout, take_shard)(g, step)
 
     names, dtype = layout.shard_axes, layout.reduce_dtype
     # One call for all whole leaves, so that the small ones share an all-reduce.
-    means = mean_over_axes(tree.map(select_whole, grads, gradient_specs), names, dtype)
-    return tree.map(scatter, grads, means, params, specs, gradient_specs)
+    means = mean_over_axes(tree.map(select_whole, grads, entries), names, dtype)
+    return tree.map(scatter, grads, means, params, entries)
 
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:

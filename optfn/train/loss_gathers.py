@@ -18,7 +18,7 @@ from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations
 from optfn.jaxprs.sharded import has_scan_over_arrays
 from optfn.jaxprs.sharded_param import ShardedParam
-from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.mesh_layout import Layout, ParamEntry
 from optfn.parallel.scans import LeafShard
 from optfn.sparse.loss_program import LossProgram
 
@@ -114,7 +114,6 @@ def find_gathers(
       ValueError: the loss needs a batch, which is None.
     """
     record = _Record()
-    specs = layout.param_specs(params)
     types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
     mesh = layout.mesh.abstract_mesh.update_axis_types(types)
     # Sharding constraints in the loss need a mesh. JAX lets no mesh replace one of another size,
@@ -126,9 +125,9 @@ def find_gathers(
             _run_dry(loss_fn, params, arguments, layout, record)
     uses = _find_first_uses(program, tree.array_paths(params))
     found = {}
-    for place, x, spec in tree.items(params, specs):
-        path = str(place)
-        if not tree.is_masked(x) and layout.divisions(spec):
+    for entry in jax.tree.leaves(layout.describe(params)):
+        path = entry.path
+        if layout.divisions(entry.spec):
             # Without a scan the step gathers all leaves before the loss.
             whole = record.whole.get(path) if has_scan else ""
             # A function of JAX that is jitted, such as jnp.take, has no lines of the loss inside.
@@ -147,17 +146,15 @@ def _run_dry(
 ) -> None:
     """Record what the loss gathers, by a run on shapes with whole leaves in place of shards."""
 
-    def wrap(place: tree.Place, x: Leaf, spec: Any) -> Leaf:
-        if tree.is_masked(x):
-            return x
-        shard = LeafShard.of(x, spec, layout, jnp.zeros((), jnp.int32), Axes())
+    def wrap(entry: ParamEntry, x: Leaf) -> Leaf:
+        shard = LeafShard.of(x, entry, layout, jnp.zeros((), jnp.int32))
         if shard is None:
             return x
         fields = {f.name: getattr(shard, f.name) for f in dataclasses.fields(LeafShard)}
-        return ShardedParam(_DryShard(**fields, path=str(place), record=record))
+        return ShardedParam(_DryShard(**fields, path=entry.path, record=record))
 
     def run(params: Params, *arguments: PyTree) -> Any:
-        wrapped = tree.map_named(wrap, params, layout.param_specs(params))
+        wrapped = jax.tree.map(wrap, layout.describe(params), params)
         leaves, structure = jax.tree.flatten(arguments)
 
         def loss(params: Params) -> Any:

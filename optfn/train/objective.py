@@ -36,7 +36,7 @@ from optfn.jaxprs.sharded_param import gather_params, is_sharded_param
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
-from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.mesh_layout import Layout, ParamEntry
 from optfn.parallel.scans import wrap_shards
 from optfn.parallel.shards import scatter_gradients
 from optfn.sparse.loss_program import LossProgram, keep_if
@@ -62,16 +62,12 @@ class Objective(NamedTuple):
 class Gather(NamedTuple):
     """The way from the shards of params that a device stores to the params that its loss sees.
 
-    specs: the PartitionSpecs of the whole params.
-    tables: which leaves are tables; a table stays divided, because a loss only looks rows up.
     layout: how params are divided.
-    mean_axes: the worker axes over which the gather of each leaf averages its gradient.
+    entries: a ParamEntry for each leaf of the whole params.
     """
 
-    specs: PyTree
-    tables: PyTree
     layout: Layout
-    mean_axes: PyTree
+    entries: PyTree
 
     def wrap(self, inputs: Inputs, counts: jax.Array | None = None) -> Params:
         """Return params with a ShardedParam in place of each leaf that the devices divide.
@@ -80,9 +76,7 @@ class Gather(NamedTuple):
           inputs: the inputs of the loss.
           counts: whether this device's examples count in the gradient; None if they do.
         """
-        return wrap_shards(
-            inputs.params, self.specs, self.tables, self.layout, inputs.step, self.mean_axes, counts
-        )
+        return wrap_shards(inputs.params, self.entries, self.layout, inputs.step, counts)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Return fn(inputs) with whole params instead of the shards in `inputs`.
@@ -322,7 +316,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
     """
 
     def value(inputs: Inputs) -> Values:
-        gather = _gather_of(inputs.params, layout)
+        gather = Gather(layout, layout.describe(inputs.params))
 
         def run(inputs: Inputs) -> Values:
             own = fold_device(inputs, layout.shard_axes)
@@ -331,15 +325,14 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         return _run_on_devices(run, inputs, gather, P())
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        gather = _gather_of(inputs.params, layout)
-        specs = layout.gradient_specs(inputs.params)
-        arriving = _specs_of_arriving(inputs.params, gather, specs)
+        gather = Gather(layout, layout.describe(inputs.params))
+        arriving = jax.tree.map(functools.partial(_spec_of_arriving, layout), gather.entries)
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             own = fold_device(inputs, layout.shard_axes)
             values, grads = on_device(gather).value_and_grad(own)
             params, step = inputs.params, inputs.step
-            grads = scatter_gradients(grads, params, gather.specs, arriving, layout, step)
+            grads = scatter_gradients(grads, params, gather.entries, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, own, inputs, layout), grads
@@ -349,39 +342,29 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
         # Gradients leave the devices padded, and divided like the params; the update takes them
         # without padding, and divided as the layout divides gradients.
-        def place(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
+        def place(entry: ParamEntry, g: Leaf, arrived: P | None) -> Leaf:
             if arrived is None:
-                return numerics.float0_zeros(jnp.shape(p))
-            if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
+                return numerics.float0_zeros(entry.shape)
+            spec = entry.gradient_spec
+            if isinstance(g, LeafKind) or (g.shape == entry.shape and arrived == spec):
                 return g
-            g = lax.slice(g, [0] * p.ndim, p.shape)
+            g = lax.slice(g, [0] * len(entry.shape), entry.shape)
             return meshes.constrain_sharding(g, layout.mesh, spec)
 
-        return values, jax.tree.map(place, inputs.params, grads, arriving, specs)
+        return values, jax.tree.map(place, gather.entries, grads, arriving)
 
     return Objective(value, value_and_grad)
 
 
-def _gather_of(params: Params, layout: Layout) -> Gather:
-    """Return how devices gather whole params that the layout divides."""
-    return Gather(
-        layout.param_specs(params), layout.is_table(params), layout, layout.mean_axes_of(params)
-    )
-
-
-def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:
-    """Return the PartitionSpecs with which gradients leave the devices; None for integer leaves.
+def _spec_of_arriving(layout: Layout, entry: ParamEntry) -> P | None:
+    """Return the PartitionSpec with which a gradient leaves the devices; None for an integer leaf.
 
     The gradient of a divided param leaves divided like the param, because the gather of the param
     has reduced it so. Any other gradient leaves as the layout divides gradients.
     """
-
-    def spec_of(p: Leaf, spec: P, gradient_spec: P) -> P | None:
-        if not tree.is_inexact(p):
-            return None
-        return spec if gather.layout.divisions(spec) else gradient_spec
-
-    return jax.tree.map(spec_of, params, gather.specs, gradient_specs)
+    if not jnp.issubdtype(entry.dtype, jnp.inexact):
+        return None
+    return entry.spec if layout.divisions(entry.spec) else entry.gradient_spec
 
 
 def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
@@ -403,7 +386,7 @@ def _run_on_devices(
     names = layout.shard_axes
     replicated: Any = P()
     specs = Inputs(
-        params=layout.keep_shard_axes(gather.specs),
+        params=layout.keep_shard_axes(jax.tree.map(lambda entry: entry.spec, gather.entries)),
         model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,

@@ -165,7 +165,7 @@ class TrainStep:
         params = layout.place_params(to_logical(params))
         if layout.tables is not None:
             owners = Devices(layout.mesh, layout.shard_axes)
-            params = divide_tables(params, layout.is_table(params), owners)
+            params = divide_tables(params, _find_tables(layout, params), owners)
         opt_state = layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
         opt_state = self._add_statistics(opt_state, model_state, layout.replicate)
@@ -370,7 +370,8 @@ class TrainStep:
             )
         self._check_model_state(state.model_state)
         if self.layout is not None and self.layout.tables is not None:
-            check_tables(state.params, self.layout.is_table(unwrap_tables(state.params)))
+            params = unwrap_tables(state.params)
+            check_tables(state.params, _find_tables(self.layout, params))
         is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
         if is_array and state.step.is_deleted():
             raise ValueError(
@@ -411,6 +412,11 @@ class TrainStep:
                 f"the step was made with model_state={self.options.model_state}; got "
                 + ("a model_state" if model_state is not None else "none")
             )
+
+
+def _find_tables(layout: Layout, params: Params) -> PyTree:
+    """Tell for each leaf of params whether its rows are divided."""
+    return jax.tree.map(lambda entry: entry.is_table, layout.describe(params))
 
 
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:

@@ -112,7 +112,9 @@ def make_worker_step(
         later = layout and layout.average_later()
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = later if has_exchange(state.opt_state) else layout
-        averaged = of_loss and of_loss.mean_axes_of(state.params)
+        averaged = of_loss and jax.tree.map(
+            lambda entry: entry.mean_axes, of_loss.describe(state.params)
+        )
         accumulates = bool(find_nodes(AccumulateState, state.opt_state))
         values, grads = make_objective(of_loss, accumulates).value_and_grad(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.

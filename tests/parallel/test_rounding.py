@@ -135,6 +135,7 @@ def error(mean):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 def test_equal_gradients_are_right_in_the_mean(name):
     """After 64 steps the error is about an eighth of that after one, as of independent numbers."""
     after_one = error(ROUNDED[name](1))
