@@ -32,17 +32,12 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
         batch = jax.tree.map(lambda x: batch_spec(x, layout.data_axes), inputs.batch)
         return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole)
 
-    def value(inputs: Inputs) -> Values:
-        run = show_explicit_axes(objective.value, layout.mesh, (specs_of(inputs),))
-        values: Values = run(inputs)
-        return values
-
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        run = show_explicit_axes(objective.value_and_grad, layout.mesh, (specs_of(inputs),))
-        result: tuple[Values, Updates] = run(inputs)
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))
+        result: tuple[Values, Updates] = shown(inputs)
         return result
 
-    return Objective(value, value_and_grad)
+    return run
 
 
 def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
@@ -52,8 +47,8 @@ def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
     divided. Rows and gradients of integers pass through.
     """
 
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(inputs)
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective(inputs)
 
         def constrain(g: Leaf, spec: P) -> Leaf:
             if isinstance(g, LeafKind) or not tree.is_inexact(g):
@@ -63,7 +58,7 @@ def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
 
         return values, tree.map(constrain, grads, layout.gradient_specs(inputs.params))
 
-    return Objective(objective.value, value_and_grad)
+    return run
 
 
 def split_over_devices(layout: Layout) -> SplitExamples:

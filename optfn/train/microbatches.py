@@ -117,29 +117,17 @@ def average_microbatches(
     if count == 1:
         return objective
 
-    def value(inputs: Inputs) -> Values:
-        def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            values = objective.value(_select_microbatch(inputs, state, microbatch, number, count))
-            return values.model_state, values._replace(model_state=None)
-
-        state, values = scan_batch(
-            body, inputs.model_state, inputs.batch, count, "microbatches", split
-        )
-        return _combine_values(values, state)
-
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            values, grads = objective.value_and_grad(
-                _select_microbatch(inputs, state, microbatch, number, count)
-            )
+            values, grads = objective(_select_microbatch(inputs, state, microbatch, number, count))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(partial(_add_gradient, values.weight), totals, grads)
             return (values.model_state, totals), (values._replace(model_state=None), rows)
 
         def run_first(inputs: Inputs) -> tuple[Values, Updates]:
             first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, inputs.batch)
-            return objective.value_and_grad(inputs._replace(batch=first))
+            return objective(inputs._replace(batch=first))
 
         batch = inputs.batch
         check_slices(batch, count, "microbatches")
@@ -155,7 +143,7 @@ def average_microbatches(
         grads = tree.map(partial(_divide_total, count, divisor), like, totals, rows)
         return _combine_values(values, state), grads
 
-    return Objective(value, value_and_grad)
+    return run
 
 
 def _combine_values(values: Values, model_state: PyTree) -> Values:

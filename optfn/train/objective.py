@@ -16,7 +16,7 @@ Where the loss cannot gather by itself (packed params, a user's value_and_grad, 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +48,9 @@ from optfn.train.scaled_loss import check_unscaled, scale_gradient
 T = TypeVar("T")
 
 
-class Objective(NamedTuple):
-    """The loss of a step and its gradients.
-
-    value: returns the Values.
-    value_and_grad: returns the Values, and the gradients with respect to `inputs.params`.
-    """
-
-    value: Callable[[Inputs], Values]
-    value_and_grad: Callable[[Inputs], tuple[Values, Updates]]
+# The loss of a step and its gradients with respect to `inputs.params`. Where a line search reads
+# the loss alone, XLA drops the gradients: as many products and collectives are compiled.
+Objective: TypeAlias = Callable[[Inputs], tuple[Values, Updates]]
 
 
 class Gather(NamedTuple):
@@ -128,15 +122,13 @@ def differentiate(
         (loss, *rest), own_weight = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
 
-    def make_program(
-        fn: Callable[[Params, Inputs], Any], inputs: Inputs, counts: jax.Array | None = None
-    ) -> LossProgram:
+    def make_program(inputs: Inputs, counts: jax.Array | None = None) -> LossProgram:
         params = inputs.params if gather is None else gather.wrap(inputs, counts)
         leaves, structure = jax.tree.flatten(inputs)
 
         def loss(params: Params) -> Any:
-            # A LossProgram may call it twice, and equinox marks a State that fn reads as used.
-            return fn(params, jax.tree.unflatten(structure, leaves))
+            # A LossProgram may call it twice, and equinox marks a State that is read as used.
+            return scale_loss(params, jax.tree.unflatten(structure, leaves))
 
         return LossProgram(loss, params, tables, owners, counts)
 
@@ -144,12 +136,8 @@ def differentiate(
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
-    def value(inputs: Inputs) -> Values:
-        values: Values = make_program(values_at, inputs).value()[0]
-        return values
-
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        program = make_program(scale_loss, inputs)
+    def objective(inputs: Inputs) -> tuple[Values, Updates]:
+        program = make_program(inputs)
         (loss, (rest, own_weight)), grads = program.value_and_grad(True, transform)
         if own_weight is None:
             return Values(loss, *rest), grads
@@ -163,14 +151,11 @@ def differentiate(
         counts = own_weight != 0
         if gather is None and owners is None:
             return Values(loss, *rest), keep_if(counts, grads)
-        program = make_program(scale_loss, inputs, counts)
+        program = make_program(inputs, counts)
         (loss, (rest, _)), grads = program.value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
-    return Objective(
-        functools.partial(drop_bound_axes, value),
-        functools.partial(drop_bound_axes, value_and_grad),
-    )
+    return functools.partial(drop_bound_axes, objective)
 
 
 def wrap_value_and_grad(
@@ -182,7 +167,7 @@ def wrap_value_and_grad(
     loss is a `Mean`, they are the gradients of its quotient, over the examples of this device.
     """
 
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+    def objective(inputs: Inputs) -> tuple[Values, Updates]:
         check_unscaled("value_and_grad", inputs.loss_factor)
         result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
@@ -205,7 +190,6 @@ def wrap_value_and_grad(
         grads = leafwise.scale(keep_if(mean.weight != 0, grads), part)
         return values._replace(loss=share, weight=weight), grads
 
-    objective = Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
     return gather_once(objective, gather)
 
 
@@ -214,12 +198,7 @@ def gather_once(objective: Objective, gather: Gather | None) -> Objective:
 
     Its gradients are with respect to whole params, so each device still has its own.
     """
-    if gather is None:
-        return objective
-    return Objective(
-        functools.partial(gather.call, objective.value),
-        functools.partial(gather.call, objective.value_and_grad),
-    )
+    return objective if gather is None else functools.partial(gather.call, objective)
 
 
 def pack_objective(objective: Objective) -> Objective:
@@ -245,15 +224,11 @@ def _convert_params(
       convert_back: (params in that form, gradients of `objective`) -> gradients in that form.
     """
 
-    def value(inputs: Inputs) -> Values:
-        return objective.value(inputs._replace(params=convert(inputs.params)))
-
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        converted = inputs._replace(params=convert(inputs.params))
-        values, grads = objective.value_and_grad(converted)
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective(inputs._replace(params=convert(inputs.params)))
         return values, convert_back(inputs.params, grads)
 
-    return Objective(value, value_and_grad)
+    return run
 
 
 def refuse_aux_of_examples(objective: Objective) -> Objective:
@@ -266,18 +241,18 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
       ValueError: an array in aux grows with the batch.
     """
 
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(inputs)
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective(inputs)
         if any(map(jnp.ndim, jax.tree.leaves(values.aux))):
             twice = values.aux
             # A loss that takes batches of one size only fails here: then aux passes.
             with contextlib.suppress(Exception):
                 double = inputs._replace(batch=jax.tree.map(_double_batch_shape, inputs.batch))
-                twice = jax.eval_shape(objective.value, double).aux
+                twice = jax.eval_shape(objective, double)[0].aux
             _check_aux_shapes(values.aux, twice)
         return values, grads
 
-    return Objective(objective.value, value_and_grad)
+    return run
 
 
 def _double_batch_shape(x: Leaf) -> jax.ShapeDtypeStruct:
@@ -315,22 +290,13 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
       layout: how params are divided.
     """
 
-    def value(inputs: Inputs) -> Values:
-        gather = Gather(layout, layout.describe(inputs.params))
-
-        def run(inputs: Inputs) -> Values:
-            own = fold_device(inputs, layout.shard_axes)
-            return _mean_values(on_device(gather).value(own), own, inputs, layout)
-
-        return _run_on_devices(run, inputs, gather, P())
-
-    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+    def objective(inputs: Inputs) -> tuple[Values, Updates]:
         gather = Gather(layout, layout.describe(inputs.params))
         arriving = jax.tree.map(functools.partial(_spec_of_arriving, layout), gather.entries)
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             own = fold_device(inputs, layout.shard_axes)
-            values, grads = on_device(gather).value_and_grad(own)
+            values, grads = on_device(gather)(own)
             params, step = inputs.params, inputs.step
             grads = scatter_gradients(grads, params, gather.entries, layout, step)
             # shard_map cannot return arrays of dtype float0.
@@ -353,7 +319,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
         return values, jax.tree.map(place, gather.entries, grads, arriving)
 
-    return Objective(value, value_and_grad)
+    return objective
 
 
 def _spec_of_arriving(layout: Layout, entry: ParamEntry) -> P | None:
@@ -414,10 +380,10 @@ def make_value_fn(
     @jax.custom_vjp
     def loss(params: Params) -> jax.Array:
         at_params = inputs._replace(params=params)
-        return mean_over_axes(objective.value(at_params).loss, workers.axes)
+        return mean_over_axes(objective(at_params)[0].loss, workers.axes)
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
-        values, grads = objective.value_and_grad(inputs._replace(params=params))
+        values, grads = objective(inputs._replace(params=params))
         grads, mean = mean_over_workers(grads, values.loss, workers, reduce_dtype)
         return mean, grads
 

@@ -116,7 +116,7 @@ def make_worker_step(
             lambda entry: entry.mean_axes, of_loss.describe(state.params)
         )
         accumulates = bool(find_nodes(AccumulateState, state.opt_state))
-        values, grads = make_objective(of_loss, accumulates).value_and_grad(scaled)
+        values, grads = make_objective(of_loss, accumulates)(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
         grads = mask_frozen(tx, _conjugate(grads))
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
