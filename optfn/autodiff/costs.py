@@ -17,12 +17,12 @@ from optfn.jaxprs.equations import (
     Equation,
     Equations,
     Variable,
+    find_inner_jaxprs,
     kind_of,
     options_of,
     type_of,
     variables,
 )
-from optfn.jaxprs.flops import find_jaxprs
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
@@ -130,7 +130,7 @@ def _has_only(primitives: Collection[str], equation: Equation) -> bool:
     """Tell whether an equation, or everything in a function that it calls,
     uses `primitives` only."""
     if kind_of(equation) in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        inner = find_jaxprs(options_of(equation))
+        inner = find_inner_jaxprs(equation)
         return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
     return kind_of(equation) in primitives
 
@@ -207,7 +207,7 @@ def _count_equation_flops(equation: Equation) -> float:
         kernel = type_of(equation.invars[1]).shape
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * size * math.prod(kernel) / features
-    inner = [_count_flops(jaxpr.eqns) for jaxpr in find_jaxprs(params)]
+    inner = [_count_flops(jaxpr.eqns) for jaxpr in find_inner_jaxprs(equation)]
     if not inner:
         return 0.0 if name in ("name", "reshape", "broadcast_in_dim", "transpose") else float(size)
     if name == "cond":

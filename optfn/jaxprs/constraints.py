@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import to_axes
 from optfn.core.types import PyTree
-from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable, options_of
+from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable, find_inner_jaxprs, walk
 
 
 def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -154,18 +154,14 @@ def _find_constraints(program: Any, bound: Sequence[str]) -> Iterator[Equation]:
             mesh = placement.mesh if isinstance(placement, NamedSharding) else None
             if mesh is not None and not {*bound} <= {*mesh.abstract_mesh.manual_axes}:
                 yield equation
-        for inner in jex.jaxprs_in_params(options_of(equation)):
+        for inner in find_inner_jaxprs(equation):
             yield from _find_constraints(inner, within)
 
 
 def _has_types(program: Any) -> bool:
     """Tell whether an equation gives its result a sharding as a type."""
-    jaxpr = getattr(program, "jaxpr", program)
-    return any(
-        isinstance(e.params.get("out_sharding"), NamedSharding)
-        or any(map(_has_types, jex.jaxprs_in_params(options_of(e))))
-        for e in jaxpr.eqns
-    )
+    equations = walk(getattr(program, "jaxpr", program))
+    return any(isinstance(e.params.get("out_sharding"), NamedSharding) for e in equations)
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:

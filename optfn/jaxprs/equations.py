@@ -1,6 +1,6 @@
 """A function as the list of its equations: their dependencies, and running some of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -206,6 +206,19 @@ def find_called_jaxpr(equation: Equation) -> Jaxpr | None:
     return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
 
 
+def find_inner_jaxprs(equation: Equation) -> list[Jaxpr]:
+    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
+    return list(jex.jaxprs_in_params(options_of(equation)))
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yield each equation of a jaxpr, and the equations of the jaxprs that it runs."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in find_inner_jaxprs(equation):
+            yield from walk(inner)
+
+
 def find_call_constants(equation: Equation) -> list[Value]:
     """Return the values that the jaxpr of `find_called_jaxpr` takes before its operands, if any."""
     return [*getattr(_get_jaxpr(equation), "consts", ())]
@@ -280,16 +293,9 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
 
 def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
     """Tell whether a function draws random numbers, in an inner function too. It is traced."""
-
-    def draws(jaxpr: Any) -> bool:
-        return any(
-            equation.primitive.name == "random_bits"
-            or any(map(draws, jex.jaxprs_in_params(options_of(equation))))
-            for equation in jaxpr.eqns
-        )
-
     call, arrays = function_of_arrays(fn, args, {})
-    return draws(jax.make_jaxpr(call)(arrays).jaxpr)
+    program = jax.make_jaxpr(call)(arrays).jaxpr
+    return any(kind_of(equation) == "random_bits" for equation in walk(program))
 
 
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:

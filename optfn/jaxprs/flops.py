@@ -1,11 +1,17 @@
 """FLOPs of the products of matrices in a program, counted from its equations."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from optfn.estimate.products import count_pairs
-from optfn.jaxprs.equations import RECOMPUTED, Equation, Jaxpr, kind_of, options_of, type_of
+from optfn.jaxprs.equations import (
+    RECOMPUTED,
+    Equation,
+    Jaxpr,
+    find_inner_jaxprs,
+    kind_of,
+    options_of,
+    type_of,
+)
 
 # Kernels and library calls, whose products no equation shows.
 _OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul", "tpu_custom_call")
@@ -60,7 +66,7 @@ def _count_equation(equation: Equation, left_out: str) -> float:
     name, params = kind_of(equation), options_of(equation)
     if name.startswith(_OPAQUE):
         raise UncountableError(f"the products of {name} are not known")
-    inner = [count_model_flops(jaxpr, left_out) for jaxpr in find_jaxprs(params)]
+    inner = [count_model_flops(jaxpr, left_out) for jaxpr in find_inner_jaxprs(equation)]
     if name == "while" and any(inner):
         raise UncountableError("a while loop does not say how often it runs")
     if name == "cond":
@@ -71,17 +77,6 @@ def _count_equation(equation: Equation, left_out: str) -> float:
     if name == "shard_map":
         times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return sum(inner) * times
-
-
-def find_jaxprs(params: Mapping[str, Any]) -> list[Any]:
-    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
-    found = []
-    for value in params.values():
-        for x in value if isinstance(value, list | tuple) else [value]:
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns"):
-                found.append(x)
-    return found
 
 
 def _size(equation: Equation) -> int:

@@ -36,12 +36,14 @@ from optfn.jaxprs.equations import (
     count_scan_groups,
     find_call_constants,
     find_called_jaxpr,
+    find_inner_jaxprs,
     kind_of,
     options_of,
     read,
     run_equations,
     split_operands,
     variables,
+    walk,
 )
 from optfn.jaxprs.recomputed_scan import Order, scan_recomputed
 from optfn.jaxprs.sharded_param import (
@@ -262,15 +264,8 @@ def _run_together(
 
 def _has_checkpoint(equation: Equation) -> bool:
     """Tell whether an equation is a `jax.checkpoint`, or runs a function that has one."""
-    if kind_of(equation) in CHECKPOINTS:
-        return True
-    found = jax.tree.leaves(list(options_of(equation).values()), is_leaf=_is_jaxpr)
-    inner: list[Any] = [getattr(x, "jaxpr", x) for x in found if _is_jaxpr(x)]
-    return any(_has_checkpoint(e) for jaxpr in inner for e in jaxpr.eqns)
-
-
-def _is_jaxpr(x: object) -> bool:
-    return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
+    inside = (e for jaxpr in find_inner_jaxprs(equation) for e in walk(jaxpr))
+    return any(kind_of(e) in CHECKPOINTS for e in (equation, *inside))
 
 
 def _keep_all(*args: object, **params: object) -> bool:
