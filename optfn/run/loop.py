@@ -182,14 +182,8 @@ class _Run:
                 if self.saver.is_due(self.n):
                     self._save()
             bar.add_evaluation(self._end(lines))
-            early = self._describe_early_end(interrupt.name)
-            page.end = early or page.end
-            if not interrupt.name and self.n == self.saver.resumed:
-                bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
-            elif early:
-                bar.say(
-                    early if interrupt.name else f"stopped {early}", always=bool(interrupt.name)
-                )
+            page.end = self._describe_early_end(interrupt.name) or page.end
+            self._announce_end(bar, interrupt.name)
         history = self.history.arrays()
         # A scalar of NumPy, which is a str too.
         history[STOPPED] = cast("Any", np.str_(self._name_end(interrupt.name)))
@@ -285,6 +279,16 @@ class _Run:
         if self.stopped:
             return "callback"
         return "batches" if self.options.steps is None else "steps"
+
+    def _announce_end(self, bar: Progress, by_signal: str) -> None:
+        """Show that the run has ended early, or took no step; by a signal even without progress."""
+        early = self._describe_early_end(by_signal)
+        if by_signal:
+            bar.say(early, always=True)
+        elif self.n == self.saver.resumed:
+            bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
+        elif early:
+            bar.say(f"stopped {early}")
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how the run ended early; "" if it made all its steps."""

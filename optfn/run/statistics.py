@@ -66,7 +66,7 @@ def estimate_statistics(
     form = LossForm(has_model_state=True, has_aux=checks.flag("has_aux", has_aux))
     key_of = make_key_of(rng, Axes())
     leaves, structure = jax.tree.flatten(model_state)
-    chosen = _choose(model_state, check_pattern("only", only))
+    chosen = _select_arrays(model_state, check_pattern("only", only))
 
     @jax.jit
     def advance(
@@ -102,7 +102,7 @@ def estimate_statistics(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _choose(model_state: PyTree, only: Pattern | None) -> dict[int, str]:
+def _select_arrays(model_state: PyTree, only: Pattern | None) -> dict[int, str]:
     """Return the numbers and the paths of the arrays that are estimated."""
     names = None if only is None else match_names(only, model_state, "only")
     named = enumerate(tree.arrays_with_paths(model_state))

@@ -193,15 +193,15 @@ def _take_one_replica(
 ) -> Mapping[str, Any]:
     """Return the arrays of one replica, if the mapping has the state of a pmap; else the mapping.
 
-    There each shared array has one more axis in front, with a copy for each worker; all counters
-    show it. Arrays that are a worker's own stay, since they have that axis anyway.
+    There each shared array has one more axis in front, with a copy for each worker; the counters of
+    steps show it. Arrays that are a worker's own stay, since they have that axis anyway.
 
     Raises:
       ValueError: the copies of an array differ.
     """
     shared = {entry.name: leaf for entry, leaf in entries if entry.kept in ("shared", "count")}
-    scalars = [k for k, x in shared.items() if not (x.ndim or tree.is_key(x)) and k in mapping]
-    shapes = {np.shape(mapping[name]) for name in scalars} - {()}
+    counters = [k for k, x in shared.items() if x.shape == () and x.dtype == jnp.int32]
+    shapes = {np.shape(mapping[name]) for name in counters if name in mapping} - {()}
     if [len(shape) for shape in shapes] != [1]:
         return mapping
     ((count,),) = shapes

@@ -43,6 +43,12 @@ class RisingEvaluationPlateauState(EvaluationPlateauState):
     sign = -1.0
 
 
+_KINDS = {
+    ("evaluation", "min"): EvaluationPlateauState,
+    ("evaluation", "max"): RisingEvaluationPlateauState,
+}
+
+
 @core.transform(complex_leaves=True)
 def reduce_on_plateau(
     learning_rate: Number,
@@ -102,10 +108,8 @@ def reduce_on_plateau(
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     checks.choice("monitor", monitor, ("value", "evaluation"))
+    kind = _KINDS.get((monitor, mode), ReduceOnPlateauState)
     watches_evaluation = monitor == "evaluation"
-    kind = ReduceOnPlateauState
-    if watches_evaluation:
-        kind = EvaluationPlateauState if mode == "min" else RisingEvaluationPlateauState
     checks.choice("mode", mode, ("min", "max"))
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
     factor = checks.number("decay_rate", decay_rate, checks.INSIDE_UNIT)
