@@ -135,6 +135,20 @@ class Equations:
         return run_equations(equations, self.constants | known, overrides, rule)
 
 
+def trace_once(fn: Callable[..., T], *args: PyTree) -> tuple[Callable[..., T], T]:
+    """Trace a function; return a function that runs its equations, on arguments of the same shapes
+    and dtypes, and the shapes of its results."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def run(*args: PyTree) -> T:
+        results = jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        found: T = jax.tree.unflatten(structure, results)
+        return found
+
+    return run, shapes
+
+
 def function_of_arrays(
     fn: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:

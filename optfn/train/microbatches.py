@@ -17,6 +17,7 @@ from optfn.collectives.means import sum_dtype
 from optfn.collectives.mesh import count_devices, explicit_sharding, make_zeros
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
+from optfn.jaxprs.equations import trace_once
 from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
@@ -118,21 +119,21 @@ def average_microbatches(
         return objective
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
+        batch = inputs.batch
+        check_slices(batch, count, "microbatches")
+        first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, batch)
+        first = _select_microbatch(inputs, inputs.model_state, first, jnp.arange(count)[0], count)
+        # The sums need the structure and dtypes of the gradients of a microbatch. One trace serves
+        # for all of them.
+        traced, (_, like) = trace_once(objective, first)
+
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            values, grads = objective(_select_microbatch(inputs, state, microbatch, number, count))
+            values, grads = traced(_select_microbatch(inputs, state, microbatch, number, count))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(partial(_add_gradient, values.weight), totals, grads)
             return (values.model_state, totals), (values._replace(model_state=None), rows)
 
-        def run_first(inputs: Inputs) -> tuple[Values, Updates]:
-            first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, inputs.batch)
-            return objective(inputs._replace(batch=first))
-
-        batch = inputs.batch
-        check_slices(batch, count, "microbatches")
-        # The structure and dtypes of the sums are known only from the gradients of a microbatch.
-        _, like = jax.eval_shape(run_first, inputs)
         start = inputs.model_state, tree.map(_make_total, like)
         carry, (values, rows) = scan_batch(body, start, batch, count, "microbatches", split)
         state, totals = carry
