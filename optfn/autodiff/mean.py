@@ -142,12 +142,13 @@ def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) ->
       params: the params, or their shapes and dtypes.
     """
 
-    def pull_back(params: Params, cotangent: jax.Array) -> Params:
-        return jax.vjp(weight_of, params)[1](cotangent)
+    def pull_back(params: Params, factor: jax.Array) -> Params:
+        weight, pull = jax.vjp(weight_of, params)
+        return pull(factor.astype(weight.dtype))
 
-    like = jax.eval_shape(weight_of, params)
     marks = jax.tree.map(lambda x: False, params), True
-    if any(jax.tree.leaves(find_dependent_leaves(pull_back, (params, like), marks))):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    if any(jax.tree.leaves(find_dependent_leaves(pull_back, (params, scalar), marks))):
         raise ValueError(
             "the weight of the loss, a Mean, depends on the params, and with microbatches or "
             "`accumulate` its gradient needs the loss of all of them first. Stop it, "

@@ -100,6 +100,11 @@ class Equations:
         found = {id(e) for e in [*needed, *effects]}
         return [e for e in self.equations if id(e) in found]
 
+    def evaluate(self, leaves: Sequence[Value]) -> PyTree:
+        """Return the result of the function, from the leaves of its arguments."""
+        values = self.run(self.equations, bindings(self.inputs, leaves))
+        return jax.tree.unflatten(self.structure, read(values, self.outputs))
+
     def retrace(self, overrides: Mapping[int, Override], values: Sequence[Value]) -> "Equations":
         """Trace this program again, with `overrides` in place of some equations.
 

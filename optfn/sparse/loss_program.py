@@ -10,6 +10,7 @@ JAX traces the loss once, for whole params, and then equations decide:
 `lookups.py` finds the first two, `jaxprs/sharded.py` the last two.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from optfn.sparse.tables import count_rows, send_gradients
 
 
 class LossProgram:
-    """A loss as a program on its params; a loss that needs no reading runs as it is.
+    """A loss as a program on its params; a loss of whole arrays alone runs as it is.
 
     Args:
       loss_fn: params -> loss, or (loss, aux).
@@ -38,7 +39,6 @@ class LossProgram:
       tables: the pattern of the paths of tables; None if there are none.
       owners: the devices that keep the rows, if params have shards of tables; None if these are
         whole.
-      counts: whether this device's gradients count, else they are zeros; None if they do.
 
     Raises:
       TypeError: a table is not a floating-point array with rows, or the loss does something else
@@ -51,16 +51,37 @@ class LossProgram:
         params: Params,
         tables: Pattern | None = None,
         owners: Devices | None = None,
-        counts: jax.Array | None = None,
     ) -> None:
-        self._loss_fn, self._owners, self._counts = loss_fn, owners, counts
+        self._loss_fn, self._owners = loss_fn, owners
+        self._counts: jax.Array | None = None
         self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded_param)
         self._program: TracedLoss | None = None
+        self._equations: Equations | None = None
         if tables is not None or any(map(is_sharded_param, self._leaves)):
-            self._program = self._trace(params, tables)
+            self._equations, self._program = self._trace(params, tables)
 
-    def _trace(self, params: Params, tables: Pattern | None) -> TracedLoss | None:
-        """Return the traced loss; None if it has neither tables nor scans, and may run as it is."""
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether gathers, or owners of rows, average gradients inside of the backward pass."""
+        return self._owners is not None or any(map(is_sharded_param, self._leaves))
+
+    def with_counts(self, params: Params, counts: jax.Array) -> "LossProgram":
+        """Return this program, not traced again, with gradients that are zeros unless `counts`.
+
+        Args:
+          params: the same params, whose shards know `counts` too.
+          counts: whether this device's gradients count.
+        """
+        program = copy.copy(self)
+        program._leaves = jax.tree.leaves(params, is_leaf=is_sharded_param)
+        program._counts = counts
+        return program
+
+    def _trace(self, params: Params, tables: Pattern | None) -> tuple[Equations, TracedLoss | None]:
+        """Return the loss as equations, and how it runs on tables and shards.
+
+        That is None for a loss with neither tables nor scans, which runs on gathered params.
+        """
         whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
         chosen = patterns.match_names(tables, whole, "tables")
 
@@ -78,9 +99,9 @@ class LossProgram:
         # tables. For params alone they stay calls, which `run_on_shards` enters.
         program = Equations(self._loss_fn, traced, inline=bool(chosen))
         if not chosen and not has_scan_over_arrays(program.equations):
-            return None
+            return program, None
         paths = [path if path in chosen else None for path in tree.array_paths(whole)]
-        return TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
+        return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
         """Return the loss at the params."""
@@ -135,10 +156,16 @@ class LossProgram:
         whole: Params = jax.tree.unflatten(self._structure, leaves)
         return whole
 
+    def evaluate(self, params: Params) -> Any:
+        """Return the result of the loss for whole params."""
+        if self._equations is None:
+            return self._loss_fn(params)
+        return self._equations.evaluate(jax.tree.leaves(params))
+
     def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
         if self._program is not None:
             return self._program.value(leaves, rows)
-        return self._loss_fn(jax.tree.unflatten(self._structure, gather_params(leaves)))
+        return self.evaluate(jax.tree.unflatten(self._structure, gather_params(leaves)))
 
 
 def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:

@@ -122,15 +122,9 @@ def differentiate(
         (loss, *rest), own_weight = values_at(params, inputs)
         return scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
 
-    def make_program(inputs: Inputs, counts: jax.Array | None = None) -> LossProgram:
-        params = inputs.params if gather is None else gather.wrap(inputs, counts)
-        leaves, structure = jax.tree.flatten(inputs)
-
-        def loss(params: Params) -> Any:
-            # A LossProgram may call it twice, and equinox marks a State that is read as used.
-            return scale_loss(params, jax.tree.unflatten(structure, leaves))
-
-        return LossProgram(loss, params, tables, owners, counts)
+    def make_program(inputs: Inputs) -> LossProgram:
+        params = inputs.params if gather is None else gather.wrap(inputs)
+        return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
 
     transform = None
     if recompute is not None:
@@ -143,15 +137,16 @@ def differentiate(
             return Values(loss, *rest), grads
         if in_parts and jnp.issubdtype(own_weight.dtype, jnp.floating):
             check_constant_weight(
-                lambda params: values_at(params, inputs)[1], program.whole_params()
+                lambda params: program.evaluate(params)[1][1], program.whole_params()
             )
         # A device without weight has the gradient 0, where it may be NaN. Gathers and owners of
         # rows average gradients inside the backward pass, so they have to know these devices. Of
         # the pass above only the weight is then read, and XLA drops the remaining part.
         counts = own_weight != 0
-        if gather is None and owners is None:
+        if not program.reduces_gradients:
             return Values(loss, *rest), keep_if(counts, grads)
-        program = make_program(inputs, counts)
+        wrapped = inputs.params if gather is None else gather.wrap(inputs, counts)
+        program = program.with_counts(wrapped, counts)
         (loss, (rest, _)), grads = program.value_and_grad(True, transform)
         return Values(loss, *rest), grads
 
