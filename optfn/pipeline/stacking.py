@@ -120,13 +120,15 @@ def wrap_stacked(stages: Params, count: int) -> Params:
     return stages
 
 
-def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
+def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> list[Params]:
     """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
 
     Args:
       stacked: a tree with leaves of shape (stages, …), or (v, p, …) if `virtual_stages` = v > 1. A
         list or tuple of heterogeneous stages is not stacked; use it as it is.
-      virtual_stages: as in `stack_stages`.
+      virtual_stages: as in `stack_stages`. None: leaves in two `Stacked`, as `stack_stages` returns
+        them for v > 1, have v first; other leaves have the stages. Pass 1 if each stage is a
+        `Stacked` itself.
 
     Returns:
       A list with one tree per stage.
@@ -134,9 +136,12 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     Raises:
       ValueError: the tree has no leaves, or the leading axes of its leaves differ.
     """
+    stacked, count = unwrap_stacked(stacked)
+    if virtual_stages is None:
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(stacked)} if count > 1 else set()
+        virtual_stages = min(sizes, default=(1,))[0]
     v = checks.count("virtual_stages", virtual_stages)
     axes = 2 if v > 1 else 1
-    stacked = unwrap_stacked(stacked)[0]
     leading = {jnp.shape(x)[:axes] for x in jax.tree.leaves(stacked)}
     if len(leading) != 1 or len(min(leading)) != axes or (v > 1 and min(leading)[0] != v):
         axes_needed = f"({v}, p)" if v > 1 else "(p,)"

@@ -68,7 +68,10 @@ def _compare_losses(
         draw_curve(ax, *_points(series, "loss", local_steps), name, color=color)
     scale_axis(ax, *(series["loss"] for series in named.values()))
     ax.set(xlabel="step", ylabel="loss")
-    ax.legend(frameon=False, fontsize="small", ncols=1 + len(named) // 9)
+    if len(named) > 6:  # beside the curves, which would be below
+        ax.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        ax.legend(frameon=False, fontsize="small")
     return ax
 
 

@@ -185,7 +185,11 @@ def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, An
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     both = dict(arrays_with_names(state)), mapping
-    now, before = ({int(to_host(x[name])) for name in find_count_names(x, names)} for x in both)
+    # In the state of a pmap each device has a copy of the count.
+    now, before = (
+        {int(n) for name in find_count_names(x, names) for n in np.ravel(to_host(x[name]))}
+        for x in both
+    )
     if now == before or len(now) != 1 or not names:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())

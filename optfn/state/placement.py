@@ -242,7 +242,8 @@ def count_workers(opt_state: OptState) -> int:
 
 def _common_count(counts: list[Leaf]) -> int:
     """Return the one number that all counts have; raise if they differ or there are none."""
-    numbers = set(map(int, counts))
+    # In the state of a pmap each device has a copy of the count.
+    numbers = {int(n) for x in counts for n in np.ravel(np.asarray(x))}
     if len(numbers) != 1:
         found = f"different ones: {sorted(numbers)}" if numbers else "none (no field num_workers)"
         raise ValueError(

@@ -113,3 +113,15 @@ def test_other_numbers_of_stages_stay_errors():
         optfn.load_state_dict(
             tx.init({"w": jnp.zeros((2, 2, WIDTH, WIDTH))}), optfn.state_dict(tx.init(params))
         )
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_unstacking_knows_the_virtual_stages(virtual):
+    """A list with another number of stages would broadcast, and be another model without a word."""
+    found = unstack_stages(stack_stages(PARAMS, virtual_stages=virtual))
+    assert len(found) == STAGES
+    for a, b in zip(found, PARAMS, strict=True):
+        np.testing.assert_array_equal(a["w"], b["w"])
+    layers = [optfn.Stacked(p) for p in PARAMS]  # each stage a stack of its own
+    one = unstack_stages(stack_stages(layers), virtual_stages=1)
+    assert [x["w"].shape for x in one] == [x["w"].shape for x in PARAMS]

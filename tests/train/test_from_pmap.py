@@ -91,3 +91,12 @@ def test_other_shapes_stay_errors():
     found["scale_by_learning_rate/step"] = np.zeros((2,), np.int32)
     with pytest.raises(ValueError, match=r"'scale_by_learning_rate/step' has shape \(2,\)"):
         optfn.load_state_dict(tx.init(PARAMS), found)
+
+
+def test_a_checkpoint_of_a_pmap_is_read_again(tmp_path):
+    """Each device has a copy of the number of workers in it."""
+    state = {"opt": replicate(dgc("batch").init(PARAMS)), "params": replicate(PARAMS)}
+    optfn.save_checkpoint(tmp_path, {**state, "step": jnp.zeros((), jnp.int32)})
+    found, _ = optfn.restore_checkpoint(tmp_path, {**state, "step": jnp.zeros((), jnp.int32)})
+    for a, b in zip(jax.tree.leaves(found["opt"]), jax.tree.leaves(state["opt"]), strict=True):
+        np.testing.assert_array_equal(a, b)
