@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from optfn import core
 from optfn.core import checks, tree
-from optfn.core.types import Params
+from optfn.core.types import Leaf, Params
 from optfn.interop.calls import show_transform
 from optfn.leaves import contents
 from optfn.wrappers.attributes import resolve
@@ -116,3 +117,29 @@ def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bo
         yield name, arguments["lazy"]
     for link in tx.inner:
         yield from _find_lazy_calls(link)
+
+
+def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:
+    """Warn if params for a mesh come from a pmap: each leaf is equal copies, one on each device."""
+    leaves = jax.tree.leaves(params)
+    if mesh is None or checks.is_traced(params) or not leaves:
+        return
+    if all(_is_on_each_device(x) for x in leaves) and all(map(_has_equal_rows, leaves)):
+        checks.warn(
+            f"params come from a pmap: each leaf has {leaves[0].shape[0]} equal copies, one on "
+            "each device, and they would be trained as one array. Pass one of them, "
+            "jax.tree.map(lambda x: x[0], params)"
+        )
+
+
+def _is_on_each_device(x: Leaf) -> bool:
+    """Tell whether each of several devices has one row of an array."""
+    if not isinstance(x, jax.Array) or not x.ndim or not x.is_fully_addressable:
+        return False
+    count = len(x.sharding.device_set)
+    return 1 < count == x.shape[0] and x.sharding.shard_shape(x.shape) == (1, *x.shape[1:])
+
+
+def _has_equal_rows(x: jax.Array) -> bool:
+    first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+    return all(first.tobytes() == other.tobytes() for other in others)

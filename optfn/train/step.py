@@ -45,7 +45,12 @@ from optfn.sparse.sharded_table import (
 )
 from optfn.state import reports
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
-from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
+from optfn.train.ineffective import (
+    warn_of_frozen,
+    warn_of_lazy,
+    warn_of_replicas,
+    warn_of_unclipped,
+)
 from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
@@ -112,8 +117,9 @@ class TrainStep:
 
         You get a warning if a transform is at the wrong position in a chain, such as an average
         that is not last, if no learning rate or two of them make steps that go uphill, if an
-        optimizer has `lazy` although no gradient is row-sparse, if no parameter is trained, or if
-        deep gradient compression compresses no leaf.
+        optimizer has `lazy` although no gradient is row-sparse, if no parameter is trained, if
+        params for a mesh are the copies of a pmap, or if deep gradient compression compresses no
+        leaf.
 
         Args:
           params: the parameters to train.
@@ -132,6 +138,7 @@ class TrainStep:
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
+        warn_of_replicas(params, self.mesh)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
         warn_if_nothing_compressed(state.opt_state)

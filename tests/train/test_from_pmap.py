@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from arrays import normal
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, exchange, top_k
@@ -100,3 +102,25 @@ def test_a_checkpoint_of_a_pmap_is_read_again(tmp_path):
     found, _ = optfn.restore_checkpoint(tmp_path, {**state, "step": jnp.zeros((), jnp.int32)})
     for a, b in zip(jax.tree.leaves(found["opt"]), jax.tree.leaves(state["opt"]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_params_of_a_pmap_that_are_not_unreplicated_are_said():
+    tx = dense("batch")
+    start = replicate(PARAMS), replicate(tx.init(PARAMS))
+    copies, _ = run_pmap(tx, start, BATCHES[:1], averages=True)
+    step = optfn.make_train_step(loss_fn, dense("data"), mesh=data_mesh(N))
+    with pytest.warns(UserWarning, match=r"each leaf has 8 equal copies.*lambda x: x\[0\]"):
+        step.init(copies)
+
+
+@pytest.mark.filterwarnings("error")
+def test_stacks_that_devices_divide_are_no_copies():
+    """Stages of a pipeline, and layers that start equal in one leaf."""
+    by_row = NamedSharding(data_mesh(N), P("data"))
+    layers = {"w": jnp.asarray(normal(0, N, 4, 4)), "b": jnp.zeros((N, 4))}
+    placed = jax.tree.map(lambda x: jax.device_put(x, by_row), layers)
+    step = optfn.make_train_step(
+        lambda p, x: jnp.sum(p["w"]) * jnp.mean(x), optfn.sgd(0.1), mesh=data_mesh(N)
+    )
+    step.init(placed)
+    step.init({"w": jnp.ones((N, 4))})
