@@ -240,7 +240,8 @@ class StepArguments(StepOptions):
             return
         if self.rng is not False:
             arguments.append("key")
-        checks.check_signature("loss_fn", loss_fn, arguments)
+        hint = ". The options rng and model_state add a key, the last, and the model state"
+        checks.check_signature("loss_fn", loss_fn, arguments, hint=hint)
 
     def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""

@@ -48,6 +48,7 @@ from optfn.train.composition import compile_step, make_local_steps, specs_of_sta
 from optfn.train.ineffective import (
     warn_of_frozen,
     warn_of_lazy,
+    warn_of_lazy_sums,
     warn_of_replicas,
     warn_of_unclipped,
 )
@@ -148,7 +149,9 @@ class TrainStep:
         else:
             warn_of_order("tx", self.tx, state.opt_state.inner.inner_state, params)
             warn_of_order("outer", self.local.outer, state.opt_state.outer, params)
-        if self.options.tables is None and self.options.value_and_grad is None:
+        if self.options.tables is not None:
+            warn_of_lazy_sums(self.tx)
+        elif self.options.value_and_grad is None:
             warn_of_lazy(self.tx, state.params)
         return state
 

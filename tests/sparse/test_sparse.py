@@ -816,3 +816,28 @@ def test_a_table_of_one_number_under_vmap_adds_all_repeated_rows():
 
     for run in (jax.vmap(to_dense), jax.jit(jax.vmap(to_dense))):
         np.testing.assert_array_equal(run(values), values.sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, optfn.skip_nonfinite])
+def test_a_lazy_rule_inside_of_an_accumulation_is_said(around):
+    """Its gradients are dense, so it moves rows that no batch has read."""
+    params = {"table": jnp.ones((6, 2))}
+
+    def loss_fn(p, ids):
+        return jnp.sum(p["table"][ids] ** 2)
+
+    tx = around(optfn.accumulate(optfn.adam(0.1, lazy=True), 2))
+    step = optfn.make_train_step(loss_fn, tx, tables="table")
+    with pytest.warns(UserWarning, match=r"adam\(lazy=True\) has no effect inside accumulate"):
+        step.init(params)
+
+
+@pytest.mark.filterwarnings("error")
+def test_ordinary_rules_for_tables_hear_nothing_of_it():
+    params = {"table": jnp.ones((6, 2))}
+    for tx in (
+        optfn.skip_nonfinite(optfn.adam(0.1, lazy=True)),
+        optfn.accumulate(optfn.adam(0.1), 2),
+        optfn.chain(optfn.adam(0.1, lazy=True), optfn.exponential_moving_average(0.9)),
+    ):
+        optfn.make_train_step(lambda p, i: jnp.sum(p["table"][i]), tx, tables="table").init(params)
