@@ -114,7 +114,7 @@ def warn_of_lazy_sums(tx: optax.GradientTransformation) -> None:
         for name, lazy in dict.fromkeys(_find_lazy_calls(part)):
             checks.warn(
                 f"{name}(lazy={lazy!r}) has no effect inside accumulate, which adds gradients up "
-                "as dense arrays, so that all rows of a table are updated. Pass microbatches= to the "
+                "as dense arrays: all rows of a table are updated. Pass microbatches= to the "
                 "step in place of accumulate: rows then stay rows"
             )
 
