@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import signal
 
 import pytest
 
@@ -125,3 +126,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(title)
         for name, reason in reasons.items():
             terminalreporter.write_line(f"{name}: {reason}")
+
+
+@pytest.fixture
+def interrupt():
+    """Python's own handler of SIGINT: a shell's background job starts without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

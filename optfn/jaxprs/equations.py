@@ -49,7 +49,7 @@ class Equations:
 
     inputs: the variables of all leaves of the arguments, in order.
     outputs: the variables (or literals) of the leaves of the result.
-    structure: the tree structure of the result.
+    shapes: the shapes and dtypes of the result, a tree.
     constants: the values of the variables that the function closes over.
     """
 
@@ -59,10 +59,15 @@ class Equations:
             inlined = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
         else:
             inlined = closed
-        self.structure: Any = jax.tree.structure(shape)
+        self.shapes: Any = shape
         self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
         self.equations = list(inlined.jaxpr.eqns)
         self.constants = bindings(inlined.jaxpr.constvars, inlined.consts)
+
+    @property
+    def structure(self) -> Any:
+        """The tree structure of the result."""
+        return jax.tree.structure(self.shapes)
 
     @property
     def has_effects(self) -> bool:
@@ -118,7 +123,7 @@ class Equations:
             return read(found, self.outputs)
 
         program = Equations(run, *values)
-        program.structure = self.structure
+        program.shapes = self.shapes
         return program
 
     def run(
@@ -138,20 +143,6 @@ class Equations:
           rule: returns the results of the remaining equations; None runs them as they are.
         """
         return run_equations(equations, self.constants | known, overrides, rule)
-
-
-def trace_once(fn: Callable[..., T], *args: PyTree) -> tuple[Callable[..., T], T]:
-    """Trace a function; return a function that runs its equations, on arguments of the same shapes
-    and dtypes, and the shapes of its results."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    structure = jax.tree.structure(shapes)
-
-    def run(*args: PyTree) -> T:
-        results = jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-        found: T = jax.tree.unflatten(structure, results)
-        return found
-
-    return run, shapes
 
 
 def function_of_arrays(

@@ -59,6 +59,8 @@ class ParamEntry:
     shape, dtype: of the whole leaf.
     spec: how the leaf is divided.
     gradient_spec: how its gradient and its moments are divided.
+    arriving_spec: how its gradient leaves the loss: like a divided leaf, whose gather has reduced
+      it so, else as `gradient_spec` says.
     stacked: the number of leading axes that count layers.
     is_table: whether its rows are divided, and the loss only looks them up.
     mean_axes: the worker axes over which the gather of the leaf averages its gradient, in the
@@ -70,6 +72,7 @@ class ParamEntry:
     dtype: DType
     spec: P
     gradient_spec: P
+    arriving_spec: P
     stacked: int
     is_table: bool
     mean_axes: Axes
@@ -177,8 +180,9 @@ class Layout:
             layers = stacked[place.number]
             size = math.prod(shape[layers:]) * dtype.itemsize
             mean_axes = Axes() if path in tables else self._choose_mean_axes(size, spec)
+            arriving = spec if self.divisions(spec) else gradient_spec
             return ParamEntry(
-                path, shape, dtype, spec, gradient_spec, layers, path in tables, mean_axes
+                path, shape, dtype, spec, gradient_spec, arriving, layers, path in tables, mean_axes
             )
 
         specs = self.dense_param_specs(params), self.dense_gradient_specs(params)

@@ -161,8 +161,7 @@ def scatter_gradients(
     def select_whole(g: Leaf, entry: ParamEntry) -> Leaf:
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
             return None
-        is_divided = layout.divisions(entry.spec) or layout.divisions(entry.gradient_spec)
-        return None if is_divided else g
+        return None if layout.divisions(entry.arriving_spec) else g
 
     def scatter(g: Leaf, mean: Leaf, p: Leaf, entry: ParamEntry) -> Leaf:
         if mean is not None:
@@ -172,14 +171,12 @@ def scatter_gradients(
         if layout.divisions(entry.spec) and jnp.shape(g) == jnp.shape(p):
             return g
         compressor = layout.reduce_compressor if g.size >= MIN_SIZE else None
-        # The gather of a divided param has reduced its gradient as the param is divided.
-        spec = entry.spec if layout.divisions(entry.spec) else entry.gradient_spec
-        divisions = layout.divisions(spec)
+        divisions = layout.divisions(entry.arriving_spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:
             return mean_scatter(g, divisions, names, layout.mesh, compressor, step, dtype)
 
-        slices = compiler_slices(spec, layout)
+        slices = compiler_slices(entry.arriving_spec, layout)
         return _run_on_compiler_slices(slices, layout, take_shard)(g, step)
 
     names, dtype = layout.shard_axes, layout.reduce_dtype

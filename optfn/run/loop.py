@@ -182,8 +182,9 @@ class _Run:
                 if self.saver.is_due(self.n):
                     self._save()
             bar.add_evaluation(self._end(lines))
-            page.end = self._describe_early_end(interrupt.name) or page.end
-            self._announce_end(bar, interrupt.name)
+            early = self._describe_early_end(interrupt.name)
+            page.end = early or page.end
+            self._announce_end(bar, early, interrupt.name)
         history = self.history.arrays()
         # A scalar of NumPy, which is a str too.
         history[STOPPED] = cast("Any", np.str_(self._name_end(interrupt.name)))
@@ -280,9 +281,8 @@ class _Run:
             return "callback"
         return "batches" if self.options.steps is None else "steps"
 
-    def _announce_end(self, bar: Progress, by_signal: str) -> None:
+    def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
         """Show that the run has ended early, or took no step; by a signal even without progress."""
-        early = self._describe_early_end(by_signal)
         if by_signal:
             bar.say(early, always=True)
         elif self.n == self.saver.resumed:
@@ -292,12 +292,10 @@ class _Run:
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how the run ended early; "" if it made all its steps."""
-        if not (self.stopped or by_signal):
-            return ""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:
             words = f"by patience after step {self.n}; the best evaluation is of step "
             words += str(self.evaluator.best_step)
             return words + (", whose state is returned" if self.best.is_kept else "")
-        return f"early, after step {self.n}"
+        return f"early, after step {self.n}" if self.stopped else ""

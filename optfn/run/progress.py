@@ -89,11 +89,11 @@ class Progress:
 
     def _count_shapes(self, batch: Batch) -> None:
         """Say once that the step was compiled for three shapes of batches."""
-        shapes = tuple(np.shape(x) for x in jax.tree.leaves(batch))
-        if shapes in self.shapes or len(self.shapes) == _MANY_SHAPES:
-            return
-        self.shapes.add(shapes)
         if len(self.shapes) == _MANY_SHAPES:
+            return
+        before = len(self.shapes)
+        self.shapes.add(tuple(np.shape(x) for x in jax.tree.leaves(batch)))
+        if before < len(self.shapes) == _MANY_SHAPES:
             listed = ", ".join(" and ".join(map(str, one)) for one in sorted(self.shapes))
             self.say(
                 f"the step was compiled for {_MANY_SHAPES} shapes of batches: {listed}; it is "

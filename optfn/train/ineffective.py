@@ -110,35 +110,29 @@ def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
 
 def warn_of_lazy_sums(tx: optax.GradientTransformation) -> None:
     """Warn of an optimizer with `lazy` inside `accumulate`, which gives it dense gradients."""
-    for part in _find_accumulated(tx):
-        for name, lazy in dict.fromkeys(_find_lazy_calls(part)):
-            checks.warn(
-                f"{name}(lazy={lazy!r}) has no effect inside accumulate, which adds gradients up "
-                "as dense arrays: all rows of a table are updated. Pass microbatches= to the "
-                "step in place of accumulate: rows then stay rows"
-            )
-
-
-def _find_accumulated(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
-    """Yield each `accumulate` in `tx`, the outermost ones."""
-    if not isinstance(tx, core.Transform):
-        return
-    if tx.call[0] == "accumulate":
-        yield tx
-        return
-    for link in tx.inner:
-        yield from _find_accumulated(link)
+    sums = (link for link in _iterate_links(tx) if link.call[0] == "accumulate")
+    for name, lazy in dict.fromkeys(found for link in sums for found in _find_lazy_calls(link)):
+        checks.warn(
+            f"{name}(lazy={lazy!r}) has no effect inside accumulate, which adds gradients up "
+            "as dense arrays: all rows of a table are updated. Pass microbatches= to the "
+            "step in place of accumulate: rows then stay rows"
+        )
 
 
 def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
     """Yield (name, lazy) of each optimizer in `tx` whose call turns `lazy` on."""
-    if not isinstance(tx, core.Transform):
-        return
-    name, _, arguments = tx.call
-    if arguments.get("lazy"):
-        yield name, arguments["lazy"]
-    for link in tx.inner:
-        yield from _find_lazy_calls(link)
+    for link in _iterate_links(tx):
+        name, _, arguments = link.call
+        if arguments.get("lazy"):
+            yield name, arguments["lazy"]
+
+
+def _iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
+    """Yield `tx` and the transformations inside of it; those of other libraries are left out."""
+    if isinstance(tx, core.Transform):
+        yield tx
+        for link in tx.inner:
+            yield from _iterate_links(link)
 
 
 def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:

@@ -155,13 +155,7 @@ def _run_dry(
 
     def run(params: Params, *arguments: PyTree) -> Any:
         wrapped = jax.tree.map(wrap, layout.describe(params), params)
-        leaves, structure = jax.tree.flatten(arguments)
-
-        def loss(params: Params) -> Any:
-            # A LossProgram may call it twice, and equinox marks a State that it reads as used.
-            return loss_fn(params, *jax.tree.unflatten(structure, leaves))
-
-        return LossProgram(loss, wrapped).value()
+        return LossProgram(lambda params: loss_fn(params, *arguments), wrapped).value()
 
     jax.eval_shape(run, *jax.eval_shape(lambda *trees: trees, params, *arguments))
 

@@ -17,7 +17,7 @@ from optfn.collectives.means import sum_dtype
 from optfn.collectives.mesh import count_devices, explicit_sharding, make_zeros
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
-from optfn.jaxprs.equations import trace_once
+from optfn.jaxprs.equations import Equations
 from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
@@ -125,11 +125,13 @@ def average_microbatches(
         first = _select_microbatch(inputs, inputs.model_state, first, jnp.arange(count)[0], count)
         # The sums need the structure and dtypes of the gradients of a microbatch. One trace serves
         # for all of them.
-        traced, (_, like) = trace_once(objective, first)
+        traced = Equations(objective, first, inline=False)
+        _, like = traced.shapes
 
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            values, grads = traced(_select_microbatch(inputs, state, microbatch, number, count))
+            own = _select_microbatch(inputs, state, microbatch, number, count)
+            values, grads = traced.evaluate(jax.tree.leaves(own))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(partial(_add_gradient, values.weight), totals, grads)
             return (values.model_state, totals), (values._replace(model_state=None), rows)

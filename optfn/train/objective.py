@@ -287,7 +287,11 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         gather = Gather(layout, layout.describe(inputs.params))
-        arriving = jax.tree.map(functools.partial(_spec_of_arriving, layout), gather.entries)
+        # An integer leaf has no gradient.
+        arriving = jax.tree.map(
+            lambda x: x.arriving_spec if jnp.issubdtype(x.dtype, jnp.inexact) else None,
+            gather.entries,
+        )
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             own = fold_device(inputs, layout.shard_axes)
@@ -315,17 +319,6 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         return values, jax.tree.map(place, gather.entries, grads, arriving)
 
     return objective
-
-
-def _spec_of_arriving(layout: Layout, entry: ParamEntry) -> P | None:
-    """Return the PartitionSpec with which a gradient leaves the devices; None for an integer leaf.
-
-    The gradient of a divided param leaves divided like the param, because the gather of the param
-    has reduced it so. Any other gradient leaves as the layout divides gradients.
-    """
-    if not jnp.issubdtype(entry.dtype, jnp.inexact):
-        return None
-    return entry.spec if layout.divisions(entry.spec) else entry.gradient_spec
 
 
 def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:

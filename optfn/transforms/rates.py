@@ -1,6 +1,7 @@
 """Access to the learning rates in a state: read, set, and list them."""
 
 import functools
+from collections.abc import Iterable
 from typing import TypeGuard
 
 import jax
@@ -50,16 +51,13 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _select_rates(opt_state, path)
-    values: dict[str, jax.Array] = {}
-    for name, rate in found.items():
-        values[name] = _rate_of_workers(rate.learning_rate)
-    first, *others = values.values()
-    if any(not _is_same(first, other) for other in others):
+    values = {name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()}
+    if not _are_same(values.values()):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
         raise ValueError(
             f"the state has several learning rates; choose one by path=. They are {listed}"
         )
-    return first
+    return next(iter(values.values()))
 
 
 def largest_rate(opt_state: OptState) -> jax.Array:
@@ -143,18 +141,14 @@ def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
     """Return the rates of the main state for the metrics of a step: "learning_rate" if it has one,
     and "learning_rate/<label>" for each of several, as a partition has; {} without a rate."""
     found = _find_rates(state_names.find_main_state(opt_state))
-    if not found:
-        return {}
-    try:
-        return {"learning_rate": get_learning_rate(opt_state)}
-    except ValueError:  # several
-        labels = [_find_label(name) for name in found]
-        return {
-            f"learning_rate/{label if label and labels.count(label) == 1 else name}": (
-                _rate_of_workers(rate.learning_rate)
-            )
-            for label, (name, rate) in zip(labels, found.items(), strict=True)
-        }
+    values = {name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()}
+    if _are_same(values.values()):
+        return {"learning_rate": next(iter(values.values()))}
+    labels = [_find_label(name) for name in values]
+    return {
+        f"learning_rate/{label if label and labels.count(label) == 1 else name}": value
+        for label, (name, value) in zip(labels, values.items(), strict=True)
+    }
 
 
 def numbers_of_rates(
@@ -187,6 +181,12 @@ def _rate_of_workers(rate: PyTree) -> jax.Array:
 def take_largest(rate: jax.Array) -> jax.Array:
     """Return the largest of an array of rates; a scalar as it is."""
     return jnp.max(rate) if rate.ndim else rate
+
+
+def _are_same(values: Iterable[jax.Array]) -> bool:
+    """Tell whether there is one rate, or several that are equal."""
+    found = [*values]
+    return bool(found) and all(_is_same(found[0], other) for other in found[1:])
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:

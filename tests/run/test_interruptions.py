@@ -129,15 +129,7 @@ ENDS = {
 }
 
 
-@pytest.fixture
-def default_handler():
-    """The handler of SIGINT that Python sets, also where a shell has started pytest with `&`."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("default_handler")
+@pytest.mark.usefixtures("interrupt")
 @pytest.mark.parametrize("word", ENDS)
 def test_the_history_says_what_ended_a_run(word):
     judge = (lambda params: 0.0) if word == "patience" else evaluate

@@ -130,14 +130,6 @@ def test_a_loader_may_overwrite_its_buffer(prefetch):
     np.testing.assert_array_equal(history["loss"], range(4))
 
 
-@pytest.fixture
-def interrupt():
-    """Python's own handler of SIGINT: a shell's background job starts without it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interrupt")
 def test_a_signal_while_a_batch_is_read_ends_the_run_after_its_step(tmp_path):
     def batches():
