@@ -320,7 +320,8 @@ def over_batches(
 
     def evaluate(*arguments: Any) -> float | dict[str, float]:
         names = ("params", "model_state")[: len(arguments)]
-        checks.check_signature("over_batches: fn", fn, (*names, "batch"))
+        hint = ". It gets no random key: evaluate without dropout, or bind a key of your own"
+        checks.check_signature("over_batches: fn", fn, (*names, "batch"), hint=hint)
         rows = []
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
@@ -353,6 +354,12 @@ def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
     """Return (total, weight) of each number that `fn` returned, by key; a plain number is a mean
     over the examples of the batch."""
     who = "over_batches: fn"
+    if isinstance(result, tuple) and not is_mean(result):
+        raise TypeError(
+            f"{who} must return a number or a dict of numbers; got a tuple. For a loss_fn that "
+            "returns (loss, aux) or (loss, model_state), pass "
+            "lambda *arguments: loss_fn(*arguments)[0]"
+        )
     named = result if isinstance(result, Mapping) else {"": result}
 
     def parts_of(key: str, value: object) -> tuple[float, float]:

@@ -120,10 +120,16 @@ class LossWatch:
             self.is_over = self.is_seen = False  # what was seen had no weight
             return
         n, value = self.done + (row[0] + 1) * self.per_call, row[1]
+        # A NaN from 0/0, as of a microbatch or a worker whose rows are all padding.
+        mean = (
+            "; if the loss divides by a count, such as the sum of a mask, which may be 0, return "
+            "optfn.Mean(total, count)"
+        )
         words = (
             f"the loss of step {n} is {value}. What helps: optfn.skip_nonfinite(tx) leaves out "
             "steps whose gradients are not finite; a clip (grad_clip=) or a lower learning rate "
             "makes steps smaller; JAX_DEBUG_NANS=1 shows the operation that makes the first NaN"
+            + (mean if math.isnan(value) and "weight" not in self.history.earlier else "")
         )
         if self.stops:
             raise FloatingPointError(f"{words}. The run ends, because on_nonfinite='stop'")

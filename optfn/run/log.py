@@ -118,17 +118,17 @@ class RunLog:
             if isinstance(sink, _Lines):
                 sink.drop_evaluation(n)
 
-    def _write(self, n: int, metrics: dict[str, Any], work: Work) -> None:
+    def _write(self, n: int, metrics: dict[str, Any], work: Work, *, is_last: bool = False) -> None:
         numbers = scalars(metrics)
         if self.by_weight and "weight" in numbers:  # else the numbers of an evaluation alone
             work = {**work, "tokens_per_second": numbers["weight"]}
-        numbers |= self.speed.add(work)
+        numbers |= self.speed.add(work, is_last=is_last)
         for sink in self.sinks:
             sink.write(n, numbers)
 
     def __exit__(self, *error: Any) -> None:
-        for n, metrics, work in self.waiting:
-            self._write(n, metrics, work)
+        for i, (n, metrics, work) in enumerate(self.waiting, 1):
+            self._write(n, metrics, work, is_last=i == len(self.waiting))
         for sink in self.sinks:
             sink.close()
 

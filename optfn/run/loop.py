@@ -20,7 +20,7 @@ from optfn.run.options import STOPPED, WEIGHT, FitArguments, LoopOptions, Minimi
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.run.speed import WorkCounter
-from optfn.train.ineffective import warn_of_schedules
+from optfn.train.ineffective import count_waiting_gradients, warn_of_schedules
 from optfn.train.options import StepOptions, accept_fields
 from optfn.train.state import TrainState, is_train_state
 from optfn.train.step import make_train_step, wait_on_cpus
@@ -282,13 +282,19 @@ class _Run:
         return "batches" if self.options.steps is None else "steps"
 
     def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
-        """Show that the run has ended early, or took no step; by a signal even without progress."""
+        """Show that the run has ended early, took no step, or leaves gradients unused; that a
+        signal has ended it even without progress."""
         if by_signal:
             bar.say(early, always=True)
         elif self.n == self.saver.resumed:
             bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
         elif early:
             bar.say(f"stopped {early}")
+        elif waiting := count_waiting_gradients(self.state.opt_state):
+            bar.say(
+                f"the run ends within an accumulation: {waiting} gradients are summed, and change "
+                "no param unless a run goes on from this state"
+            )
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how the run ended early; "" if it made all its steps."""

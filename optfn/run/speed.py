@@ -64,7 +64,7 @@ class WorkCounter:
 
 
 class Speed:
-    """Work per second, the mean over at least ten seconds of the run.
+    """Work per second, the mean over at least ten seconds of the run, or over a shorter run.
 
     These seconds have all that the run does: reading of batches, evaluations and saves too.
     """
@@ -72,9 +72,11 @@ class Speed:
     def __init__(self) -> None:
         self.total: dict[str, float] = {}
         self.since: float | None = None
+        self.is_known = False
 
-    def add(self, work: Work) -> dict[str, float]:
-        """Add the work of a step that has ended; return the speeds every ten seconds, else {}.
+    def add(self, work: Work, *, is_last: bool = False) -> dict[str, float]:
+        """Add the work of a step that has ended; return the speeds every ten seconds, and at the
+        last step if there were none, else {}.
 
         The first step only starts the clock, because it compiles.
         """
@@ -86,7 +88,8 @@ class Speed:
             self.total[name] = self.total.get(name, 0.0) + amount
         passed = now - self.since
         found = {name: total / passed for name, total in self.total.items() if total > 0}
-        if passed < _SECONDS or not found:
+        is_due = passed >= _SECONDS or (is_last and not self.is_known and passed > 0)
+        if not is_due or not found:
             return {}
-        self.total, self.since = {}, now
+        self.total, self.since, self.is_known = {}, now, True
         return found

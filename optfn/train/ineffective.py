@@ -9,9 +9,12 @@ from jax.sharding import Mesh
 
 from optfn import core
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, Params
+from optfn.core.traits import traits_of
+from optfn.core.types import Leaf, OptState, Params
 from optfn.interop.calls import show_transform
 from optfn.leaves import contents
+from optfn.state.names import iterate_nodes
+from optfn.state.reports import read_local
 from optfn.wrappers.attributes import resolve
 
 
@@ -133,6 +136,19 @@ def _iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]
         yield tx
         for link in tx.inner:
             yield from _iterate_links(link)
+
+
+def count_waiting_gradients(opt_state: OptState) -> int:
+    """Return how many gradients an accumulation has summed that its next step will use; 0 without
+    one. If there are several accumulations, it is the largest number."""
+
+    def find_counter(x: object) -> jax.Array | None:
+        if isinstance(x, optax.MultiStepsState):
+            return x.mini_step
+        return getattr(x, "micro_step", None) if traits_of(x).link == "accumulate" else None
+
+    found = [*iterate_nodes(lambda x: find_counter(x) is not None, opt_state)]
+    return max((int(np.max(read_local(find_counter(x)))) for x in found), default=0)
 
 
 def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:

@@ -94,8 +94,9 @@ class LossForm:
         if not (self.has_model_state or self.has_aux):
             if isinstance(returned, tuple) and not is_mean(returned):
                 raise TypeError(
-                    f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
-                    "model_state=True if it returns (loss, model_state)"
+                    f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux). If it "
+                    "returns (loss, model_state), pass model_state=True to make_train_step, or the "
+                    "arrays, model_state=…, to minimize"
                 )
             return Values(_check_loss(who, returned))
         loss, rest = self._check_pair(who, returned)

@@ -158,7 +158,10 @@ class _Walk:
         rate, sets_rate = _find_rate(state), kind is forms.KINDS["rate"]
         after = {}
         for path, x in before.items():
-            wrong = _find_problem(kind, x, bool(text)) or _find_rate_before_plateau(state, x)
+            wrong = _find_problem(kind, x, bool(text))
+            # Beside a rate of 1, as in a partition, other rates are fractions of the plateau's.
+            if all(other.rate != 1 for other in before.values()):
+                wrong = wrong or _find_rate_before_plateau(state, x)
             if wrong:
                 self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
             # Nothing is reported of an unknown form, but the link may decide the form behind it.

@@ -1,6 +1,7 @@
 """The state of a training run; checks, copies and shardings of the arrays that begin it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.leaves.foreign import check_arrays, check_keys
+from optfn.state.names import arrays_with_names
 
 # The name of an optimizer's operations in profiles, and in the equations of a step.
 UPDATE_SCOPE = "optimizer_update"
@@ -68,6 +70,36 @@ def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
 def is_train_state(x: object) -> bool:
     """Tell whether `x` is a TrainState."""
     return isinstance(x, TrainState)
+
+
+@contextlib.contextmanager
+def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) -> Iterator[None]:
+    """Turn any error inside into a TypeError if another optimizer has made the state.
+
+    The names of the arrays in a fresh state tell it. They are compared after an error only, since
+    an optimizer may change its state as it likes.
+
+    Args:
+      state: the state of the call inside.
+      init: the optimizer's function.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            fresh = jax.eval_shape(init, state.params)
+        except Exception:  # an init for bound axes
+            raise error from None
+        known = {name for name, _ in arrays_with_names(fresh)}
+        foreign = [x for x, _ in arrays_with_names(state.opt_state) if x not in known]
+        if not foreign:
+            raise
+        raise TypeError(
+            f"the state was made by another optimizer: it has {tree.list_names(foreign)}, which "
+            "the optimizer of this step does not have. Begin with step.init(state.params), or take "
+            "over what both have: optfn.load_state_dict(step.init(state.params), "
+            "optfn.state_dict(state), strict=False)"
+        ) from error
 
 
 def copy(x: Leaf) -> jax.Array:

@@ -185,10 +185,13 @@ def _find_average(opt_state: OptState, name: str | None) -> OptState:
     found = dict(state_names.states_with_names(is_average, map_padded(unwrap_padded, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
-        raise ValueError(
-            f"the state must hold one average{f' named {name!r}' if name else ''}, or name= choose "
-            f"one; it holds {', '.join(map(repr, found)) or 'none'}"
-        )
+        if not found:
+            raise ValueError(
+                "the state has no average: put optfn.exponential_moving_average or "
+                "optfn.model_average last in the chain"
+            )
+        wanted = "choose one of them by its name" if name is None else f"none of them is {name!r}"
+        raise ValueError(f"the state has the averages {', '.join(map(repr, found))}; {wanted}")
     return next(iter(chosen.values()))
 
 

@@ -63,6 +63,7 @@ from optfn.train.state import (
     copy,
     copy_repeated,
     copy_shared,
+    name_foreign_state,
     replicate_counters,
 )
 from optfn.wrappers.averaging import add_statistics, has_statistics
@@ -291,7 +292,10 @@ class TrainStep:
         if self.layout is None and not checks.is_traced(state.step):
             batch = parallel.copy_host_arrays(batch)
         arguments = self.list_arguments(state, batch)
-        with name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr):
+        with (
+            name_foreign_state(state, (self.local or self.tx).init),
+            name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr),
+        ):
             state, metrics = self.compiled(*arguments)
         loss = metrics["loss"]
         if not checks.is_traced(loss):

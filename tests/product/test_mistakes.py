@@ -102,7 +102,33 @@ MISTAKES = {
             lambda p, x: jnp.mean(p["scale"] * x), optfn.sgd(0.1), PARAMS, [np.ones(3)],
             evaluate=lambda p: 0.0, evaluate_average=True, progress=False,
         ),
-        ValueError, "evaluate_average=True: the state must hold one average",
+        ValueError, "evaluate_average=True: the state has no average",
+    ),
+    "two averages, of which none is chosen": (
+        lambda: optfn.minimize(
+            lambda p, x: jnp.mean(p["scale"] * x),
+            optfn.chain(
+                optfn.sgd(0.1), optfn.exponential_moving_average(0.9), optfn.model_average(0.15)
+            ),
+            PARAMS, [np.ones(3)], evaluate=lambda p: 0.0, evaluate_average=True, progress=False,
+        ),
+        ValueError, "averages 'exponential_moving_average', 'model_average'; choose one of them",
+    ),
+    "a loss with aux as a metric": (
+        lambda: evaluate(lambda params, x: (jnp.mean(x), {})),
+        TypeError, r"got a tuple.*pass lambda \*arguments: loss_fn\(\*arguments\)\[0\]",
+    ),
+    "a loss with a key as a metric": (
+        lambda: evaluate(lambda params, x, key: jnp.mean(x)),
+        TypeError, r"over_batches: fn is called with \(params, batch\).*It gets no random key",
+    ),
+    "the state of another optimizer of optax": (
+        lambda: step_with_state_of(optax.adam(0.1), optax.sgd(0.1, momentum=0.9)),
+        TypeError, r"by another optimizer: it has 'scale_by_adam/count'.*step\.init\(state\.params",
+    ),
+    "the state of another optimizer": (
+        lambda: step_with_state_of(optfn.adam(0.1), optax.lion(0.1)),
+        TypeError, "the state was made by another optimizer: it has 'scale_by_adam/step'",
     ),
     "several batches ahead": (
         lambda: minimize_with_state(loss_with_state, has_aux=True, prefetch=8),
@@ -113,6 +139,14 @@ MISTAKES = {
         ValueError, r"scan_layers: .*got shapes \(4, 2\), \(3, 2\)",
     ),
 }  # fmt: skip
+
+
+def step_with_state_of(first, second):
+    def loss_fn(p, x):
+        return jnp.mean(p["scale"] * x)
+
+    state = optfn.make_train_step(loss_fn, first).init(PARAMS)
+    return optfn.make_train_step(loss_fn, second)(state, np.ones(3))
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -68,6 +68,13 @@ MISPLACED = {
         lambda: optfn.chain(optfn.adam(1e-3), optfn.schedules.reduce_on_plateau(1e-3)),
         "already applied a learning rate of 0.001",
     ),
+    "a plateau after the rates of a partition": (
+        lambda: optfn.chain(
+            optax.partition({"a": optfn.adam(0.5), "b": optfn.sgd(0.1)}, label_all("a")),
+            optfn.schedules.reduce_on_plateau(1e-3),
+        ),
+        "already applied a learning rate of 0.5",
+    ),
     "two exchanges": (
         lambda: optfn.chain(exchange(quantize(8)), exchange(quantize(1)), optfn.sgd(0.1)),
         r"exchange\(quantize\(8\)\) and exchange\(quantize\(1\)\) both exchange",
@@ -157,6 +164,16 @@ RIGHT = {
 @optfn.core.transform()
 def halved_gradient():
     return optfn.core.stateless(lambda updates, params: jax.tree.map(lambda g: -g / 2, updates))
+
+
+def test_rates_beside_a_rate_of_1_are_fractions_of_a_plateaus():
+    params = {"w": jnp.ones(4), "head": jnp.ones(4)}
+    rates = {"all": optfn.adam(1.0), "slow": optfn.sgd(0.1)}
+    labels = {"w": "slow", "head": "all"}
+    tx = optfn.chain(optax.partition(rates, labels), optfn.schedules.reduce_on_plateau(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optfn.make_train_step(lambda p, x: jnp.sum(p["w"] - x), tx).init(params)
 
 
 @pytest.mark.parametrize("name", RIGHT)

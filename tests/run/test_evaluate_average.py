@@ -90,7 +90,7 @@ def test_a_name_chooses_one_of_several_averages():
     state, history = train(tx, average="model_average")
     want = optfn.averaged_params(state.opt_state, state.params, name="model_average")
     assert history["evaluation/first"][-1] == want["w"][0]
-    with pytest.raises(ValueError, match=r"evaluate_average=True: .* name= choose"):
+    with pytest.raises(ValueError, match=r"evaluate_average=True: .*; choose one of them"):
         train(tx)
 
 
@@ -149,7 +149,7 @@ def test_the_average_of_rounds_is_in_outer():
 
 
 def test_what_evaluate_average_refuses():
-    with pytest.raises(ValueError, match="evaluate_average=True: the state must hold one average"):
+    with pytest.raises(ValueError, match="evaluate_average=True: the state has no average"):
         train(optfn.sgd(RATE))
     with pytest.raises(TypeError, match="evaluate_average must be True, False, or the name"):
         train(average=1.5)

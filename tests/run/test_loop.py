@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from grids import nightly
 from problems import scripted
@@ -507,6 +508,16 @@ def test_it_is_told_what_ended_a_run(keep_best, capsys):
     assert "stopped early, after step 7" in capsys.readouterr().err
     run(callback=lambda n, s, m: n == 7)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("by_optax", [False, True])
+def test_gradients_that_wait_for_a_step_are_said(by_optax, capsys):
+    wrap = optax.MultiSteps if by_optax else optfn.accumulate
+    for steps, waiting in ((10, 2), (12, 0)):
+        tx = wrap(optfn.sgd(0.1), 4)
+        optfn.minimize(loss_fn, tx, jnp.zeros(3), X, steps=steps)
+        said = f"within an accumulation: {waiting} gradients" in capsys.readouterr().err
+        assert said == bool(waiting)
 
 
 def test_the_third_shape_of_batches_is_said_once(capsys):

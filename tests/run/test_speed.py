@@ -56,6 +56,16 @@ def test_the_speed_is_the_mean_over_ten_seconds(monkeypatch):
     assert {step: x for step, x in found.items() if x} == {6: 5 * 8 / 10, 11: 5 * 8 / 10}
 
 
+def test_a_short_run_has_its_speed_in_the_last_line(monkeypatch):
+    """Steps end half a second apart, so that ten seconds never pass."""
+    monkeypatch.setattr(speed, "monotonic", itertools.count(100.0, 0.5).__next__)
+    tracker = Tracker()
+    run(tracker, count_tokens=lambda x: 24)
+    *others, (step, last) = tracker.rows
+    assert step == 12 and not any("examples_per_second" in row for _, row in others)
+    assert last["examples_per_second"] == 8 / 0.5 and last["tokens_per_second"] == 24 / 0.5
+
+
 def test_batches_of_no_examples_have_no_speed(monkeypatch):
     """Their leaves have leading axes of several lengths."""
     monkeypatch.setattr(speed, "monotonic", itertools.count(100.0, 20.0).__next__)

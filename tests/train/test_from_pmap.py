@@ -75,6 +75,25 @@ def test_a_step_continues_from_a_state_of_pmap(make):
         np.testing.assert_allclose(state.params[name], param, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_state_of_pmap_moves_to_fewer_workers(workers):
+    """The mean residual and the mean velocity of all workers stay."""
+    tx = dgc("batch")
+    start = replicate(PARAMS), replicate(tx.init(PARAMS))
+    params, opt_state = run_pmap(tx, start, BATCHES[:HALF], averages=False)
+    step = optfn.make_train_step(loss_fn, dgc("data"), mesh=data_mesh(workers))
+    new = step.init(unreplicate(params))
+    saved = optfn.state_dict(opt_state)
+    found = optfn.distributed.rescale_residuals(saved, workers)
+    new = optfn.load_state_dict(new, optfn.state_dict(new) | found)
+    loaded = optfn.state_dict(new.opt_state)
+    for name in ("residual/w", "local_velocity/w"):
+        key = f"deep_gradient_compression/{name}"
+        want = np.mean(saved[key], 0, dtype=np.float64)
+        np.testing.assert_allclose(loaded[key].reshape(workers, -1), [want] * workers, rtol=1e-6)
+    assert int(loaded["deep_gradient_compression/num_workers"]) == workers
+
+
 def test_copies_that_differ_are_an_error():
     tx = optfn.adam(1e-2)
     state = jax.tree.map(lambda x: x.at[3].add(1), replicate(tx.init(PARAMS)))
