@@ -271,6 +271,7 @@ def test_scalars_go_to_a_writer(writer):
     for name, value, step in writer.scalars:
         by_name[name].append((step, value))
     assert by_name.pop("evaluation") == [(2, 7.0), (4, 7.0)]
+    assert [n for n, _ in by_name.pop("examples_per_second")] == [4]
     assert by_name.keys() == history.keys() - {"evaluation", "evaluation_step", "stopped"}
     for name, points in by_name.items():
         assert points == [(n + 1, x) for n, x in enumerate(history[name].tolist())]
