@@ -12,34 +12,16 @@ import jax
 
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.equations import (
+from optfn.jaxprs.equations import Equations, type_of, variables
+from optfn.jaxprs.flops import count_flops
+from optfn.jaxprs.primitives import (
     Atom,
     Equation,
-    Equations,
     Variable,
-    find_inner_jaxprs,
-    kind_of,
-    options_of,
-    type_of,
-    variables,
+    is_never_written,
+    reads_within_fusion,
 )
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
-
-# XLA does not write the results of these to memory, but computes them in each fusion that reads
-# them.
-CHEAP = frozenset(
-    {"abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type"}
-    | {"copy", "copy_p", "eq", "expand_dims", "floor", "ge", "gt", "integer_pow", "iota"}
-    | {"is_finite", "le", "lt", "max", "min", "mul", "name", "ne", "neg", "not"}
-    | {"one_minus_square", "or", "pad", "real", "reshape", "rev", "select_n", "sign", "slice"}
-    | {"square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
-)
-# XLA writes the results of these to memory, but their operands need not be there.
-FUSED = CHEAP | frozenset(
-    {"argmax", "argmin", "atan2", "cbrt", "cos", "cumsum", "div", "erf", "erf_inv", "exp", "exp2"}
-    | {"expm1", "log", "log1p", "logistic", "pow", "reduce_and", "reduce_max", "reduce_min"}
-    | {"reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"}
-)
 
 
 def estimate_costs(
@@ -64,8 +46,8 @@ def estimate_costs(
     for_y = forward.find_equations(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
     costs = FunctionCosts(
-        forward_flops=_count_flops(for_y),
-        recompute_flops=_count_flops(forward.find_equations(residuals)),
+        forward_flops=count_flops(for_y),
+        recompute_flops=count_flops(forward.find_equations(residuals)),
         output_bytes=num_bytes(variables(y_leaves)),
         residual_bytes=num_bytes(saved - outputs),
         output_is_residual=bool(outputs & saved),
@@ -119,20 +101,11 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
     """
     written = set(variables(outputs))
     for equation in equations:
-        if not _has_only(CHEAP, equation):
+        if not is_never_written(equation):
             written.update(equation.outvars)
-        if not _has_only(FUSED, equation):
+        if not reads_within_fusion(equation):
             written.update(variables(equation.invars))
     return written
-
-
-def _has_only(primitives: Collection[str], equation: Equation) -> bool:
-    """Tell whether an equation, or everything in a function that it calls,
-    uses `primitives` only."""
-    if kind_of(equation) in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        inner = find_inner_jaxprs(equation)
-        return all(_has_only(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
-    return kind_of(equation) in primitives
 
 
 def _find_sources(
@@ -179,37 +152,9 @@ def _peak_bytes(
         freed = {a for a in alive if last_read[a] <= i}
         current += num_bytes(results)
         # An elementwise result overwrites an operand that is not read again.
-        elementwise = _has_only(FUSED, equation)
+        elementwise = reads_within_fusion(equation)
         in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
         peak = max(peak, current - num_bytes(results) if in_place else current)
         current -= num_bytes(freed)
         alive = (alive | set(results)) - freed
     return peak
-
-
-def _count_flops(equations: Iterable[Equation]) -> float:
-    """Count 2 FLOPs per multiply-add of a product or convolution,
-    1 per element of any other equation."""
-    return sum(map(_count_equation_flops, equations))
-
-
-def _count_equation_flops(equation: Equation) -> float:
-    """Count an equation's FLOPs: none for reshapes;
-    a scan counts its length, a cond its dearest branch."""
-    name, params = kind_of(equation), options_of(equation)
-    size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        left = type_of(equation.invars[0]).shape
-        return 2.0 * size * math.prod(left[i] for i in contracted)
-    if name == "conv_general_dilated":
-        # With its padding, which takes time too; `count_product_flops` leaves it out.
-        kernel = type_of(equation.invars[1]).shape
-        features = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * size * math.prod(kernel) / features
-    inner = [_count_flops(jaxpr.eqns) for jaxpr in find_inner_jaxprs(equation)]
-    if not inner:
-        return 0.0 if name in ("name", "reshape", "broadcast_in_dim", "transpose") else float(size)
-    if name == "cond":
-        return max(inner)
-    return sum(inner) * (params["length"] if name == "scan" else 1)

@@ -11,19 +11,15 @@ import jax
 from optfn.core import tree
 from optfn.core.types import PyTree
 from optfn.jaxprs.equations import (
-    Atom,
-    Equation,
     Equations,
     Value,
-    Variable,
     bindings,
     function_of_arrays,
-    kind_of,
-    options_of,
     read,
     type_of,
     variables,
 )
+from optfn.jaxprs.primitives import Atom, Equation, Variable, name_of_value
 
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -114,21 +110,16 @@ def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list
     """
     runs: list[list[Equation]] = [[]]
     for equation in equations:
-        after_name = bool(runs[-1]) and _checkpoint_name(runs[-1][-1]) in names
-        if after_name and _checkpoint_name(equation) not in names:
+        after_name = bool(runs[-1]) and name_of_value(runs[-1][-1]) in names
+        if after_name and name_of_value(equation) not in names:
             runs.append([])
         runs[-1].append(equation)
     return runs
 
 
-def _checkpoint_name(equation: Equation) -> str | None:
-    """Return the name that an equation gives a value; None for any other equation."""
-    return options_of(equation)["name"] if kind_of(equation) == "name" else None
-
-
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
     """Raise a ValueError for a name that no value has; it lists the names there are."""
-    known = dict.fromkeys(n for n in map(_checkpoint_name, program.equations) if n is not None)
+    known = dict.fromkeys(n for n in map(name_of_value, program.equations) if n is not None)
     for name in names:
         if name not in known:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from optfn.core import checks
 
@@ -72,12 +72,12 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
       the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 694, on
       v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
     * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
-      16. On v5e:4x4 a step takes 1,210 ms for 1,310. Costs: three times the seconds of
+      16. On v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of
       compilation, and products of padded arrays, which take back half of the gain.
     * GPUs: up to 4 collectives run at the same time, for 1, and products of one operand are not
-      merged. On 8 H100 a step takes 239 ms for 247. Costs: 3 % more memory for temporaries, the
+      merged. On 8 H100 a step takes 243 ms for 252. Costs: 3 % more memory for temporaries, the
       buffers of several collectives at a time. Leave it out for two levels: on 64 H100 a step then
-      takes 342 ms for 281.
+      takes 316 ms for 284.
     * CPUs, and chips that are not listed: {}.
 
     The options are for the compiler of these measurements. A step drops the options that another
@@ -96,26 +96,6 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     if device.platform in ("gpu", "cuda"):
         return dict(_OVERLAP_OF_GPUS)
     return dict(_OVERLAP_OF_CHIP.get(device.device_kind, {}))
-
-
-def has_gathers_ahead(mesh: Mesh | AbstractMesh) -> bool:
-    """Tell whether scans over layers gather the first leaves of the next layer ahead.
-
-    They do on GPUs and TPU v5e, and on CPUs, where tests see it. On v5p:4x4x4 it saves nothing
-    without `overlap_options`, and on sparse cores it adds 20 % to the memory for temporaries.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return False  # nothing is compiled for it
-    device = mesh.devices.flat[0]
-    return device.platform != "tpu" or _OVERLAP_OF_CHIP.get(device.device_kind) is _SCATTER_FUSIONS
-
-
-def has_one_collective(mesh: Mesh | AbstractMesh) -> bool:
-    """Tell whether a chip has one collective in flight at a time, as the TensorCore of a TPU has.
-
-    XLA then stretches a gather for the next layer over the whole layer, unless something ends it.
-    """
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
 @contextlib.contextmanager

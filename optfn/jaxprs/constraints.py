@@ -25,7 +25,17 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import to_axes
 from optfn.core.types import PyTree
-from optfn.jaxprs.equations import Atom, Equation, Jaxpr, Variable, find_inner_jaxprs, walk
+from optfn.jaxprs.primitives import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Variable,
+    as_constraint,
+    find_bound_axes,
+    find_inner_jaxprs,
+    has_sharding_as_type,
+    walk,
+)
 
 
 def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -124,13 +134,12 @@ def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
         yield
     except ValueError as error:
         try:
-            constraint = next(_find_constraints(trace(), ()), None)
+            found = next(_find_constraints(trace(), ()), None)
         except Exception:
-            constraint = None  # The trace itself has raised the error.
-        if constraint is None:
+            found = None  # The trace itself has raised the error.
+        if found is None:
             raise
-        where = source_info_util.summarize(constraint.source_info)
-        spec = constraint.params["sharding"].spec
+        where, spec = source_info_util.summarize(found[0].source_info), found[1].spec
         raise ValueError(
             f"the loss constrains an array by a NamedSharding of a mesh, with the spec {spec} "
             f"({where}), which JAX refuses inside a worker. Write the PartitionSpec alone, "
@@ -139,29 +148,28 @@ def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
         ) from error
 
 
-def _find_constraints(program: Any, bound: Sequence[str]) -> Iterator[Equation]:
-    """Yield the constraints of a program whose mesh does not have its bound axes as bound.
+def _find_constraints(
+    program: Any, bound: Sequence[str]
+) -> Iterator[tuple[Equation, NamedSharding]]:
+    """Yield the constraints of a program whose mesh does not have its bound axes as bound, each
+    with its sharding.
 
     Args:
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
     """
     for equation in getattr(program, "jaxpr", program).eqns:
-        within = bound
-        if equation.primitive.name == "shard_map":
-            within = (*bound, *equation.params["newly_manual_axes"])
-        if equation.primitive.name == "sharding_constraint":
-            placement = equation.params["sharding"]
-            mesh = placement.mesh if isinstance(placement, NamedSharding) else None
-            if mesh is not None and not {*bound} <= {*mesh.abstract_mesh.manual_axes}:
-                yield equation
+        within, constraint = (*bound, *find_bound_axes(equation)), as_constraint(equation)
+        if constraint is not None and isinstance(constraint.sharding, NamedSharding):
+            sharding = constraint.sharding
+            if not {*bound} <= {*sharding.mesh.abstract_mesh.manual_axes}:
+                yield equation, sharding
         for inner in find_inner_jaxprs(equation):
             yield from _find_constraints(inner, within)
 
 
 def _has_types(program: Any) -> bool:
     """Tell whether an equation gives its result a sharding as a type."""
-    equations = walk(getattr(program, "jaxpr", program))
-    return any(isinstance(e.params.get("out_sharding"), NamedSharding) for e in equations)
+    return any(map(has_sharding_as_type, walk(getattr(program, "jaxpr", program))))
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
@@ -227,11 +235,12 @@ class _Binding:
 
     def _means_nothing(self, equation: Equation) -> bool:
         """Tell whether an equation is a constraint on a mesh of which all axes are bound."""
-        if equation.primitive.name != "sharding_constraint" or equation.params["layout"]:
+        constraint = as_constraint(equation)
+        if constraint is None or constraint.has_layout:
             return False
-        placement = equation.params["sharding"]
-        is_on_mesh = isinstance(placement, NamedSharding)
-        return is_on_mesh and set(placement.mesh.axis_names) <= set(self._axes)
+        sharding = constraint.sharding
+        is_on_mesh = isinstance(sharding, NamedSharding)
+        return is_on_mesh and set(sharding.mesh.axis_names) <= set(self._axes)
 
     def _param(self, x: Any) -> Any:
         """Return a param of an equation with bound axes in its jaxprs, meshes and shardings."""

@@ -3,21 +3,25 @@
 A walk carries bools from the arguments to the results: whether a value may depend on a marked one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.extend.core as jex
 
 from optfn.core.types import PyTree
-from optfn.jaxprs.equations import (
+from optfn.jaxprs.equations import bindings
+from optfn.jaxprs.primitives import (
     Atom,
     Equation,
     Jaxpr,
-    bindings,
-    count_scan_groups,
-    find_called_jaxpr,
-    split_operands,
+    Scan,
+    While,
+    as_branches,
+    as_call,
+    as_scan,
+    as_while,
+    is_barrier,
 )
 
 Marks: TypeAlias = list[bool]
@@ -57,49 +61,42 @@ def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
 
 
 def _mark_equation(equation: Equation, given: Marks) -> Marks:
-    """Mark an equation's results: by the function that it calls,
-    by its rule, or else all of them."""
-    rule, inner = _RULES.get(equation.primitive.name), find_called_jaxpr(equation)
-    if inner is not None:
-        return _mark_jaxpr(inner, given)
-    found = rule(equation.params, given) if rule else None
-    return [True] * len(equation.outvars) if found is None else found
+    """Mark an equation's results: by the functions inside of it, or else all of them."""
+    if (call := as_call(equation)) is not None:
+        return _mark_jaxpr(call.body, given)
+    if (scan := as_scan(equation)) is not None:
+        return _mark_scan(scan, given)
+    if (loop := as_while(equation)) is not None:
+        return _mark_while(loop, given)
+    if (branches := as_branches(equation)) is not None:
+        of_branches = [_mark_jaxpr(branch, given[1:]) for branch in branches]
+        # All results depend on the index.
+        return [given[0] or any(marks) for marks in zip(*of_branches, strict=True)]
+    return given if is_barrier(equation) else [True] * len(equation.outvars)
 
 
-def _mark_scan(params: Mapping[str, Any], given: Marks) -> Marks | None:
-    """Mark the results of a scan, its carry by a fixed point;
-    None if its params have an unknown form."""
-    groups = count_scan_groups(params)
-    if groups is None:
-        return None
-    num_carry = groups[1]
-    consts, carry, xs = split_operands(given, groups)
+def _mark_scan(scan: Scan, given: Marks) -> Marks:
+    """Mark the results of a scan, its carry by a fixed point."""
+    constants, carry, elements = scan.split(given)
 
     def body(carry: Marks) -> Marks:
-        return _mark_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        return _mark_jaxpr(scan.body.jaxpr, [*constants, *carry, *elements])
 
-    carry = _find_fixed_point(lambda carry: body(carry)[:num_carry], list(carry))
-    return [*carry, *body(carry)[num_carry:]]
+    carry = _find_fixed_point(lambda carry: body(carry)[: scan.num_carry], list(carry))
+    return [*carry, *body(carry)[scan.num_carry :]]
 
 
-def _mark_while(params: Mapping[str, Any], given: Marks) -> Marks:
+def _mark_while(loop: While, given: Marks) -> Marks:
     """Mark the carry of a while loop, by a fixed point."""
-    groups = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, consts, carry = split_operands(given, groups)
+    of_condition, of_body, carry = loop.split(given)
 
     def once(carry: Marks) -> Marks:
-        (condition,) = _mark_jaxpr(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
-        new = _mark_jaxpr(params["body_jaxpr"].jaxpr, [*consts, *carry])
+        (condition,) = _mark_jaxpr(loop.condition, [*of_condition, *carry])
+        new = _mark_jaxpr(loop.body, [*of_body, *carry])
         # All results depend on the number of iterations.
         return [condition or mark for mark in new]
 
     return _find_fixed_point(once, list(carry))
-
-
-def _mark_cond(params: Mapping[str, Any], given: Marks) -> Marks:
-    """Give a result the marks of all branches and of the index, on which it depends."""
-    branches = [_mark_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
-    return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
 
 
 def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
@@ -109,11 +106,3 @@ def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
         if new == carry:
             return carry
         carry = new
-
-
-_RULES: Mapping[str, Callable[[Mapping[str, Any], Marks], Marks | None]] = {
-    "scan": _mark_scan,
-    "while": _mark_while,
-    "cond": _mark_cond,
-    "optimization_barrier": lambda params, given: given,
-}

@@ -1,42 +1,27 @@
 """A function as the list of its equations: their dependencies, and running some of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
 from jax.extend import source_info_util
 
 from optfn.core.types import PyTree
+from optfn.jaxprs.primitives import (
+    Atom,
+    Equation,
+    Variable,
+    as_call,
+    draws_bits,
+    walk,
+)
 
-Variable: TypeAlias = jex.Var
-Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation
-Equation: TypeAlias = jex.JaxprEqn
-Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
 Override: TypeAlias = Callable[..., list[Value]]  # it runs in place of an equation
 Rule: TypeAlias = Callable[..., list[Value]]  # (equation, *operands) -> results
-T = TypeVar("T")
-
-JITTED = ("jit", "pjit", "closed_call")
-CHECKPOINTS = ("checkpoint", "remat2")
-# JAX 0.12 with the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3 has one primitive for all
-# of these; its param `_prim` tells which.
-_HIGH_PRIMITIVES = {
-    "RematTraced": "checkpoint",
-    "CheckpointName": "name",
-    "CustomJVPTraced": "custom_jvp_call",
-    "CustomVJPTraced": "custom_vjp_call",
-}
-# The scope in which JAX puts what a checkpoint runs again in the backward pass.
-RECOMPUTED = "rematted_computation"
-# Primitives that run a function once on their operands.
-_CALLS = (
-    *(*JITTED, "core_call", "composite", "shard_map", *CHECKPOINTS),
-    *("custom_jvp_call", "custom_vjp_call"),
-)
 
 
 class Equations:
@@ -194,70 +179,6 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
     return dict(zip(names, values, strict=True))
 
 
-def kind_of(equation: Equation) -> str:
-    """Return the name of an equation's primitive, the same with any flag of JAX."""
-    high = type(equation.params.get("_prim")).__name__
-    return _HIGH_PRIMITIVES.get(high, equation.primitive.name)
-
-
-def options_of(equation: Equation) -> Mapping[str, Any]:
-    """Return the params of the primitive that `kind_of` names."""
-    if kind_of(equation) == equation.primitive.name:
-        return equation.params
-    params = equation.params["_prim"].params
-    return params | {"call_jaxpr": params["traced"].jaxpr} if "traced" in params else params
-
-
-def find_called_jaxpr(equation: Equation) -> Jaxpr | None:
-    """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
-    if kind_of(equation) not in _CALLS:
-        return None
-    inner = _get_jaxpr(equation)
-    return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
-
-
-def find_inner_jaxprs(equation: Equation) -> list[Jaxpr]:
-    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
-    return list(jex.jaxprs_in_params(options_of(equation)))
-
-
-def walk(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yield each equation of a jaxpr, and the equations of the jaxprs that it runs."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in find_inner_jaxprs(equation):
-            yield from walk(inner)
-
-
-def find_call_constants(equation: Equation) -> list[Value]:
-    """Return the values that the jaxpr of `find_called_jaxpr` takes before its operands, if any."""
-    return [*getattr(_get_jaxpr(equation), "consts", ())]
-
-
-def _get_jaxpr(equation: Equation) -> Any:
-    options = options_of(equation)
-    return options.get("jaxpr", options.get("call_jaxpr"))
-
-
-def count_scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many operands of a scan are constants, which come first, and how many are carries;
-    None if this version of JAX has the params of a scan in an unknown form."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    if "ft_in" in params:  # JAX 0.12: the operands as a tree of constants, carry and elements
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(constants), len(carry)
-    return None
-
-
-def split_operands(
-    operands: Sequence[T], groups: tuple[int, int]
-) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Return two groups of operands with these lengths, and the remaining ones."""
-    first, end = groups[0], sum(groups)
-    return operands[:first], operands[first:end], operands[end:]
-
-
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
     """Run the primitive of an equation on other values of its arguments; return the results."""
     primitive = equation.primitive
@@ -294,9 +215,9 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)
     instead = {
-        id(e): partial(_run_inlined, _get_jaxpr(e))
+        id(e): partial(_run_inlined, jex.ClosedJaxpr(call.body, call.constants))
         for e in equations
-        if e.primitive.name in JITTED and isinstance(_get_jaxpr(e), jex.ClosedJaxpr)
+        if (call := as_call(e)) is not None and call.is_jitted
     }
     return read(run_equations(equations, values, instead), closed.jaxpr.outvars)
 
@@ -305,124 +226,4 @@ def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
     """Tell whether a function draws random numbers, in an inner function too. It is traced."""
     call, arrays = function_of_arrays(fn, args, {})
     program = jax.make_jaxpr(call)(arrays).jaxpr
-    return any(kind_of(equation) == "random_bits" for equation in walk(program))
-
-
-def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
-    """Return `program` with each scan split in two: the first computes all that `targets` need."""
-    needed = program.find_dependencies(targets)
-    scans = [e for e in program.equations if e.primitive.name == "scan"]
-    instead = {id(e): partial(_run_split_scan, e, needed) for e in scans}
-    return program.retrace(instead, shapes_of(program.inputs))
-
-
-def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value) -> list[Value]:
-    """Return the results of a scan: those in `needed` by a first scan, the remaining by a second.
-
-    A scan that cannot be split runs as it is.
-    """
-    scan = _Scan.of(equation.params, operands)
-    if scan is None:
-        return bind(equation, *operands)
-    early = scan.close_over_carries({i for i, a in enumerate(equation.outvars) if a in needed})
-    body = split_scans(scan.body, (scan.body.outputs[i] for i in early))
-    scan = scan._replace(body=body)
-    late = set(range(len(body.outputs))) - early
-    first = body.find_equations(scan.outputs(early))
-    in_first = set(map(id, first))
-    second = [e for e in body.find_equations(scan.outputs(late)) if id(e) not in in_first]
-    if not early or not second:
-        return bind(equation, *operands)
-    # The intermediate values of the first scan that the second reads are stacked, one entry per
-    # iteration.
-    available = {a for e in second for a in e.outvars} | {*body.constants, *body.inputs}
-    available -= set(scan.carry_inputs(early))
-    reads = variables([*(a for e in second for a in e.invars), *scan.outputs(late)])
-    intermediates = [a for a in reads if a not in available]
-    results, values = scan.run(early, first, [], [], intermediates)
-    results |= scan.run(late, second, intermediates, values, [])[0]
-    return [results[i] for i in range(len(body.outputs))]
-
-
-class _Scan(NamedTuple):
-    """A scan equation: its body, and the values of its constants, initial carry and elements.
-
-    An output of the body is identified by its position: the carries come first, then the stacked
-    outputs.
-    """
-
-    body: Equations
-    options: dict[str, Any]
-    constants: Sequence[Value]
-    init: Sequence[Value]
-    elements: Sequence[Value]
-
-    @classmethod
-    def of(cls, params: dict[str, Any], operands: Sequence[Value]) -> "_Scan | None":
-        """Return the scan, or None if the layout of its params is unknown or it has effects."""
-        closed, groups = params["jaxpr"], count_scan_groups(params)
-        if groups is None or closed.effects:
-            return None
-        body = Equations(jex.jaxpr_as_fun(closed), *shapes_of(closed.jaxpr.invars))
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        return cls(body, options, *split_operands(operands, groups))
-
-    def outputs(self, positions: Iterable[int]) -> list[Atom]:
-        """Return the body's output variables at these positions."""
-        return [self.body.outputs[i] for i in sorted(positions)]
-
-    def carry_inputs(self, positions: Iterable[int]) -> list[Variable]:
-        """Return the body's input variables of the carries among these outputs."""
-        start = len(self.constants)
-        return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
-
-    def close_over_carries(self, positions: set[int]) -> set[int]:
-        """Return `positions`, and the positions of all carries that these outputs depend on."""
-        while True:
-            needed = self.body.find_dependencies(self.outputs(positions))
-            carries = range(len(self.init))
-            more = {i for i in carries if needed.issuperset(self.carry_inputs([i]))}
-            if more <= positions:
-                return positions
-            positions = positions | more
-
-    def run(
-        self,
-        positions: set[int],
-        equations: Sequence[Equation],
-        received: Sequence[Variable],
-        received_values: Sequence[Value],
-        passed_on: Sequence[Variable],
-    ) -> tuple[dict[int, Value], list[Value]]:
-        """Run a scan whose body is a segment of this one's.
-
-        Args:
-          positions: the outputs that `equations` compute.
-          equations: the segment of the body.
-          received: variables that the scan before it computes.
-          received_values: their values, stacked over the iterations.
-          passed_on: variables to stack for the scan after it.
-
-        Returns:
-          The outputs by position, and the stacked values of `passed_on`.
-        """
-        carried = [i for i in sorted(positions) if i < len(self.init)]
-        stacked = [i for i in sorted(positions) if i >= len(self.init)]
-        reads = {*variables(a for e in equations for a in e.invars), *passed_on}
-        reads |= set(variables(self.outputs(positions)))
-        element_inputs = self.body.inputs[len(self.constants) + len(self.init) :]
-        pairs = [(a, x) for a, x in zip(element_inputs, self.elements, strict=True) if a in reads]
-        per_iteration = [*(a for a, _ in pairs), *received]
-        constants = bindings(self.body.inputs[: len(self.constants)], self.constants)
-
-        def iteration(carry: list[Value], elements: list[Value]) -> Any:
-            known = constants | bindings(self.carry_inputs(carried), carry)
-            known |= bindings(per_iteration, elements)
-            values = self.body.run(equations, known)
-            carry, ys = read(values, self.outputs(carried)), read(values, self.outputs(stacked))
-            return carry, (ys, read(values, passed_on))
-
-        init = [self.init[i] for i in carried]
-        xs = [*(x for _, x in pairs), *received_values]
-        final, (ys, passed_values) = jax.lax.scan(iteration, init, xs, **self.options)
-        return dict(zip([*carried, *stacked], [*final, *ys], strict=True)), passed_values
+    return any(draws_bits(equation) for equation in walk(program))

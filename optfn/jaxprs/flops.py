@@ -1,20 +1,25 @@
-"""FLOPs of the products of matrices in a program, counted from its equations."""
+"""FLOPs of a program, counted from its equations."""
 
 import math
+from collections.abc import Callable, Iterable
 
 from optfn.estimate.products import count_pairs
-from optfn.jaxprs.equations import (
-    RECOMPUTED,
+from optfn.jaxprs.primitives import (
+    Convolution,
     Equation,
     Jaxpr,
+    as_branches,
+    as_convolution,
+    as_product,
+    as_while,
+    count_runs,
     find_inner_jaxprs,
-    kind_of,
-    options_of,
-    type_of,
+    is_kernel,
+    is_recomputed,
+    moves_entries,
+    name_of,
+    shape_of,
 )
-
-# Kernels and library calls, whose products no equation shows.
-_OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul", "tpu_custom_call")
 
 
 class UncountableError(Exception):
@@ -27,20 +32,28 @@ def count_product_flops(equation: Equation) -> float | None:
     The holes and the padding of a convolution, such as the gradient of a strided one has, do not
     count.
     """
-    name = equation.primitive.name
-    if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2.0 * _size(equation) * _lengths(equation, contracted)
-    if name == "ragged_dot_general":
-        numbers = equation.params["ragged_dot_dimension_numbers"]
-        (contracted, _), _ = numbers.dot_dimension_numbers
-        # Groups along a contracted dimension divide it: all groups have its length together.
-        is_divided = set(numbers.lhs_ragged_dimensions) <= set(contracted)
-        groups = type_of(equation.outvars[0]).shape[0] if is_divided else 1
-        return 2.0 * _size(equation) * _lengths(equation, contracted) / groups
-    if name == "conv_general_dilated":
-        return _count_convolution(equation)
-    return None
+    if (product := as_product(equation)) is not None:
+        left = shape_of(equation.invars[0])
+        summed = math.prod(left[i] for i in product.summed)
+        return 2.0 * math.prod(shape_of(equation.outvars[0])) * summed / product.groups
+    convolution = as_convolution(equation)
+    return None if convolution is None else _count_convolution(convolution)
+
+
+def count_flops(equations: Iterable[Equation]) -> float:
+    """Return the FLOPs of equations: products, and 1 for each entry of any other result.
+
+    A scan counts all its turns, another loop one of them, and a cond its dearest branch.
+    """
+
+    def count(equation: Equation) -> float | None:
+        flops = count_product_flops(equation)
+        if flops is not None or find_inner_jaxprs(equation):
+            return flops
+        size = sum(math.prod(shape_of(a)) for a in equation.outvars)
+        return 0.0 if moves_entries(equation) else float(size)
+
+    return _add_up(equations, count, max)
 
 
 def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
@@ -53,55 +66,53 @@ def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
       UncountableError: a kernel, a loop of an unknown number of turns, or branches with different
         products.
     """
-    return sum(_count_equation(equation, left_out) for equation in jaxpr.eqns)
 
+    def count(equation: Equation) -> float | None:
+        if is_recomputed(equation) or left_out in str(equation.source_info.name_stack):
+            return 0.0
+        if is_kernel(equation):
+            raise UncountableError(f"the products of {name_of(equation)} are not known")
+        loop = as_while(equation)
+        if loop is not None and any(_add_up(x.eqns, count, choose) for x in loop[:2]):
+            raise UncountableError("a while loop does not say how often it runs")
+        return count_product_flops(equation) if loop is None else 0.0
 
-def _count_equation(equation: Equation, left_out: str) -> float:
-    names = str(equation.source_info.name_stack)
-    if RECOMPUTED in names or left_out in names:
-        return 0.0
-    flops = count_product_flops(equation)
-    if flops is not None:
-        return flops
-    name, params = kind_of(equation), options_of(equation)
-    if name.startswith(_OPAQUE):
-        raise UncountableError(f"the products of {name} are not known")
-    inner = [count_model_flops(jaxpr, left_out) for jaxpr in find_inner_jaxprs(equation)]
-    if name == "while" and any(inner):
-        raise UncountableError("a while loop does not say how often it runs")
-    if name == "cond":
-        if len({*inner}) > 1:
+    def choose(branches: list[float]) -> float:
+        if len({*branches}) > 1:
             raise UncountableError("the branches of a cond have different products")
-        return inner[0]
-    times = params["length"] if name == "scan" else 1
-    if name == "shard_map":
-        times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return sum(inner) * times
+        return branches[0]
+
+    return _add_up(jaxpr.eqns, count, choose)
 
 
-def _size(equation: Equation) -> int:
-    return math.prod(type_of(equation.outvars[0]).shape)
+def _add_up(
+    equations: Iterable[Equation],
+    count: Callable[[Equation], float | None],
+    choose: Callable[[list[float]], float],
+) -> float:
+    """Return the sum over equations, each as often as the devices together run it.
+
+    Args:
+      equations: the equations.
+      count: returns the amount of an equation; None: that of the functions inside of it.
+      choose: returns the amount of one of several branches.
+    """
+    total = 0.0
+    for equation in equations:
+        amount = count(equation)
+        if amount is None:
+            inner = [_add_up(jaxpr.eqns, count, choose) for jaxpr in find_inner_jaxprs(equation)]
+            are_branches = as_branches(equation) is not None
+            amount = choose(inner) if are_branches else sum(inner) * count_runs(equation)
+        total += amount
+    return total
 
 
-def _lengths(equation: Equation, dims: tuple[int, ...]) -> int:
-    left = type_of(equation.invars[0]).shape
-    return math.prod(left[i] for i in dims)
-
-
-def _count_convolution(equation: Equation) -> float:
-    params = equation.params
-    lhs, rhs = (type_of(x).shape for x in equation.invars)
-    result = type_of(equation.outvars[0]).shape
-    left, right, out = params["dimension_numbers"]
-    flops = 2.0 * result[out[0]] * result[out[1]] * rhs[right[1]]
-    for i, (stride, pad, hole, apart) in enumerate(
-        zip(
-            params["window_strides"], params["padding"], params["lhs_dilation"],
-            params["rhs_dilation"], strict=True,
-        ), 2,
-    ):  # fmt: skip
+def _count_convolution(x: Convolution) -> float:
+    flops = 2.0 * x.examples * x.features * x.inputs
+    for window in x.windows:
         flops *= count_pairs(
-            lhs[left[i]], result[out[i]], rhs[right[i]],
-            stride=stride, low=pad[0], hole=hole, apart=apart,
+            window.length, window.result, window.kernel, stride=window.stride, low=window.low,
+            hole=window.hole, apart=window.apart,
         )  # fmt: skip
     return flops

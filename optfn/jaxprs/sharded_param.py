@@ -11,13 +11,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.jaxprs.equations import Equation, Value, type_of, variables
-
-# Operations on an array and literals that are the same on each layer of a stack.
-ELEMENTWISE = (
-    *("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"),
-    *("neg", "mul", "add", "sub", "div"),
+from optfn.jaxprs.equations import Value, bind, type_of, variables
+from optfn.jaxprs.primitives import (
+    Equation,
+    as_cast,
+    as_reshape,
+    as_transpose,
+    is_same_on_layers,
 )
+
 # The name of a gathered array in a program.
 GATHERED = "optfn.gathered"
 
@@ -29,22 +31,11 @@ class Shard(Protocol):
     def array(self) -> jax.Array:
         """The shard."""
 
-    @property
-    def is_gathered_ahead(self) -> bool:
-        """Whether a scan may gather it for the next layer while the layer before runs."""
-
-    @property
-    def is_sent_alone(self) -> bool:
-        """Whether the devices have one collective in flight at a time."""
-
     def whole_type(self) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of the whole array."""
 
     def gather(self, dtype: Any = None) -> jax.Array:
         """Return the whole array, cast to `dtype`; None keeps the dtype."""
-
-    def with_whole(self, whole: jax.Array, dtype: Any) -> "Shard":
-        """Return the shard with its whole array, which `gather(dtype)` then returns."""
 
     def divide_layers(self) -> "Shard | None":
         """Return this array divided within each layer; None if no dimension of a layer fits."""
@@ -64,45 +55,53 @@ class Operation:
     """An equation on one variable and literals, such as a cast.
 
     equation: the equation.
-    params: its params, or those of the same operation on one layer.
+    order: the order of the axes that it gives the array; None if it keeps theirs.
+    sizes: the shape that it gives the array; None if it is no reshape.
     """
 
     equation: Equation
-    params: dict[str, Any]
+    order: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, equation: Equation) -> "Operation | None":
+        """Return the operation that an equation is; None if it is another equation."""
+        order, sizes = as_transpose(equation), as_reshape(equation)
+        is_known = order is not None or sizes is not None or is_same_on_layers(equation)
+        is_unary = len(variables(equation.invars)) == 1
+        return cls(equation, order, sizes) if is_known and is_unary else None
 
     @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        name: str = self.equation.primitive.name
-        return name
+    def keeps_shape(self) -> bool:
+        """Whether it treats each entry of the array by itself."""
+        return self.order is None and self.sizes is None
 
     def apply(self, x: jax.Array) -> jax.Array:
         """Return the result of the operation on x."""
-        operands = [a.val if isinstance(a, jex.Literal) else x for a in self.equation.invars]
-        result: jax.Array = self.equation.primitive.bind(*operands, **self.params)
+        if self.order is not None:
+            return lax.transpose(x, self.order)
+        if self.sizes is not None:
+            return lax.reshape(x, self.sizes)
+        inputs = [a.val if isinstance(a, jex.Literal) else x for a in self.equation.invars]
+        result: jax.Array = bind(self.equation, *inputs)[0]
         return result
 
     def groups_of(self, length: int) -> int | None:
         """Return G if this reshapes `length` layers to (G, layers of a group, …), else None."""
         (operand,) = variables(self.equation.invars)
-        old = type_of(operand).shape
-        new = self.params.get("new_sizes", ())
-        splits = self.name == "reshape" and len(new) == len(old) + 1 and new[2:] == old[1:]
-        return new[0] if splits and old[0] == length and self.params["dimensions"] is None else None
+        old, new = type_of(operand).shape, self.sizes or ()
+        splits = len(new) == len(old) + 1 and new[2:] == old[1:] and old[0] == length
+        return new[0] if splits else None
 
     def of_layer(self, length: int) -> "Operation | None":
         """Return the operation on one of `length` layers; None if it mixes layers."""
-        if self.name == "transpose":
-            first, *order = self.params["permutation"]
-            return None if first else self._with(permutation=tuple(d - 1 for d in order))
-        if self.name == "reshape":
-            first, *sizes = self.params["new_sizes"] or [0]
-            keeps_layers = first == length and self.params["dimensions"] is None
-            return self._with(new_sizes=tuple(sizes)) if keeps_layers else None
+        if self.order is not None:
+            first, *order = self.order
+            return None if first else dataclasses.replace(self, order=tuple(d - 1 for d in order))
+        if self.sizes is not None:
+            first, *sizes = self.sizes or [0]
+            return dataclasses.replace(self, sizes=tuple(sizes)) if first == length else None
         return self
-
-    def _with(self, **params: Any) -> "Operation":
-        return dataclasses.replace(self, params=self.params | params)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["operations"])
@@ -123,19 +122,18 @@ class ShardedParam:
         A first cast to fewer bits is made before the array is sent; its gradient is reduced in the
         dtype of the param, as if the array had been cast after it.
         """
-        first = self.operations[:1]
-        if first and first[0].name == "convert_element_type" and self._narrows(first[0]):
-            x = self.shard.gather(first[0].params["new_dtype"])
-            remaining = self.operations[1:]
+        dtype = as_cast(self.operations[0].equation) if self.operations else None
+        if dtype is not None and self._is_narrower(jnp.dtype(dtype)):
+            x, remaining = self.shard.gather(dtype), self.operations[1:]
         else:
             x, remaining = self.shard.gather(), self.operations
         for operation in remaining:
             x = operation.apply(x)
         return x
 
-    def _narrows(self, cast: Operation) -> bool:
-        old, new = self.shard.array.dtype, jnp.dtype(cast.params["new_dtype"])
-        return jnp.issubdtype(new, jnp.floating) and new.itemsize < old.itemsize
+    def _is_narrower(self, dtype: Any) -> bool:
+        is_smaller = dtype.itemsize < self.shard.array.dtype.itemsize
+        return jnp.issubdtype(dtype, jnp.floating) and is_smaller
 
     @functools.cached_property
     def gathered_by_name(self) -> jax.Array:
@@ -164,7 +162,7 @@ class ShardedParam:
                 return None
             if (groups := operation.groups_of(shard.array.shape[0])) is not None:
                 # An operation before it on the axes of a layer would now get groups of layers.
-                is_fit = all(x.name in ELEMENTWISE for x in operations)
+                is_fit = all(x.keeps_shape for x in operations)
                 shard = shard.group_layers(groups) if is_fit else None
                 continue
             of_layer = operation.of_layer(shard.array.shape[0])

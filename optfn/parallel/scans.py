@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import Axes, Division, join_axes
 from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
-from optfn.compilers.options import has_gathers_ahead, has_one_collective
 from optfn.core import tree
 from optfn.core.checks import show
 from optfn.core.types import Leaf, Params, PyTree
@@ -72,16 +71,6 @@ class LeafShard:
         slices = compiler_slices(entry.spec, layout)
         return cls(array, number, divisions, slices, layout, entry.mean_axes, counts)
 
-    @property
-    def is_gathered_ahead(self) -> bool:
-        """Whether it pays on these devices that a scan gathers it a layer ahead."""
-        return has_gathers_ahead(self.layout.mesh)
-
-    @property
-    def is_sent_alone(self) -> bool:
-        """Whether the devices have one collective in flight at a time."""
-        return has_one_collective(self.layout.mesh)
-
     @functools.cached_property
     def _gathered(self) -> dict[Any, jax.Array]:
         return {}
@@ -96,12 +85,6 @@ class LeafShard:
             how = self.divisions, self.slices, self.layout, self.step, self.mean_axes, self.counts
             self._gathered[dtype] = gather_shard(self.array, *how, dtype)
         return self._gathered[dtype]
-
-    def with_whole(self, whole: jax.Array, dtype: Any) -> "LeafShard":
-        """Return the shard with its whole array, which `gather(dtype)` then returns."""
-        shard = dataclasses.replace(self)
-        shard._gathered[dtype] = whole
-        return shard
 
     def whole_type(self) -> Any:
         """Return the shape and dtype of the whole array."""

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias, TypeGuard, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,6 +29,7 @@ from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
+from optfn.jaxprs.primitives import NESTS_AXES_IN_ANY_ORDER
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.as_placed import AsPlaced
@@ -419,8 +419,7 @@ def _choose_shard_axes(
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
     """Raise a ValueError if XLA would end the process, because it cannot nest these axes."""
     others = exclude_axes(mesh.axis_names, (*workers, *along))
-    # Earlier versions nest the axes in any order.
-    aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
+    aborts = not (NESTS_AXES_IN_ANY_ORDER or are_in_order(mesh, workers, along))
     if others and aborts:
         raise ValueError(
             f"mesh: XLA needs the axes {(*workers,)}, along which devices are workers, before the "

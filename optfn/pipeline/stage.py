@@ -19,14 +19,14 @@ from optfn.core.types import Params, PyTree
 from optfn.jaxprs.equations import (
     Equations,
     Value,
-    Variable,
     bindings,
     read,
     shapes_of,
-    split_scans,
     variables,
 )
+from optfn.jaxprs.primitives import Variable
 from optfn.jaxprs.pullback import Key, StageFn, pullback
+from optfn.pipeline.split_scans import split_scans
 
 # A gradient or a cotangent: one array for each inexact leaf.
 Leaves: TypeAlias = list[jax.Array]

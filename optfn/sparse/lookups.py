@@ -13,36 +13,36 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
 from optfn.collectives.devices import Devices
 from optfn.jaxprs.equations import (
-    CHECKPOINTS,
     Environment,
-    Equation,
     Equations,
     Value,
-    Variable,
     bindings,
-    find_called_jaxpr,
-    kind_of,
-    options_of,
     read,
     type_of,
     variables,
+)
+from optfn.jaxprs.primitives import (
+    Checkpoint,
+    Equation,
+    RowLookup,
+    Variable,
+    as_checkpoint,
+    as_row_lookup,
+    begins_product,
+    find_inner_jaxprs,
+    is_lookup,
+    keeps_entries,
+    name_of,
+    stops_gradient,
 )
 from optfn.jaxprs.sharded import run_on_shards
 from optfn.jaxprs.sharded_param import gather_params
 from optfn.sparse.rows import Rows
 from optfn.sparse.tables import count_rows, lookup_rows
 
-# Primitives that commute with a lookup: they treat each entry by itself, or do nothing.
-_COMMUTING = ("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient")
-_LOOKUPS = ("gather", "dynamic_slice", "slice")
-# The first equation of a product with the whole table.
-_PRODUCTS = ("dot_general", "transpose")
-# The params of equations that run functions.
-_BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
-
 
 class _Source(NamedTuple):
-    """The origin of a variable: a table, and the operations of `_COMMUTING` that were applied."""
+    """The origin of a variable: a table, and the operations on its entries that were applied."""
 
     table: Variable
     casts: tuple[Equation, ...]
@@ -51,23 +51,18 @@ class _Source(NamedTuple):
 class _Lookup(NamedTuple):
     """An equation that reads whole rows of a table, one for each id.
 
-    It is a `gather`, or, for a single id, a `dynamic_slice` or a `slice`. The casts of the table
-    are made of the rows instead, whose gradient then has the dtype of the table.
+    The casts of the table are made of the rows instead, whose gradient then has the dtype of the
+    table.
     """
 
     equation: Equation
+    how: RowLookup
     source: _Source
-
-    @property
-    def mode(self) -> GatherScatterMode:
-        """How ids out of range are read. Slices read the nearest row, as `CLIP` does."""
-        mode: GatherScatterMode = self.equation.params.get("mode", GatherScatterMode.CLIP)
-        return mode
 
     @property
     def is_constant(self) -> bool:
         """Whether the loss stops the gradient of the table before it looks rows up."""
-        return any(e.primitive.name == "stop_gradient" for e in self.source.casts)
+        return any(map(stops_gradient, self.source.casts))
 
     def ids(self, table: Any, indices: list[Value]) -> jax.Array:
         """Return the ids, int32; those out of range stay out of range, at the same end.
@@ -76,15 +71,14 @@ class _Lookup(NamedTuple):
           table: the table, (R, …), or its shape and dtype.
           indices: the operands of the equation after the table.
         """
-        params, count = self.equation.params, table.shape[0]
-        if self.equation.primitive.name == "slice":
-            return jnp.asarray(params["start_indices"][0], jnp.int32)
-        if self.equation.primitive.name == "dynamic_slice":
+        count, axes = table.shape[0], self.how.index_axes
+        if self.how.start is not None:
+            return jnp.asarray(self.how.start, jnp.int32)
+        if axes is None:
             return _within(indices[0], count)
-        axes = params["dimension_numbers"].start_index_map
         at = axes.index(0)
         ids = _within(indices[0][..., at], count)
-        if len(axes) > 1 and self.mode != GatherScatterMode.CLIP:
+        if len(axes) > 1 and self.how.mode != GatherScatterMode.CLIP:
             # The other axes are read whole: the only start that is in range is zero.
             starts = jnp.delete(indices[0], at, axis=-1, assume_unique_indices=True)
             ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
@@ -92,18 +86,18 @@ class _Lookup(NamedTuple):
 
     def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, or of its shards, (*ids.shape, …)."""
-        row, fill = table.shape[1:], self.equation.params.get("fill_value")
+        row, fill = table.shape[1:], self.how.fill
         if owners is None:
             last = tuple(range(ids.ndim, ids.ndim + len(row)))
             numbers = GatherDimensionNumbers(last, (0,), (0,))
             rows: jax.Array = lax.gather(
-                table, ids[..., None], numbers, (1, *row), mode=self.mode, fill_value=fill
+                table, ids[..., None], numbers, (1, *row), mode=self.how.mode, fill_value=fill
             )
             return rows
         # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
         inside = jnp.clip(ids, 0, count_rows(owners, table) - 1)
         rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
-        if self.mode == GatherScatterMode.FILL_OR_DROP:
+        if self.how.mode == GatherScatterMode.FILL_OR_DROP:
             is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
             rows = jnp.where(is_inside, rows, jnp.nan if fill is None else fill)
         return rows
@@ -111,17 +105,17 @@ class _Lookup(NamedTuple):
     def result(self, program: Equations, rows: jax.Array) -> jax.Array:
         """Return the result of the equation from its rows, (*ids.shape, …)."""
         rows = program.run(self.source.casts, {self.source.table: rows})[self.equation.invars[0]]
-        if self.equation.primitive.name != "gather":
+        kept, places = self.how.kept, self.how.offset_dims
+        if places is None:
             return rows[None]
-        numbers, sizes = (self.equation.params[k] for k in ("dimension_numbers", "slice_sizes"))
-        kept = [n for d, n in enumerate(sizes) if d not in numbers.collapsed_slice_dims]
-        rows = rows.reshape(*rows.shape[: rows.ndim - len(sizes) + 1], *kept)
-        return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), numbers.offset_dims)
+        num_axes = len(type_of(self.equation.invars[0]).shape) - 1  # of a row
+        rows = rows.reshape(*rows.shape[: rows.ndim - num_axes], *kept)
+        return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), places)
 
     def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
         """Return for each id the row that gets its gradient: the nearest for `CLIP`; in any other
         mode `num_rows`, which is padding, for ids out of range."""
-        if self.mode == GatherScatterMode.CLIP:
+        if self.how.mode == GatherScatterMode.CLIP:
             return jnp.clip(ids, 0, num_rows - 1)
         return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
 
@@ -228,7 +222,7 @@ def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict
     """Return the variables of a program that are tables or casts of tables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
-        if kind_of(equation) in _COMMUTING and (used := _find_used_tables(equation, found)):
+        if keeps_entries(equation) and (used := _find_used_tables(equation, found)):
             source = found[used[0]]
             found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
     return found
@@ -256,46 +250,29 @@ def _find_lookups(
     found = []
     for equation in equations:
         used = _find_used_tables(equation, sources)
-        if used and not (used == equation.invars[:1] and _is_lookup(equation)):
+        if not used:
+            continue
+        how = as_row_lookup(equation) if used == equation.invars[:1] else None
+        if how is None:
             raise _make_misuse_error(equation, path_of[sources[used[0]].table])
-        if used:
-            found.append(_Lookup(equation, sources[used[0]]))
+        found.append(_Lookup(equation, how, sources[used[0]]))
     for v in variables(program.outputs):
         if v in sources:
             raise _make_dense_use_error(path_of[sources[v].table], "it is returned")
     return found
 
 
-def _is_lookup(equation: Equation) -> bool:
-    """Tell whether an equation reads whole rows of its first operand, one for each id."""
-    name, params = equation.primitive.name, equation.params
-    if name not in _LOOKUPS:
-        return False
-    shape = type_of(equation.invars[0]).shape
-    if name == "slice":
-        if set(params["strides"] or [1]) != {1}:
-            return False
-        pairs = zip(params["start_indices"], params["limit_indices"], strict=True)
-        return tuple(end - start for start, end in pairs) == (1, *shape[1:])
-    if tuple(params["slice_sizes"]) != (1, *shape[1:]):
-        return False
-    if name == "dynamic_slice":
-        return True
-    numbers = params["dimension_numbers"]
-    return 0 in numbers.start_index_map and not numbers.operand_batching_dims
-
-
 def _make_misuse_error(equation: Equation, path: str) -> TypeError:
     """Return the error for an equation that uses a table in another way than to look rows up."""
-    name, where = kind_of(equation), source_info_util.summarize(equation.source_info)
-    if not options_of(equation).keys().isdisjoint(_BODIES):
+    name, where = name_of(equation), source_info_util.summarize(equation.source_info)
+    if find_inner_jaxprs(equation):
         return TypeError(
             f"table {path!r} is used inside the body of {name}, where lookups cannot be found "
             f"({where}). Look the rows up before it, and pass them in"
         )
-    if name in _PRODUCTS:
+    if begins_product(equation):
         name += ": a matrix product, as of a tied or one-hot embedding, has a gradient in all rows"
-    elif name in _LOOKUPS:
+    elif is_lookup(equation):
         name = f"{name} of other parts than whole rows, one for each integer id"
     return _make_dense_use_error(path, f"{name}; {where}")
 
@@ -319,19 +296,19 @@ def _with_lookups_before_checkpoints(
     sources = _find_table_sources(program, tables)
     instead = {}
     for e in program.equations:
-        if kind_of(e) in CHECKPOINTS and (used := _find_used_tables(e, sources)):
+        checkpoint, used = as_checkpoint(e), _find_used_tables(e, sources)
+        if checkpoint is not None and used:
             path_of = {v: tables[sources[v].table] for v in used}
             inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
-            instead[id(e)] = partial(_run_checkpoint_on_rows, e, inner)
+            instead[id(e)] = partial(_run_checkpoint_on_rows, checkpoint, inner)
     return program.retrace(instead, values) if instead else program
 
 
 def _run_checkpoint_on_rows(
-    equation: Equation, paths: Sequence[str | None], *operands: Value
+    checkpoint: Checkpoint, paths: Sequence[str | None], *operands: Value
 ) -> list[Value]:
     """Return the results of a checkpoint; its lookups run first, so that it gets rows as inputs."""
-    jaxpr: Any = find_called_jaxpr(equation)
-    body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ())), *operands)
+    body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(checkpoint.body, ())), *operands)
     inner = TracedLoss(body, paths, operands)
     dense = [i for i, path in enumerate(paths) if path is None]
 
@@ -341,9 +318,8 @@ def _run_checkpoint_on_rows(
             inputs[i] = x
         return inner.value(inputs, rows)
 
-    options = {name: options_of(equation)[name] for name in ("prevent_cse", "policy")}
     _, rows = inner.look_up(operands)
-    run = jax.checkpoint(rest, **options)
+    run = jax.checkpoint(rest, prevent_cse=checkpoint.prevent_cse, policy=checkpoint.policy)
     return jax.tree.leaves(run([operands[i] for i in dense], rows))
 
 

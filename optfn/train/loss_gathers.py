@@ -16,6 +16,7 @@ from optfn.collectives.axes import Axes
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations
+from optfn.jaxprs.primitives import name_of
 from optfn.jaxprs.sharded import has_scan_over_arrays
 from optfn.jaxprs.sharded_param import ShardedParam
 from optfn.parallel.mesh_layout import Layout, ParamEntry
@@ -31,13 +32,10 @@ class LeafGathers(NamedTuple):
 
     scans: how many scans take the leaf layer by layer.
     whole: the line of the loss that needs the whole leaf; None if no line does.
-    ahead: gathers of a layer before the first, as a share of the leaf, of scans that gather it a
-      layer ahead.
     """
 
     scans: int
     whole: str | None
-    ahead: float = 0.0
 
 
 class _Record:
@@ -46,7 +44,6 @@ class _Record:
     def __init__(self) -> None:
         self.scans: dict[str, set[object]] = {}
         self.whole: dict[str, str] = {}
-        self.ahead: dict[str, dict[object, float]] = {}
 
 
 @partial(
@@ -75,11 +72,6 @@ class _DryShard(LeafShard):
             line = _find_line(source_info_util.current())
             self.record.whole.setdefault(self.path, line)
         return self.array.astype(dtype or self.array.dtype)
-
-    def with_whole(self, whole: jax.Array, dtype: Any) -> "_DryShard":
-        """Return the shard, and record that a scan gathers it ahead."""
-        self.record.ahead.setdefault(self.path, {})[self.scan] = 1 / self.of_layers
-        return self
 
     def divide_layers(self) -> "_DryShard | None":
         """Return the array for a scan over its layers."""
@@ -132,8 +124,7 @@ def find_gathers(
             whole = record.whole.get(path) if has_scan else ""
             # A function of JAX that is jitted, such as jnp.take, has no lines of the loss inside.
             line = uses.get(path, "no line reads it") if whole == "" else whole
-            ahead = sum(record.ahead.get(path, {}).values())
-            found[path] = LeafGathers(len(record.scans.get(path, ())), line, ahead)
+            found[path] = LeafGathers(len(record.scans.get(path, ())), line)
     return found
 
 
@@ -183,7 +174,7 @@ def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]
     for path, variable in zip(paths, program.inputs, strict=False):
         first = next((e for e in program.equations if variable in e.invars), None)
         if first is not None:
-            uses[path] = _find_line(first.source_info) or first.primitive.name
+            uses[path] = _find_line(first.source_info) or name_of(first)
     return uses
 
 

@@ -405,13 +405,11 @@ class _Leaf(NamedTuple):
         """Return how often a divided leaf is gathered in a step:
         once per pass, or layer by layer twice per pass.
 
-        A scan gathers it layer by layer, and again in the backward pass; a layer more, if it is
-        gathered a layer ahead. If it is divided by layers, an all-to-all, 1/N of a gather, divides
-        each layer first.
+        A scan gathers it layer by layer, and again in the backward pass. If it is divided by
+        layers, an all-to-all, 1/N of a gather, divides each layer first.
         """
         n = self.layout.num_shards
         whole = passes if self.gathers.whole is not None else 0.0
-        whole += passes * self.gathers.ahead
         scans = self.gathers.scans
         if all(dimension for dimension, _ in self.layout.divisions(self.spec)):
             return whole + scans * 2 * passes  # forwards and backwards

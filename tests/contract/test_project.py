@@ -81,6 +81,17 @@ def test_imports_go_one_way():
         assert not above, f"{module} imports {above}"
 
 
+def test_one_file_names_primitives_their_params_and_versions_of_jax():
+    """What the next JAX renames is mended in `jaxprs/primitives.py`."""
+    reads = re.compile(r"\.primitive\.name|\.params(\[\"|\.get\()|jax\.__version_info__")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if reads.search(path.read_text())
+    }
+    assert found == {"jaxprs/primitives.py"}
+
+
 def test_no_test_library_at_run_time():
     for module in modules():
         text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn.distributed import data_mesh
-from optfn.jaxprs import equations
 from optfn.jaxprs.dependence import find_dependent_leaves
+from optfn.jaxprs.primitives import as_scan
 
 X = jnp.ones(3)
 
@@ -135,6 +135,6 @@ def test_scans_of_this_jax_are_told_apart():
     """Else a scan counts as one that cannot be split, and all its results as dependent."""
     closed = jax.make_jaxpr(functools.partial(scan, X, X))(X)
     (equation,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
-    constants, carries = equations.count_scan_groups(equation.params)
-    assert carries == 2
-    assert constants == len(equation.invars) - 2 - 1
+    found = as_scan(equation)
+    assert found.num_carry == 2
+    assert found.num_constants == len(equation.invars) - 2 - 1

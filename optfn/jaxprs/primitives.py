@@ -1,0 +1,479 @@
+"""What equations say: JAX's names of primitives, and of their params, stand in this file alone.
+
+Where JAX renames a primitive, or moves a param, its new form is added to the view here. A view
+(`as_…`) has the params of an equation of one kind, and is None for an equation of another kind.
+
+JAX 0.12 has the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3, with which a checkpoint, a
+name and a custom derivative are all one primitive, whose param `_prim` tells which.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.extend.core as jex
+from jax.lax import GatherScatterMode
+from jax.sharding import NamedSharding
+
+Variable: TypeAlias = jex.Var
+Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation
+Equation: TypeAlias = jex.JaxprEqn
+Jaxpr: TypeAlias = jex.Jaxpr
+T = TypeVar("T")
+
+# The scope in which JAX puts what a checkpoint runs again in the backward pass.
+RECOMPUTED = "rematted_computation"
+# Since JAX 0.11.2 XLA ends the process for some orders of the axes of nested `shard_map`.
+NESTS_AXES_IN_ANY_ORDER = jax.__version_info__ < (0, 11, 2)
+
+_HIGH_PRIMITIVES = {
+    "RematTraced": "checkpoint",
+    "CheckpointName": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+_JITTED = ("jit", "pjit", "closed_call")
+_CHECKPOINTS = ("checkpoint", "remat2")
+# Primitives that run a function once on their operands.
+_CALLS = (
+    *(*_JITTED, "core_call", "composite", "shard_map", *_CHECKPOINTS),
+    *("custom_jvp_call", "custom_vjp_call"),
+)
+# Kernels and library calls, whose products no equation shows.
+_KERNELS = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul", "tpu_custom_call")
+# Operations on one array that commute with a lookup: they treat each entry by itself, or do
+# nothing.
+_BY_ENTRY = ("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient")
+# Operations on an array and literals that are the same on each layer of a stack.
+_BY_LAYER = (*_BY_ENTRY, "neg", "mul", "add", "sub", "div")
+_MOVES = ("name", "reshape", "broadcast_in_dim", "transpose")
+# XLA does not write the results of these to memory, but computes them in each fusion that reads
+# them.
+_CHEAP = frozenset(
+    {"abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type"}
+    | {"copy", "copy_p", "eq", "expand_dims", "floor", "ge", "gt", "integer_pow", "iota"}
+    | {"is_finite", "le", "lt", "max", "min", "mul", "name", "ne", "neg", "not"}
+    | {"one_minus_square", "or", "pad", "real", "reshape", "rev", "select_n", "sign", "slice"}
+    | {"square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
+)
+# XLA writes the results of these to memory, but their operands need not be there.
+_FUSED = _CHEAP | frozenset(
+    {"argmax", "argmin", "atan2", "cbrt", "cos", "cumsum", "div", "erf", "erf_inv", "exp", "exp2"}
+    | {"expm1", "log", "log1p", "logistic", "pow", "reduce_and", "reduce_max", "reduce_min"}
+    | {"reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"}
+)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Return the shape of an atom's value."""
+    kind: Any = atom.aval
+    shape: tuple[int, ...] = kind.shape
+    return shape
+
+
+def name_of(equation: Equation) -> str:
+    """Return the name of an equation's primitive, the same with any flag of JAX."""
+    high = type(equation.params.get("_prim")).__name__
+    return _HIGH_PRIMITIVES.get(high, equation.primitive.name)
+
+
+def _params_of(equation: Equation) -> Mapping[str, Any]:
+    """Return the params of the primitive that `name_of` names."""
+    if name_of(equation) == equation.primitive.name:
+        return equation.params
+    params = equation.params["_prim"].params
+    return params | {"call_jaxpr": params["traced"].jaxpr} if "traced" in params else params
+
+
+# Functions inside of an equation.
+
+
+def find_inner_jaxprs(equation: Equation) -> list[Jaxpr]:
+    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
+    return list(jex.jaxprs_in_params(_params_of(equation)))
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yield each equation of a jaxpr, and the equations of the jaxprs that it runs."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in find_inner_jaxprs(equation):
+            yield from walk(inner)
+
+
+class Call(NamedTuple):
+    """A function that runs once on the operands of an equation.
+
+    body: its equations.
+    constants: the values that the body takes before the operands.
+    is_jitted: whether it is a jitted function; else a checkpoint or a custom derivative, for
+      example.
+    """
+
+    body: Jaxpr
+    constants: list[Any]
+    is_jitted: bool
+
+
+def as_call(equation: Equation) -> Call | None:
+    """Return the function that an equation calls."""
+    name, params = name_of(equation), _params_of(equation)
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    if name not in _CALLS or inner is None:
+        return None
+    body = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
+    return Call(body, [*getattr(inner, "consts", ())], name in _JITTED)
+
+
+class Checkpoint(NamedTuple):
+    """A `jax.checkpoint`: its function, its policy, and whether XLA may merge what it repeats."""
+
+    body: Jaxpr
+    policy: Callable[..., Any] | None
+    prevent_cse: bool
+
+
+def as_checkpoint(equation: Equation) -> Checkpoint | None:
+    """Return the `jax.checkpoint` that an equation is."""
+    call = as_call(equation)
+    if call is None or name_of(equation) not in _CHECKPOINTS:
+        return None
+    params = _params_of(equation)
+    prevent_cse = params["prevent_cse"]
+    # JAX 0.12 has one for each argument.
+    is_prevented = any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
+    return Checkpoint(call.body, params["policy"], is_prevented)
+
+
+def name_of_value(equation: Equation) -> str | None:
+    """Return the name that `checkpoint_name` gives a value; None for any other equation."""
+    return _params_of(equation)["name"] if name_of(equation) == "name" else None
+
+
+def is_composite(primitive: Any, params: Mapping[str, Any], name: str) -> bool:
+    """Tell whether a primitive with these params, as a policy gets them, is this composite."""
+    return bool(primitive.name == "composite" and params["name"] == name)
+
+
+def is_recomputed(equation: Equation) -> bool:
+    """Tell whether the backward pass runs an equation again."""
+    return RECOMPUTED in str(equation.source_info.name_stack)
+
+
+# Loops and branches.
+
+
+class Scan(NamedTuple):
+    """A scan: its body, and its numbers of constants and of carries, which come in this order."""
+
+    body: jex.ClosedJaxpr
+    num_constants: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+        """Return the constants, the carries and the elements among operands."""
+        return _split(operands, self.num_constants, self.num_carry)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `lax.scan` that are not arrays."""
+        return {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+
+
+def as_scan(equation: Equation) -> Scan | None:
+    """Return the scan that an equation is; None also if its params have an unknown form."""
+    params = equation.params
+    if equation.primitive.name != "scan":
+        return None
+    if "num_consts" in params:
+        groups = params["num_consts"], params["num_carry"]
+    elif "ft_in" in params:  # JAX 0.12: the operands as a tree of constants, carry and elements
+        constants, carry, _ = params["ft_in"].unpack()
+        groups = len(constants), len(carry)
+    else:
+        return None
+    return Scan(params["jaxpr"], *groups, params["length"], params["reverse"], params["unroll"])
+
+
+class While(NamedTuple):
+    """A loop of an unknown number of turns.
+
+    The operands are the constants of the condition, those of the body, and the carries.
+    """
+
+    condition: Jaxpr
+    body: Jaxpr
+    num_of_condition: int
+    num_of_body: int
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+        """Return the constants of the condition, those of the body, and the carries."""
+        return _split(operands, self.num_of_condition, self.num_of_body)
+
+
+def as_while(equation: Equation) -> While | None:
+    """Return the while loop that an equation is."""
+    if equation.primitive.name != "while":
+        return None
+    params = equation.params
+    bodies = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    return While(*bodies, params["cond_nconsts"], params["body_nconsts"])
+
+
+def as_branches(equation: Equation) -> list[Jaxpr] | None:
+    """Return the branches of a `lax.cond` or `lax.switch`, whose first operand is the index."""
+    if equation.primitive.name != "cond":
+        return None
+    return [branch.jaxpr for branch in equation.params["branches"]]
+
+
+def count_runs(equation: Equation) -> int:
+    """Return how often the devices together run the functions inside of an equation: the length
+    of a scan, the number of devices of a `shard_map`, else 1."""
+    if equation.primitive.name == "scan":
+        return int(equation.params["length"])
+    return math.prod(find_bound_axes(equation).values())
+
+
+def _split(
+    operands: Sequence[T], first: int, second: int
+) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    end = first + second
+    return operands[:first], operands[first:end], operands[end:]
+
+
+# Meshes.
+
+
+def find_bound_axes(equation: Equation) -> dict[str, int]:
+    """Return the axes that a `shard_map` binds, with their lengths; {} for another equation."""
+    if equation.primitive.name != "shard_map":
+        return {}
+    mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
+    return {axis: mesh.shape[axis] for axis in axes}
+
+
+class Constraint(NamedTuple):
+    """A sharding constraint: its sharding, and whether it asks for a layout in memory too."""
+
+    sharding: Any
+    has_layout: bool
+
+
+def as_constraint(equation: Equation) -> Constraint | None:
+    """Return the sharding constraint that an equation is."""
+    if equation.primitive.name != "sharding_constraint":
+        return None
+    return Constraint(equation.params["sharding"], bool(equation.params["layout"]))
+
+
+def has_sharding_as_type(equation: Equation) -> bool:
+    """Tell whether an equation gives its result a sharding as a type."""
+    return isinstance(equation.params.get("out_sharding"), NamedSharding)
+
+
+# Operations on one array.
+
+
+def keeps_entries(equation: Equation) -> bool:
+    """Tell whether an equation treats each entry of one array by itself, or does nothing."""
+    return name_of(equation) in (*_BY_ENTRY, "name")
+
+
+def is_same_on_layers(equation: Equation) -> bool:
+    """Tell whether an equation on an array and literals is the same on each layer of a stack."""
+    return equation.primitive.name in _BY_LAYER and equation.params.get("sharding") is None
+
+
+def stops_gradient(equation: Equation) -> bool:
+    """Tell whether an equation stops the gradient of its operand."""
+    return equation.primitive.name == "stop_gradient"
+
+
+def as_cast(equation: Equation) -> Any:
+    """Return the dtype that an equation casts its operand to; None for another equation."""
+    is_cast = equation.primitive.name == "convert_element_type"
+    return equation.params["new_dtype"] if is_cast else None
+
+
+def as_transpose(equation: Equation) -> tuple[int, ...] | None:
+    """Return the order of the axes that an equation gives an array."""
+    return equation.params["permutation"] if equation.primitive.name == "transpose" else None
+
+
+def as_reshape(equation: Equation) -> tuple[int, ...] | None:
+    """Return the shape that an equation gives an array, whose entries stay in their order; None
+    also for a reshape that moves them, or has a sharding."""
+    params = equation.params
+    if equation.primitive.name != "reshape":
+        return None
+    is_plain = params["dimensions"] is None and params.get("sharding") is None
+    return params["new_sizes"] if is_plain else None
+
+
+def is_barrier(equation: Equation) -> bool:
+    """Tell whether an equation returns its operands, in the same order."""
+    return equation.primitive.name == "optimization_barrier"
+
+
+def draws_bits(equation: Equation) -> bool:
+    """Tell whether an equation draws random bits."""
+    return equation.primitive.name == "random_bits"
+
+
+# Lookups.
+
+
+class RowLookup(NamedTuple):
+    """A read of whole rows of an array, one for each index: a gather, or a slice for one index.
+
+    mode: how indices out of range are read. Slices read the nearest row.
+    fill: the value that the mode may fill in.
+    start: the index, if it is a number; None if it is an operand.
+    index_axes: the axes of the array that an index has a coordinate for; None for a slice.
+    kept: the lengths of the axes of a row that the result keeps.
+    offset_dims: the places of these axes in the result; None for a slice, which keeps all axes.
+    """
+
+    mode: Any
+    fill: Any = None
+    start: int | None = None
+    index_axes: tuple[int, ...] | None = None
+    kept: tuple[int, ...] = ()
+    offset_dims: tuple[int, ...] | None = None
+
+
+def as_row_lookup(equation: Equation) -> RowLookup | None:
+    """Return the lookup of whole rows of the first operand that an equation is."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("gather", "dynamic_slice", "slice"):
+        return None
+    shape = shape_of(equation.invars[0])
+    one_row = (1, *shape[1:])
+    if name == "slice":
+        starts, ends = params["start_indices"], params["limit_indices"]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        is_row = sizes == one_row and set(params["strides"] or [1]) == {1}
+        return RowLookup(GatherScatterMode.CLIP, start=starts[0]) if is_row else None
+    if tuple(params["slice_sizes"]) != one_row:
+        return None
+    if name == "dynamic_slice":
+        return RowLookup(GatherScatterMode.CLIP)
+    numbers = params["dimension_numbers"]
+    if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
+        return None
+    kept = [n for d, n in enumerate(one_row) if d not in numbers.collapsed_slice_dims]
+    return RowLookup(
+        params["mode"], params["fill_value"], None, numbers.start_index_map, tuple(kept),
+        numbers.offset_dims,
+    )  # fmt: skip
+
+
+def is_lookup(equation: Equation) -> bool:
+    """Tell whether an equation reads parts of an array by indices."""
+    return equation.primitive.name in ("gather", "dynamic_slice", "slice")
+
+
+def begins_product(equation: Equation) -> bool:
+    """Tell whether an equation may be the first of a product of matrices."""
+    return equation.primitive.name in ("dot_general", "transpose")
+
+
+# Products, and what XLA fuses.
+
+
+class Product(NamedTuple):
+    """A product of matrices: the dimensions of its left operand that are summed, and the number
+    of groups that divide these; 1 if there are none."""
+
+    summed: tuple[int, ...]
+    groups: int = 1
+
+
+def as_product(equation: Equation) -> Product | None:
+    """Return the product of matrices that an equation is."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        return Product(summed)
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        (summed, _), _ = numbers.dot_dimension_numbers
+        # Groups along a summed dimension divide it: all groups have its length together.
+        is_divided = set(numbers.lhs_ragged_dimensions) <= set(summed)
+        return Product(summed, shape_of(equation.outvars[0])[0] if is_divided else 1)
+    return None
+
+
+class Window(NamedTuple):
+    """A spatial dimension of a convolution: the lengths of input, result and kernel, its stride,
+    the padding before it, and the distances of entries and of kernel places."""
+
+    length: int
+    result: int
+    kernel: int
+    stride: int
+    low: int
+    hole: int
+    apart: int
+
+
+class Convolution(NamedTuple):
+    """A convolution: examples, features of the result, features of the kernel's input, windows."""
+
+    examples: int
+    features: int
+    inputs: int
+    windows: list[Window]
+
+
+def as_convolution(equation: Equation) -> Convolution | None:
+    """Return the convolution that an equation is."""
+    if equation.primitive.name != "conv_general_dilated":
+        return None
+    params = equation.params
+    lhs, rhs = (shape_of(x) for x in equation.invars)
+    result = shape_of(equation.outvars[0])
+    left, right, out = params["dimension_numbers"]
+    windows = [
+        Window(lhs[left[i]], result[out[i]], rhs[right[i]], stride, pad[0], hole, apart)
+        for i, (stride, pad, hole, apart) in enumerate(
+            zip(
+                params["window_strides"], params["padding"], params["lhs_dilation"],
+                params["rhs_dilation"], strict=True,
+            ), 2,
+        )
+    ]  # fmt: skip
+    return Convolution(result[out[0]], result[out[1]], rhs[right[1]], windows)
+
+
+def is_kernel(equation: Equation) -> bool:
+    """Tell whether an equation is a kernel or a library call, whose products are not known."""
+    return name_of(equation).startswith(_KERNELS)
+
+
+def moves_entries(equation: Equation) -> bool:
+    """Tell whether an equation only moves the entries of an array, or repeats them."""
+    return name_of(equation) in _MOVES
+
+
+def is_never_written(equation: Equation) -> bool:
+    """Tell whether XLA computes the result of an equation in each fusion that reads it."""
+    return _has_only(_CHEAP, equation)
+
+
+def reads_within_fusion(equation: Equation) -> bool:
+    """Tell whether the operands of an equation need not be in memory."""
+    return _has_only(_FUSED, equation)
+
+
+def _has_only(names: frozenset[str], equation: Equation) -> bool:
+    """Tell whether an equation, or everything in a function that it calls, has these names."""
+    if name_of(equation) in ("custom_jvp_call", "jit", "pjit"):  # such as relu
+        inner = find_inner_jaxprs(equation)
+        return all(_has_only(names, e) for jaxpr in inner for e in jaxpr.eqns)
+    return name_of(equation) in names
