@@ -3,6 +3,7 @@
 A checkpoint is written as a whole or not at all.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -22,13 +23,14 @@ from optfn.parallel import processes
 from optfn.run.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
 from optfn.run.checkpoint_directory import OrbaxDirectory, is_directory_default
 from optfn.run.checkpoint_file import NpzFile
-from optfn.run.checkpoint_loader import HISTORY, Loaded, Loader, check_tree, to_key_data
+from optfn.run.checkpoint_loader import HISTORY, RESERVED, Loaded, Loader
 from optfn.run.finiteness import may_keep_last_loss
 from optfn.run.frozen import FrozenParams
 from optfn.run.newest import OtherRun, find_newest, remove_oldest
 from optfn.run.storage import Backend, is_remote, to_path
 from optfn.state.names import arrays_with_names
 from optfn.train.changes import Changes, misfits
+from optfn.train.snapshot import Snapshot, check_leaves, to_key_data
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_model_state, averaged_params
 from optfn.wrappers.averaging import find_averages, make_average_template
@@ -123,7 +125,7 @@ def write_checkpoint(
     frozen: FrozenParams | None = None,
 ) -> Path:
     """Save as `save_checkpoint` does, without the frozen params if `frozen` is given."""
-    check_tree("save_checkpoint: state", state)
+    check_leaves("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
     if not isinstance(history, Mapping | None):
         raise TypeError(
@@ -141,22 +143,14 @@ def write_checkpoint(
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
+    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), RESERVED)
     entries = dict(history or {})
     if frozen is not None:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                "save_checkpoint: save_frozen=False takes a TrainState; got " + checks.show(state)
-            )
-        state, entry = frozen.leave_out(state)
+        snapshot, entry = frozen.leave_out(snapshot)
         entries |= entry
     # Copies: the caller may go on with its history while a thread writes it.
     beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
-    write = backend.writer(
-        path,
-        jax.tree.map(to_key_data, state),
-        beside,
-        is_loss_finite=is_last_finite,
-    )
+    write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
     # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
     is_lost_at_exit = sharded and not STARTS_THREADS_AT_EXIT
@@ -231,7 +225,7 @@ def load_checkpoint(
         nothing.
     """
     wait_for_writes()
-    check_tree("load_checkpoint: state", state)
+    check_leaves("load_checkpoint: state", state)
     loader = Loader(state, checks.flag("strict", strict), check_pattern("only", only))
     return loader.warn_of_changes(path, loader.load(to_path(path)))
 
@@ -355,7 +349,8 @@ def _with_average(
     head = name.rpartition("/")[0]
     template = given._replace(opt_state=state)
     wanted = {x for x, _ in arrays_with_names(state)}
-    return loader._replace(
+    return dataclasses.replace(
+        loader,
         template=template,
         only=lambda name: is_chosen(name) or name in wanted,
         prefix=f"{head}/" if head else "",
@@ -405,6 +400,6 @@ def restore_checkpoint(
     wait_for_writes()
     place = to_path(directory)
     loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
-    check_tree("restore_checkpoint: template", template)
+    check_leaves("restore_checkpoint: template", template)
     found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
     return None if found is None else loader.warn_of_changes(*found)

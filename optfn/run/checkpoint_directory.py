@@ -27,13 +27,10 @@ from optfn.run.background import copy_to_host
 from optfn.run.directory_arrays import read_directory
 from optfn.run.finiteness import select_params
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
-from optfn.sparse.sharded_table import to_logical, unwrap_tables
 from optfn.state.bits import list_dtypes
-from optfn.state.names import arrays_with_names
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
-from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import ABOUT, VERSION, leaves_by_name, per_worker_names
+from optfn.train.snapshot import ABOUT, VERSION, Snapshot
 
 # The names of the entries that are not arrays of the state.
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
@@ -81,12 +78,11 @@ class OrbaxDirectory:
     suffix = ""
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
+        self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Begin to copy a state and its checksums; return a function that writes them."""
         ocp = _import_orbax()
-        state = to_logical(unpack_state(state))
-        arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
+        arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
         cut = [name for name in arrays if name.endswith("/")]
         if cut:
             raise ValueError(
@@ -96,7 +92,7 @@ class OrbaxDirectory:
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
-            PER_WORKER_KEY: per_worker_names(state),
+            PER_WORKER_KEY: snapshot.per_worker,
             "names": list(arrays),
             "beside": list(beside),
         }
@@ -160,15 +156,14 @@ class OrbaxDirectory:
         if is_saved_again:
             self.remove(aside)
 
-    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+    def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return all arrays of a directory by name, None for the names that `is_read` leaves out.
 
         Raises:
           ValueError: a checksum is wrong.
         """
-        templates = dict(arrays_with_names(unwrap_tables(unpack_state(template))))
         always = _HEADER, _CHECKSUMS
-        saved = read_directory(path, templates, lambda name: name in always or is_read(name))
+        saved = read_directory(path, like.arrays, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
         extra = about["beside"]
@@ -180,7 +175,7 @@ class OrbaxDirectory:
         if damaged:
             raise ValueError(f"the checksum of {list_names(damaged)} is wrong")
         arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
-        empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
+        empty = {name: np.zeros(x.shape, x.dtype) for name, x in like.arrays.items() if not x.size}
         return {
             **list_dtypes(arrays),
             **{name: np.array(about[name]) for name in ABOUT if name in about},

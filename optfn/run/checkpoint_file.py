@@ -16,11 +16,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.lib import format as npy
 
-from optfn.core.types import Leaf, PyTree
+from optfn.core.types import Leaf
 from optfn.run.background import copy_to_host
 from optfn.run.finiteness import are_finite
 from optfn.run.storage import NONFINITE, Arrays, sync
-from optfn.train.state_dict import name_host_arrays
+from optfn.train.snapshot import Snapshot
 
 # A history and the headers of a small file may take this many bytes.
 _SMALL = 1 << 24
@@ -32,21 +32,22 @@ class NpzFile:
     suffix = ".npz"
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
+        self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Begin to copy a state, whole in each process; return a function that writes it."""
-        whole = copy_to_host(jax.tree.map(_gather_leaf, state))
+        names = list(snapshot.arrays)
+        whole = copy_to_host(list(map(_gather_leaf, snapshot.arrays.values())))
 
         def write() -> None:
-            host = jax.tree.map(np.asarray, whole)
-            arrays = name_host_arrays(host, beside)
+            host = dict(zip(names, map(np.asarray, whole), strict=True))
+            arrays = snapshot._replace(arrays=host).to_mapping(beside)
             if not (is_loss_finite and are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 
         return write
 
-    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+    def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a file by name, None for the names that `is_read` leaves out.
 
         Nothing is run, unpickled or unpacked to the disk.
@@ -56,7 +57,7 @@ class NpzFile:
         """
         with open(path, "rb") as stream, zipfile.ZipFile(stream) as file:
             total = sum(entry.file_size for entry in file.infolist())
-            needed = sum(x.nbytes for x in jax.tree.leaves(template) if hasattr(x, "nbytes"))
+            needed = sum(x.size * x.dtype.itemsize for x in like.arrays.values())
             # A small compressed file can hold zeros of any size (a zip bomb).
             most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
             if total > most:

@@ -1,15 +1,16 @@
 """Reading of checkpoints: arrays of a file or a directory in the place of a template's."""
 
+import dataclasses
+import functools
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from optfn.core import checks, tree
-from optfn.core.tree import is_key, list_names
-from optfn.core.types import Leaf, PyTree
-from optfn.leaves.foreign import check_arrays
+from optfn.core import checks
+from optfn.core.tree import list_names
+from optfn.core.types import PyTree
 from optfn.leaves.patterns import Pattern, matches
 from optfn.run.checkpoint_directory import ENTRIES
 from optfn.run.frozen import FROZEN, compare_frozen, select_frozen
@@ -17,45 +18,22 @@ from optfn.run.newest import OtherRun, backend_of
 from optfn.run.storage import NONFINITE
 from optfn.sparse.sharded_table import unwrap_tables
 from optfn.state.bits import DecodedArrays
-from optfn.state.names import arrays_with_names
-from optfn.state.per_worker import has_per_worker_state
 from optfn.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit
 from optfn.train.loading import load_named, to_host
-from optfn.train.packed_state import make_placeholders, unpack_state
+from optfn.train.snapshot import ABOUT, Snapshot, to_key_data
 from optfn.train.state import TrainState
-from optfn.train.state_dict import ABOUT, check_array_names
 
 HISTORY = "history/"
 _TRAIN = "train"  # the first word of the names of a TrainState
 # The names of the entries of a checkpoint that are not arrays of the state.
-_RESERVED = (*ABOUT, HISTORY, NONFINITE, *ENTRIES)
+RESERVED = (*ABOUT, HISTORY, NONFINITE, *ENTRIES)
 
 Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 
-def check_tree(who: str, state: PyTree) -> None:
-    """Raise an error unless every leaf is an array, and names tell the arrays apart in a file."""
-    check_arrays(who, state)
-    for name, x in tree.arrays_with_paths(state):
-        if not tree.is_array(x):
-            raise TypeError(
-                f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
-                f"{name or 'at the top'} is {checks.show(x)}"
-            )
-    shapes = unwrap_tables(unpack_state(make_placeholders(state)))
-    names = [name for name, _ in arrays_with_names(shapes)]
-    if "" in names:
-        raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
-    check_array_names(names, _RESERVED)
-
-
-def to_key_data(x: Leaf) -> Leaf:
-    """Return the data of a typed PRNG key, because files keep no keys; any other leaf as it is."""
-    return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
-
-
-class Loader(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Loader:
     """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`.
 
     prefix: words in front of names of the checkpoint that the names of the template lack.
@@ -66,10 +44,14 @@ class Loader(NamedTuple):
     only: Pattern | None = None
     prefix: str = ""
 
+    @functools.cached_property
+    def like(self) -> Snapshot:
+        """The arrays of the template by name; rows of divided tables are in stored order."""
+        return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
+
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the arrays in a checkpoint, of which none is read."""
-        like = jax.tree.map(to_key_data, self.template)
-        saved = backend_of(path).read(path, like, lambda name: False)
+        saved = backend_of(path).read(path, self.like, lambda name: False)
         return [_public_name(name) for name in saved if not _is_beside(name)]
 
     def load(self, path: Path) -> Loaded:
@@ -79,7 +61,7 @@ class Loader(NamedTuple):
           OtherRun: names or shapes do not fit the template, or `only` matches none.
           ValueError: the checkpoint is damaged.
         """
-        like = jax.tree.map(to_key_data, self.template)
+        like = self.like
         try:
             saved = backend_of(path).read(path, like, self._is_read)
         except ImportError:  # a missing package is no damage of the file
@@ -95,9 +77,7 @@ class Loader(NamedTuple):
                 f"only={self.only!r} matches no name in {path}; it has "
                 f"{list_names([_public_name(name) for name in names])}"
             )
-        found = _rescale_to_template(
-            self.template, {k: x for k, x in saved.items() if x is not None}
-        )
+        found = _rescale_to_template(like, {k: x for k, x in saved.items() if x is not None})
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
         is_of_a_run = f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState)
         decoded = DecodedArrays(found)
@@ -176,15 +156,15 @@ def _remedy(error: ValueError) -> str:
     return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
 
-def _rescale_to_template(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Rescale the per-worker arrays of a mapping to the number of workers of `state`.
+def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, Any]:
+    """Rescale the per-worker arrays of a mapping to the number of workers of a template.
 
     If the numbers agree, or one of them is unknown, the mapping passes unchanged.
     """
-    if PER_WORKER_KEY not in mapping or not has_per_worker_state(state):
+    if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = dict(arrays_with_names(state)), mapping
+    both = like.arrays, mapping
     # In the state of a pmap each device has a copy of the count.
     now, before = (
         {int(n) for name in find_count_names(x, names) for n in np.ravel(to_host(x[name]))}

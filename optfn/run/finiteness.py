@@ -9,7 +9,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState
 from optfn.run.history import History
-from optfn.state.names import arrays_with_names, iterate_nodes
+from optfn.state.names import iterate_nodes
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
@@ -27,9 +27,9 @@ def select_params(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
     return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
 
 
-def are_finite(state: OptState) -> bool:
-    """Tell whether the params in a state, arrays of the host, are finite."""
-    return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays_with_names(state)))
+def are_finite(arrays: Mapping[str, Leaf]) -> bool:
+    """Tell whether the params among the arrays of a state by name, on the host, are finite."""
+    return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays.items()))
 
 
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import optax
 
-from optfn.core import tree
-from optfn.core.types import Leaf, PyTree
+from optfn.core import checks, tree
+from optfn.core.types import PyTree
 from optfn.parallel.fingerprint import fingerprints
-from optfn.sparse.sharded_table import to_logical
-from optfn.state.names import arrays_with_names
-from optfn.train.packed_state import unpack_state
+from optfn.train.snapshot import Snapshot
 from optfn.train.state import TrainState
 from optfn.wrappers.attributes import attributes_of
 
@@ -30,32 +28,29 @@ class FrozenParams:
         self.tx = tx
         self._entry: dict[str, np.ndarray] = {}
 
-    def leave_out(self, state: TrainState) -> tuple[TrainState, dict[str, np.ndarray]]:
-        """Return a state without its frozen params, and the entry of a checkpoint about them.
+    def leave_out(self, snapshot: Snapshot) -> tuple[Snapshot, dict[str, np.ndarray]]:
+        """Return a snapshot without its frozen params, and the entry of a checkpoint about them.
 
-        If no param is frozen, the state passes unchanged, and the entry is {}.
+        If no param is frozen, the snapshot is returned unchanged, and the entry is {}.
+
+        Raises:
+          TypeError: it is not of a TrainState.
         """
-        # Attributes go by the paths of leaves, and several leaves share a buffer: unpack first.
-        whole: TrainState = to_logical(unpack_state(state))
-        attrs = attributes_of(self.tx, whole.params)
-        frozen = {path for path, attr in attrs.items() if not attr.trainable}
-        if not frozen:
-            return state, {}
-
-        def mask(place: tree.Place, x: Leaf) -> Leaf:
-            return optax.MaskedNode() if str(place) in frozen else x
-
-        rest = tree.map_named(mask, whole.params)
-        if not self._entry:
-            arrays, kept = (
-                dict(arrays_with_names(whole._replace(params=params, opt_state=optax.EmptyState())))
-                for params in (whole.params, rest)
+        if not isinstance(snapshot.state, TrainState):
+            raise TypeError(
+                "save_checkpoint: save_frozen=False takes a TrainState; got "
+                + checks.show(snapshot.state)
             )
-            left_out = {name: x for name, x in arrays.items() if name not in kept}
+        attrs = attributes_of(self.tx, snapshot.state.params)
+        frozen = {f"train/params/{path}" for path, attr in attrs.items() if not attr.trainable}
+        if not frozen:
+            return snapshot, {}
+        if not self._entry:
+            left_out = {name: x for name, x in snapshot.arrays.items() if name in frozen}
             # A checkpoint has arrays only, so the text becomes bytes.
             text = json.dumps(_describe_arrays(left_out))
             self._entry = {FROZEN: np.frombuffer(text.encode(), np.uint8)}
-        return whole._replace(params=rest), self._entry
+        return snapshot.without(frozen), self._entry
 
 
 def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -77,7 +72,7 @@ def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dic
     """
     if entry not in saved:
         return {}
-    named = dict(arrays_with_names(to_logical(unpack_state(template))))
+    named = Snapshot.of(template).arrays
     return {name: named[name] for name in _decode_entry(saved[entry]) if name in named}
 
 

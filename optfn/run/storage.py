@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from optfn.core import checks
-from optfn.core.types import PyTree
+from optfn.train.snapshot import Snapshot
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
@@ -28,19 +28,19 @@ class Backend(Protocol):
     suffix: str
 
     def writer(
-        self, path: Path, state: PyTree, beside: Arrays, *, is_loss_finite: bool = True
+        self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Return a function that writes a checkpoint as a whole; any thread may call it.
 
         Args:
           path: where; if there is a checkpoint, it is replaced.
-          state: a TrainState, its PRNG keys as data. It may be overwritten at once.
+          snapshot: the arrays, PRNG keys as data. They may be overwritten at once.
           beside: further arrays by name, of the host.
           is_loss_finite: whether the last loss is; if it or params are not, the checkpoint is
             marked.
         """
 
-    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+    def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a checkpoint by name; None for those that are not read.
 
         Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
@@ -49,7 +49,7 @@ class Backend(Protocol):
 
         Args:
           path: where the checkpoint is.
-          template: a state like the saved one, its PRNG keys as data.
+          like: the snapshot of a state like the saved one, PRNG keys as data.
           is_read: tells whether the array with a name is read; arrays of `beside` always are.
 
         Raises:

@@ -35,7 +35,7 @@ from optfn.train.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.train.state_dict import ABOUT, VERSION
+from optfn.train.snapshot import ABOUT, VERSION
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
 

@@ -6,9 +6,7 @@ The name of an array consists of the transform that owns it, the field, and the 
 in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.arrays_with_names`).
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,27 +27,16 @@ from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, layout_of
-from optfn.sparse.sharded_table import to_logical
 from optfn.state import names as state_names
-from optfn.state.bits import DTYPES, encode_arrays
 from optfn.state.inventory import (
     arrays_with_entries,
     find_compressed,
     find_whole_matrices,
-    inventory,
 )
-from optfn.state.names import arrays_with_names
 from optfn.state.padded import map_padded, unwrap_padded
-from optfn.state.per_worker import has_per_worker_state
-from optfn.state.placement import PER_WORKER_KEY
-from optfn.train.packed_state import unpack_state
+from optfn.train.snapshot import Snapshot
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average, read_statistics
-
-# The version of the format of `state_dict`; it increases when names or meanings change.
-VERSION = 1
-# The keys of a mapping of `state_dict` that name no array of the state.
-ABOUT = ("version", PER_WORKER_KEY, DTYPES)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -80,71 +67,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             f"got {checks.show(opt_state)}"
         )
     check_arrays("state_dict: state", opt_state)
-    return name_host_arrays(jax.tree.map(_host_copy, opt_state))
-
-
-def name_host_arrays(
-    host: OptState, beside: Mapping[str, np.ndarray] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return `state_dict` of a state whose arrays are host arrays, without copying them.
-
-    It has the arrays `beside` the state too, by their names."""
-    host = to_logical(unpack_state(host))
-    per_worker = per_worker_names(host)
-    # A reader on another number of workers must know which arrays to convert.
-    listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
-    return {
-        "version": np.asarray(VERSION),
-        **listed,
-        **encode_arrays({**leaves_by_name(host), **beside}),
-    }
-
-
-def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the sorted names of per-worker arrays; [] if there are none."""
-    if not has_per_worker_state(opt_state):  # the names of a large state take time
-        return []
-    return sorted(entry.name for entry in inventory(opt_state) if entry.kept == "per_worker")
-
-
-def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name; raise if a name occurs twice or cannot be saved.
-
-    Raises:
-      ValueError: the names do not tell the arrays apart, or not every file keeps them.
-    """
-    named = list(arrays_with_names(opt_state))
-    check_array_names([name for name, _ in named])
-    return dict(named)
-
-
-def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
-    """Raise a ValueError unless arrays with these names can be saved, in any form.
-
-    Args:
-      names: the names of arrays.
-      reserved: the names of other entries beside them; one that ends with "/" stands for all names
-        that begin with it.
-    """
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(
-            f"state_dict: several arrays have the name {tree.list_names(repeated)}, because names "
-            'join the keys of a tree by "/". Rename one of their parameters'
-        )
-    cut = [name for name in names if "\0" in name]
-    if cut:
-        raise ValueError(
-            f"state_dict: the names {tree.list_names(cut)} have a NUL character, and zip files cut "
-            "a name there. Rename the parameters"
-        )
-    folders = tuple(word for word in reserved if word.endswith("/"))
-    taken = [name for name in names if name in reserved or name.startswith(folders)]
-    if taken:
-        raise ValueError(
-            f"state_dict: the names {tree.list_names(taken)} are those of other entries of a saved "
-            "state. Put the arrays into a dict with another key"
-        )
+    return Snapshot.of(jax.tree.map(_host_copy, opt_state)).to_mapping()
 
 
 def _host_copy(leaf: Leaf) -> Leaf:

@@ -359,7 +359,7 @@ def products_of(llama):
 
 # Seconds of a step of 7B, as `estimate_step` reads them: most milliseconds that are exposed,
 # without and with `overlap_options`, and the step over GSPMD's step.
-EXPOSED = {"1x8x1": (11.5, 4, 0.92)}
+EXPOSED = {"1x8x1": (16.5, 8.6, 0.93)}
 
 
 @pytest.mark.parametrize("topology", EXPOSED)
@@ -381,8 +381,8 @@ def test_what_a_llama_exposes(topology, tmp_path):
 @pytest.mark.parametrize(
     ("model", "topology", "way", "most_gb", "exposed", "step"),
     [
-        ("7B", "v5e:4x4", "FSDP", 3.5, 0.55, 1314),
-        ("7B", "v5e:4x4", "FSDP" + pods.OPTIONS, 3.4, 0.21, 1214),
+        ("7B", "v5e:4x4", "FSDP", 3.5, 0.58, 1325),
+        ("7B", "v5e:4x4", "FSDP" + pods.OPTIONS, 3.4, 0.24, 1226),
         ("7B", "v5e:16x16", "FSDP", 2.5, 0.65, 1180),
         ("7B", "v5p:4x4x4", "FSDP" + pods.SPARSE, 2.6, 0.1, 480),
         ("7B", "8x8x1", pods.IN_NODES, 4.9, 0.32, 295),
