@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import torus
@@ -239,6 +239,8 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
     """Tell whether devices along these axes are CPUs of several processes,
     so that gloo runs the collective."""
+    if isinstance(mesh, AbstractMesh):  # of a plan
+        return False
     along = tuple(mesh.axis_names.index(name) for name in names)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())

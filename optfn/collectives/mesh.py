@@ -44,7 +44,7 @@ def shard_map(
     )
 
 
-def count_devices(mesh: Mesh, axis_name: AxisName) -> int:
+def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     """Return the number of devices along axes of a mesh: the product of their sizes, or 1 for None.
 
     Raises:

@@ -246,22 +246,3 @@ def all_gather_packets(
 def _decoder(compressor: Compressor, shape: tuple[int, ...]) -> Decode:
     """Return the function from a packet to the array of this shape."""
     return lambda packet: compressor.decode(packet, shape).reshape(shape)
-
-
-def packet_bytes(
-    compressor: Compressor | None, size: int, shards: int, exact: float, times: int = 1
-) -> float:
-    """Return the bytes that a device sends to gather an array, or to reduce it to shards.
-
-    They are `exact` without a compressor, and for an array too small for packets.
-
-    Args:
-      compressor: makes the packets; None sends the array as it is.
-      size: the number of elements of the array.
-      shards: into how many shards devices divide it.
-      exact: the bytes that the device sends if the array is sent as it is.
-      times: into how many equal pieces the array is split, sent one after the other.
-    """
-    if compressor is None or size < MIN_SIZE:
-        return exact
-    return (shards - 1) * times * compressor.num_bytes((size // shards // times,))

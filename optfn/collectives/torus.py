@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from optfn.compilers.options import has_plane_scatters
 from optfn.estimate.chips import find_chip
@@ -191,7 +191,9 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
     """Return the phases over an axis: one for the first `most` dimensions of the box, which has
     most of the bytes, and one for each other."""
-    sizes = () if mesh is None else find_box(mesh.devices, mesh.axis_names.index(axis))
+    # An AbstractMesh has no devices, and no torus that we could know.
+    is_known = mesh is not None and not isinstance(mesh, AbstractMesh)
+    sizes = find_box(mesh.devices, mesh.axis_names.index(axis)) if mesh and is_known else ()
     if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
     sizes = (math.prod(sizes[:most]), *sizes[most:])

@@ -477,3 +477,65 @@ def _has_only(names: frozenset[str], equation: Equation) -> bool:
         inner = find_inner_jaxprs(equation)
         return all(_has_only(names, e) for jaxpr in inner for e in jaxpr.eqns)
     return name_of(equation) in names
+
+
+# Collectives.
+
+
+class Collective(NamedTuple):
+    """A collective of a device with the others along some axes.
+
+    axes: the names of the mesh axes.
+    group: how many devices send to each other, if it is not all along the axes; else None.
+    way: "all-reduce", "all-gather", "scatter" (each sends the others a share, as reduce-scatter
+      and all-to-all do) or "permute".
+    num_bytes: the bytes of each operand; result i is made of operand i.
+    """
+
+    axes: tuple[str, ...]
+    group: int | None
+    way: str
+    num_bytes: list[int]
+
+    def count_sent(self, devices: int, needed: Sequence[bool]) -> float:
+        """Return the bytes that each of some devices sends in a ring for the results needed."""
+        size = sum(n for n, is_needed in zip(self.num_bytes, needed, strict=True) if is_needed)
+        share = (devices - 1) / devices * size
+        return {
+            "all-reduce": 2 * share,
+            "all-gather": devices * share,
+            "scatter": share,
+            "permute": float(size),
+        }[self.way]
+
+
+_COLLECTIVES = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "pgather"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter", "all_to_all"), "scatter"),
+    "ppermute": "permute",
+}
+
+
+def as_collective(equation: Equation) -> Collective | None:
+    """Return the collective that an equation is."""
+    way, params = _COLLECTIVES.get(equation.primitive.name), equation.params
+    if way is None:
+        return None
+    named = params["axes"] if "axes" in params else params["axis_name"]
+    axes = named if isinstance(named, tuple) else (named,)
+    groups = params.get("axis_index_groups")
+    num_bytes = [math.prod(shape_of(a)) * _dtype_of(a).itemsize for a in equation.invars]
+    names = tuple(axis for axis in axes if isinstance(axis, str))
+    return Collective(names, len(groups[0]) if groups else None, way, num_bytes)
+
+
+def has_side_effects(equation: Equation) -> bool:
+    """Tell whether an equation does more than to return results, such as a print."""
+    # JAX marks what reads the name of a bound axis too.
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def _dtype_of(atom: Atom) -> Any:
+    kind: Any = atom.aval
+    return kind.dtype

@@ -1,15 +1,18 @@
 """The shards of params that a device keeps for its loss, and `scan_layers`."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import Axes, Division, join_axes
@@ -24,10 +27,38 @@ from optfn.parallel.mesh_layout import Layout, ParamEntry
 from optfn.parallel.shards import compiler_slices, gather_shard
 
 
+class RecordedGather(NamedTuple):
+    """A gather in a program that is traced.
+
+    path: the path of the leaf.
+    layer_bytes: the bytes of a layer, if a scan gathers the leaf by layers; else None.
+    source: the line that needs it.
+    """
+
+    path: str
+    layer_bytes: int | None
+    source: source_info_util.SourceInfo
+
+
+# The gathers so far, where somebody asks for them.
+_recorded: ContextVar[list[RecordedGather] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def record_gathers() -> Iterator[list[RecordedGather]]:
+    """Record the gathers of the programs that are traced in this context, in their order."""
+    found: list[RecordedGather] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "step", "counts"],
-    meta_fields=["divisions", "slices", "layout", "mean_axes"],
+    meta_fields=["divisions", "slices", "layout", "mean_axes", "path", "is_layer"],
 )
 @dataclasses.dataclass(frozen=True)
 class LeafShard:
@@ -40,6 +71,8 @@ class LeafShard:
     layout: how params are divided.
     mean_axes: the worker axes over which the gather averages the gradient.
     counts: whether this device's gradient counts in the mean, else zeros do; None if it does.
+    path: the path of the leaf.
+    is_layer: whether it is one layer of the leaf, in a scan.
     """
 
     array: jax.Array
@@ -49,6 +82,8 @@ class LeafShard:
     layout: Layout
     mean_axes: Axes
     counts: jax.Array | None
+    path: str = ""
+    is_layer: bool = False
 
     @classmethod
     def of(
@@ -69,7 +104,7 @@ class LeafShard:
         has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
         number = step if has_packets and size >= MIN_SIZE else None
         slices = compiler_slices(entry.spec, layout)
-        return cls(array, number, divisions, slices, layout, entry.mean_axes, counts)
+        return cls(array, number, divisions, slices, layout, entry.mean_axes, counts, entry.path)
 
     @functools.cached_property
     def _gathered(self) -> dict[Any, jax.Array]:
@@ -84,11 +119,19 @@ class LeafShard:
         if dtype not in self._gathered:
             how = self.divisions, self.slices, self.layout, self.step, self.mean_axes, self.counts
             self._gathered[dtype] = gather_shard(self.array, *how, dtype)
+            self._record(self._gathered[dtype])
         return self._gathered[dtype]
+
+    def _record(self, whole: jax.Array) -> None:
+        recorded = _recorded.get()
+        if recorded is not None:
+            size = whole.size * self.array.dtype.itemsize if self.is_layer else None
+            recorded.append(RecordedGather(self.path, size, source_info_util.current()))
 
     def whole_type(self) -> Any:
         """Return the shape and dtype of the whole array."""
-        return jax.eval_shape(lambda shard: shard.gather(), self)
+        with record_gathers():  # this is none of the program's
+            return jax.eval_shape(lambda shard: shard.gather(), self)
 
     def divide_layers(self) -> "LeafShard | None":
         """Return the same array divided within each layer, by an all-to-all if it was by layers.
@@ -135,7 +178,7 @@ class LeafShard:
         """Return the shard of one layer of this array, which is divided within each layer."""
         divisions = tuple(Division(d - 1, names) for d, names in self.divisions)
         return dataclasses.replace(
-            self, array=array, divisions=divisions, slices=P(*self.slices[1:])
+            self, array=array, divisions=divisions, slices=P(*self.slices[1:]), is_layer=True
         )
 
 

@@ -19,10 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from optfn.collectives.axes import Axes, axis_size, exclude_axes
-from optfn.collectives.mesh import count_devices
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
@@ -69,21 +67,6 @@ def traffic_metrics(
         sent = new.exchanged.traffic.bytes_sent(old.step, workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}
-
-
-def exchange_bytes(state: OptState, mesh: Mesh) -> float:
-    """Return the bytes of packets that a worker sends in an exchange after all warm-ups and ramps.
-
-    An exchange that does not give its traffic counts 0.
-
-    Args:
-      state: the state of an optimizer, arrays or their shapes.
-      mesh: the mesh of the workers; only the sizes of its axes are read.
-    """
-    # A step behind every warm-up; 2³¹ would not fit in int32.
-    late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
-    known = [x for x in marks if x.traffic != ()]
-    return sum(float(x.traffic.bytes_sent(late, count_devices(mesh, x.axes))) for x in known)
 
 
 def warn_if_nothing_compressed(state: OptState) -> None:

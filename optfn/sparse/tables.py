@@ -210,28 +210,6 @@ def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
     return tuple(-(-most * k // count) for k in range(1, count + 1))
 
 
-def bytes_of_round(ids: int, workers: int, row: int) -> int:
-    """Return the bytes that a worker sends for rows and their gradients, in a full round.
-
-    Args:
-      ids: how many ids each worker looks up.
-      workers: the number of workers that keep the rows.
-      row: the bytes of a row.
-    """
-    return 2 * (workers - 1) * _count_capacity(ids, workers) * (4 + row)
-
-
-def num_arrived(ids: int, workers: int, num_rows: int) -> int:
-    """Return how many rows of gradients an owner of a table has room for.
-
-    Args:
-      ids: how many ids each worker looks up.
-      workers: how many keep the rows.
-      num_rows: the rows of the table.
-    """
-    return _count_room(ids + _choose_sizes(ids, workers)[0], workers, num_rows // workers)
-
-
 def _count_room(width: int, workers: int, per_owner: int) -> int:
     """Return room for `width` ids of each worker,
     or for all rows of an owner where these are fewer.

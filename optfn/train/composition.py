@@ -105,8 +105,10 @@ def compile_step(
     """
     compose = functools.partial(compose_step, loss_fn, tx, options)
     step = compose(layout, local)
-    device = None if layout is None else layout.mesh.devices.flat[0]
-    known = drop_unknown_options(options.compiler_options, device)
+    known = None
+    if options.compiler_options:
+        device = None if layout is None else layout.mesh.devices.flat[0]
+        known = drop_unknown_options(options.compiler_options, device)
     jit_options: dict[str, Any] = {
         "donate_argnums": (0,) if options.donate else (),
         "compiler_options": known,

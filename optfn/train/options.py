@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from optfn import core
 from optfn.autodiff.named_segments import check_names
@@ -269,7 +269,8 @@ def _show_option(option: str, given: Mapping[str, Any]) -> str:
 
 def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     """Raise unless `mesh` is None, or a Mesh that has all axes of `data_axis`."""
-    if mesh is not None and not isinstance(mesh, Mesh):
+    # A plan has an AbstractMesh, which `make_train_step` refuses.
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {checks.show(mesh)}"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from optfn.collectives.devices import Devices
 from optfn.collectives.mesh import count_devices
@@ -80,12 +80,15 @@ class TrainStep:
     compiled: the jitted function (state, batch) -> (state, metrics).
     """
 
-    def __init__(self, options: StepArguments, layout: Layout | None) -> None:
-        self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
+    def __init__(self, options: StepArguments) -> None:
+        self.loss_fn, self.options = options.loss_fn, options
+        self.layout = layout = find_layout(options)
         self.tx = optax.with_extra_args_support(options.tx)
         self.local = make_local_steps(options, self.tx, layout)
         self.compiled: Any = compile_step(options.loss_fn, self.tx, options, layout, self.local)
-        self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
+        # The mesh of a plan has no devices.
+        mesh = None if layout is None else layout.mesh
+        self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
         self._has_run = False
         self._placed: Batch = None  # the batch that `place_batch` returned last
         self._flags: collections.deque[jax.Array] = collections.deque()
@@ -222,8 +225,7 @@ class TrainStep:
         >>> memory.argument_size_in_bytes // (512 * 512)  # params and two moments
         12
         """
-        arguments = self.shapes(params, batch, model_state)
-        arguments = self.list_arguments(*arguments)
+        arguments = self.list_arguments(*self.shapes(params, batch, model_state))
         with name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr):
             lowered: jax.stages.Lowered = self.compiled.lower(*arguments)
         return lowered
@@ -458,6 +460,19 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
+def find_layout(options: StepArguments) -> Layout | None:
+    """Return how the state of a step is divided over its mesh; None without a mesh."""
+    if options.mesh is None:
+        return None
+    # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
+    # another layout would gather the whole table for it.
+    tables = options.tables if options.shard_tables or options.shard else None
+    return layout_of(
+        options.shard, options.mesh, options.data_axis, tables, options.tx, options.reduce_dtype,
+        options.partitioner,
+    )  # fmt: skip
+
+
 @accept_fields(StepArguments)
 def make_train_step(options: StepArguments) -> TrainStep:
     """Return a jitted training step, which updates params and state in place.
@@ -512,18 +527,10 @@ def make_train_step(options: StepArguments) -> TrainStep:
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    layout = None
-    if options.mesh is not None:
-        # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
-        # another layout would gather the whole table for it.
-        tables = options.tables if options.shard_tables or options.shard else None
-        layout = layout_of(
-            options.shard,
-            options.mesh,
-            options.data_axis,
-            tables,
-            options.tx,
-            options.reduce_dtype,
-            options.partitioner,
+    if isinstance(options.mesh, AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); got "
+            f"{checks.show(options.mesh)}. For devices that you do not have, plan_memory takes an "
+            "AbstractMesh, and jax.experimental.topologies describes them for TrainStep.lower"
         )
-    return TrainStep(options, layout)
+    return TrainStep(options)
