@@ -6,7 +6,7 @@ A checkpoint is written as a whole or not at all.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from optfn.train.changes import Changes, misfits
 from optfn.train.snapshot import Snapshot, check_leaves, to_key_data
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_model_state, averaged_params
+from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
+from optfn.transforms.rates import numbers_of_rates
 from optfn.wrappers.averaging import find_averages, make_average_template
 
 
@@ -389,17 +391,67 @@ def restore_checkpoint(
     Frozen params that the checkpoint lacks (`save_frozen=False`) are taken from the template. Their
     checksums must match the run's. The result shares these arrays with the template.
 
-    With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
-    were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run
-    saved the position of its iterator of batches, the history has it as the bytes "batches".
+    The learning rate comes from the checkpoint too, if it is a number; you get a warning if the
+    template has another one. With `strict=False` or `only`, one warning lists the names that were
+    carried over, are new, or were dropped. New float32 masters (`master_weights`) are made from the
+    loaded params. If the run saved the position of its iterator of batches, the history has it as
+    the bytes "batches".
 
     Raises:
       ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
         params of the template differ from the run's.
     """
+    found = restore_newest(directory, template, strict=strict, only=only)
+    if found is not None and only is None:
+        warn_of_rates(template, found[0], "call optfn.set_learning_rate")
+    return found
+
+
+def restore_newest(
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Restore as `restore_checkpoint` does, whatever the learning rates are."""
     wait_for_writes()
     place = to_path(directory)
     loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
     check_leaves("restore_checkpoint: template", template)
     found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
     return None if found is None else loader.warn_of_changes(*found)
+
+
+def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
+    """Warn of the first learning rate that differs from the checkpoint's, whose rate counts if it
+    is a number; if it is an array, the rate of tx counts.
+
+    Args:
+      given: the template, with the rates of tx.
+      found: the state of the checkpoint.
+      remedy: how to change the rate.
+    """
+    for old, new in _find_changed_rates(LearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
+            f"of tx, {new:g}. To change it, {remedy}"
+        )
+        return
+    for old, new in _find_changed_rates(GivenLearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
+            f"array, and not with that of its checkpoint, {old:g}"
+        )
+        return
+
+
+def _find_changed_rates(
+    kind: type[RateState], given: PyTree, found: PyTree
+) -> Iterator[tuple[float, float]]:
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs; a template
+    of zeros has no rate of tx."""
+    new, old = (numbers_of_rates(x, kind) for x in (given, found))
+    for name in new.keys() & old.keys():
+        if new[name] not in (0, old[name]):
+            yield old[name], new[name]

@@ -72,6 +72,12 @@ class Loader:
         saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
         names = [name for name in saved if not _is_beside(name)]
         chosen = {*filter(self.is_selected, names)}
+        states = [x.removesuffix(f"/{_TRAIN}/step") for x in names if x.endswith(f"/{_TRAIN}/step")]
+        if not chosen and states:
+            raise OtherRun(
+                f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
+                f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
+            )
         if not chosen:
             raise OtherRun(
                 f"only={self.only!r} matches no name in {path}; it has "

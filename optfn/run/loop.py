@@ -132,7 +132,7 @@ class _Run:
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps
         if self.last is not None:
-            warn_of_schedules(step.tx, self.last)
+            warn_of_schedules(step.tx, self.last, begin)
         self.stopped = self.evaluator.gave_up
 
     def _is_epoch_end(self, n: int) -> bool:

@@ -5,7 +5,7 @@ import datetime
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining
-from optfn.run.checkpoint import restore_checkpoint, write_checkpoint
+from optfn.run.checkpoint import restore_newest, warn_of_rates, write_checkpoint
 from optfn.run.checkpoint_directory import is_directory_default
 from optfn.run.evaluation import Evaluator
 from optfn.run.frozen import FrozenParams
@@ -27,8 +27,6 @@ from optfn.state.reports import read_local
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 from optfn.train.worker_step import make_key
-from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
-from optfn.transforms.rates import numbers_of_rates
 
 
 class Saver:
@@ -66,6 +64,7 @@ class Saver:
         history, begin = History(), int(state.step)
         restored = None if self.directory is None else self._restore_newest(self.directory, state)
         if restored is None:
+            _warn_of_other_directories(self.directory)
             return state, history
         found, arrays = restored
         self.batches = position.decode_position(arrays)
@@ -77,7 +76,8 @@ class Saver:
                 f"a later step, {begin}. Pass the state that the run began with, or another "
                 "directory"
             )
-        _warn_of_rates(state, found)
+        remedy = "restore the checkpoint, call optfn.set_learning_rate, and save it again"
+        warn_of_rates(state, found, remedy)
         self._warn_of_rng()
         return found, history
 
@@ -134,7 +134,7 @@ class Saver:
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
             try:
-                return restore_checkpoint(directory, state)
+                return restore_newest(directory, state)
             except OtherRun as error:
                 raise OtherRun(
                     f"checkpoint: {directory} has the checkpoints of another run; use another "
@@ -184,6 +184,20 @@ class Saver:
             self.saved = int(state.step)
 
 
+def _warn_of_other_directories(directory: Path | None) -> None:
+    """Warn if a directory without checkpoints has directories of processes, "0", "1", …, with some:
+    a run of several processes was saved there, and a run of one process does not see it."""
+    if directory is None or is_remote(directory) or not directory.is_dir():
+        return
+    found = [x for x in directory.iterdir() if x.name.isdigit() and x.is_dir()]
+    saved = sorted((x for x in found if list_checkpoints(x)), key=lambda x: int(x.name))
+    if saved:
+        checks.warn(
+            f"checkpoint: {directory} has no checkpoint, and the run begins anew, but {saved[0]} "
+            "has some, as of a run of several processes: pass that directory to continue it"
+        )
+
+
 def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:
     """Return the numbers of the key of `rng=`, which a checkpoint can keep; None without a key."""
     key = make_key(rng)
@@ -221,34 +235,6 @@ class _Clock:
         rest = (self.seconds - passed) / max(passed, 1e-3) * self.calls
         self.next_look = self.calls + max(1, int(rest / 2))
         return False
-
-
-def _warn_of_rates(given: TrainState, found: TrainState) -> None:
-    """Warn of the first learning rate that differs from the checkpoint's, whose rate counts if it
-    is a number; if it is an array, the rate of tx counts."""
-    for old, new in _find_changed_rates(LearningRateState, given, found):
-        checks.warn(
-            f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
-            f"of tx, {new:g}. To change it, restore the checkpoint, call optfn.set_learning_rate, "
-            "and save it again"
-        )
-        return
-    for old, new in _find_changed_rates(GivenLearningRateState, given, found):
-        checks.warn(
-            f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
-            f"array, and not with that of its checkpoint, {old:g}"
-        )
-        return
-
-
-def _find_changed_rates(
-    kind: type[RateState], given: TrainState, found: TrainState
-) -> Iterator[tuple[float, float]]:
-    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs."""
-    new, old = (numbers_of_rates(x.opt_state, kind) for x in (given, found))
-    yield from (
-        (old[name], new[name]) for name in new.keys() & old.keys() if new[name] != old[name]
-    )
 
 
 class Best:
@@ -289,7 +275,7 @@ class Best:
         """Read the state that an earlier run kept, if there is one."""
         if self.directory is None:
             return
-        found = restore_checkpoint(self.directory, begun)
+        found = restore_newest(self.directory, begun)
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]

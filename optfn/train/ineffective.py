@@ -1,6 +1,7 @@
 """Warnings of an optimizer's arguments that have no effect in a step, or not the intended one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,33 +69,55 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
         warn_of_unclipped(inner)
 
 
-def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
-    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run.
+def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int = 0) -> None:
+    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run, or 0
+    in all of its steps.
 
-    A warm-down that goes on below zero turns the direction round. We try nine steps, the first and
-    the last among them.
+    A warm-down that goes on below zero turns the direction round. A schedule goes on from the step
+    of the state, so the schedule of a second phase may be over before it begins. We try nine steps,
+    the first and the last among them, and 100 more where all of these are 0.
 
     Args:
       tx: the optimizer.
-      steps: the number of steps of the run.
+      steps: the number of the last step of the run.
+      begin: the number of steps before the run.
     """
     if not isinstance(tx, core.Transform) or steps < 1:
         return
     name, positional, arguments = tx.call
     schedule = arguments.get("learning_rate", positional[0] if positional else None)
     if callable(schedule):
-        for step in dict.fromkeys(int(k * (steps - 1) / 8) for k in range(9)):
-            value = float(schedule(np.int32(step)))
-            if not 0 <= value < np.inf:
-                checks.warn(
-                    f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
-                    "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
-                )
-                break
+        _warn_of_schedule(name, schedule, steps, begin)
     if name == "accumulate":  # the schedule inside counts its steps, not the microbatches
-        steps //= arguments["every"] if "every" in arguments else positional[1]
+        every = arguments["every"] if "every" in arguments else positional[1]
+        steps, begin = steps // every, begin // every
     for inner in tx.inner:
-        warn_of_schedules(inner, steps)
+        warn_of_schedules(inner, steps, begin)
+
+
+def _warn_of_schedule(
+    name: str, schedule: Callable[[np.int32], Any], steps: int, begin: int
+) -> None:
+    """Warn of one schedule; see `warn_of_schedules`."""
+
+    def values(first: int, count: int) -> dict[int, float]:
+        tried = {first + int(k * (steps - 1 - first) / (count - 1)) for k in range(count)}
+        return {step: float(schedule(np.int32(step))) for step in sorted(tried)}
+
+    for step, value in values(0, 9).items():
+        if not 0 <= value < np.inf:
+            checks.warn(
+                f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
+                "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
+            )
+            return
+    is_over = 0 < begin < steps - 1 and not any(values(begin, 9).values())
+    if is_over and not any(values(begin, 109).values()):
+        checks.warn(
+            f"the schedule of {name} is 0 in all steps of this run, {begin} to {steps - 1}, so "
+            "params will not change: it counts the steps of the state. For a schedule that begins "
+            f"with this run pass lambda step: schedule(step - {begin})"
+        )
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:

@@ -258,7 +258,8 @@ def test_residuals_are_carried_over_to_another_number_of_workers(tmp_path):
     for sharded in (True, False):
         directory = tmp_path / str(sharded)
         optfn.save_checkpoint(directory, state, sharded=sharded)
-        found, _ = optfn.restore_checkpoint(directory, make(2))
+        with pytest.warns(UserWarning, match=r"of its checkpoint, 1\.1, and not"):
+            found, _ = optfn.restore_checkpoint(directory, make(2))
         dgc = found.opt_state[0]
         assert int(dgc.num_workers) == 2
         want = np.arange(256.0).reshape(4, 64).mean(0)

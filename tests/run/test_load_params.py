@@ -113,3 +113,17 @@ def test_restoring_what_the_template_does_not_have_is_an_error(tmp_path):
         optfn.restore_checkpoint(tmp_path, template, only="params/student/.*")
     assert re.fullmatch("ValueError", type(caught.value).__qualname__)
     assert type(caught.value).__module__ == "builtins"
+
+
+def test_params_of_one_of_several_states_need_a_template_of_the_tree(tmp_path):
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), optfn.sgd(0.1))
+    states = {
+        name: step.init({"w": jnp.full(3, x)}) for name, x in (("actor", 1.0), ("critic", 2.0))
+    }
+    path = optfn.save_checkpoint(tmp_path, states, step=1)
+    with pytest.raises(ValueError, match=r"has the states 'actor', 'critic' of a tree.*actor/"):
+        optfn.load_params(path, {"w": jnp.zeros(3)})
+    like = {"actor": step.init({"w": jnp.zeros(3)})}
+    with pytest.warns(UserWarning, match="carried over"):
+        found, _ = optfn.restore_checkpoint(tmp_path, like, only="actor/.*")
+    np.testing.assert_array_equal(found["actor"].params["w"], np.ones(3))

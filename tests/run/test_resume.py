@@ -87,7 +87,8 @@ def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path
 def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
     run(tmp_path, X[:4])
     slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
-    found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
+    with pytest.warns(UserWarning, match=r"call optfn\.set_learning_rate"):
+        found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
     optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
     _, history = run(tmp_path, X, slow)
     np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
@@ -119,3 +120,19 @@ def test_keep_is_the_number_of_checkpoints_that_stay(tmp_path):
     assert names == [f"step_{n:09d}.npz" for n in (6, 8, 10)]
     with pytest.raises(ValueError, match="keep must be >= 1"):
         run(tmp_path, keep=0)
+
+
+def test_a_rate_that_a_restored_state_does_not_take_from_tx_is_said(tmp_path):
+    run(tmp_path, X[:4])
+    slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
+    with pytest.warns(UserWarning, match=r"0\.01, and not.*0\.0001\. .* call optfn\.set_learning"):
+        state, _ = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
+    assert float(optfn.get_learning_rate(state)) == pytest.approx(0.01)
+
+
+def test_checkpoints_of_several_processes_below_a_directory_are_said(tmp_path):
+    run(tmp_path / "0", X[:4])
+    (tmp_path / "7").mkdir()
+    with pytest.warns(UserWarning, match=r"begins anew, but .*0 has some.*several processes"):
+        run(tmp_path, X[:4])
+    run(tmp_path, X)  # it has checkpoints of its own now

@@ -1,5 +1,7 @@
 """What compiled steps do to memory: in place, without copies, equal leaves traced once."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,3 +145,28 @@ def test_a_train_step_is_checked_with_its_state():
     for args in ((params, x), (x,), ()):
         with pytest.raises(TypeError, match=r"\(state, batch\), and the state is a TrainS"):
             optfn.assert_in_place(step, *args)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_schedule_that_is_over_before_the_run_begins_is_said(accumulates):
+    """A schedule goes on from the step of the state."""
+    every = 2 if accumulates else 1
+    rate = optfn.schedules.warmup_cosine(1e-2, warmup_steps=5, total_steps=40)
+
+    def make(schedule):
+        tx = optfn.sgd(schedule)
+        return optfn.make_train_step(
+            lambda w, x: jnp.sum(w * x), optfn.accumulate(tx, 2) if accumulates else tx
+        )
+
+    def first_phase():
+        step = make(rate)
+        return optfn.fit(step, step.init(jnp.ones(3)), X, steps=40 * every, progress=False)[0]
+
+    X = [np.ones(3, np.float32)] * 200
+    with pytest.warns(UserWarning, match="is 0 in all steps of this run, 40 to 79.*step - 40"):
+        optfn.fit(make(rate), first_phase(), X, steps=40 * every, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optfn.fit(make(lambda n: rate(n - 40)), first_phase(), X, steps=40 * every, progress=False)
+        optfn.fit(make(rate), make(rate).init(jnp.ones(3)), X, steps=1, progress=False)
