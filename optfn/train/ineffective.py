@@ -82,7 +82,7 @@ def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int =
       steps: the number of the last step of the run.
       begin: the number of steps before the run.
     """
-    if not isinstance(tx, core.Transform) or steps < 1:
+    if not isinstance(tx, core.Transform) or steps <= begin:
         return
     name, positional, arguments = tx.call
     schedule = arguments.get("learning_rate", positional[0] if positional else None)
@@ -100,19 +100,19 @@ def _warn_of_schedule(
 ) -> None:
     """Warn of one schedule; see `warn_of_schedules`."""
 
-    def values(first: int, count: int) -> dict[int, float]:
-        tried = {first + int(k * (steps - 1 - first) / (count - 1)) for k in range(count)}
+    def values(count: int) -> dict[int, float]:
+        tried = {begin + int(k * (steps - 1 - begin) / (count - 1)) for k in range(count)}
         return {step: float(schedule(np.int32(step))) for step in sorted(tried)}
 
-    for step, value in values(0, 9).items():
+    for step, value in values(9).items():
         if not 0 <= value < np.inf:
             checks.warn(
                 f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
                 "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
             )
             return
-    is_over = 0 < begin < steps - 1 and not any(values(begin, 9).values())
-    if is_over and not any(values(begin, 109).values()):
+    is_over = 0 < begin < steps - 1 and not any(values(9).values())
+    if is_over and not any(values(109).values()):
         checks.warn(
             f"the schedule of {name} is 0 in all steps of this run, {begin} to {steps - 1}, so "
             "params will not change: it counts the steps of the state. For a schedule that begins "
