@@ -109,7 +109,6 @@ class _Walk:
         self.params = params
         self.paths = [path for path, x in contents.leaves_with_names(params) if tree.is_inexact(x)]
         self.warnings: dict[str, None] = {}
-        self._is_certain = True  # that the links of the walk have leaves
 
     def follow(
         self, state: OptState, before: FormsByPath, tx: Any = None, text: str = ""
@@ -174,12 +173,7 @@ class _Walk:
         return after
 
     def _report(self, message: str, form: str) -> None:
-        """Record a warning, or raise it as an error if the update is the difference to masters.
-
-        Nothing is reported where we only guess the leaves of a link, because it may have none.
-        """
-        if not self._is_certain:
-            return
+        """Record a warning, or raise it as an error if the update is the difference to masters."""
         if form == forms.DIFFERENCE:
             raise ValueError(message)
         self.warnings[message] = None
@@ -227,7 +221,7 @@ class _Walk:
     def _check_dtypes(self, after: FormsByPath) -> None:
         """Raise a ValueError if `optax.apply_if_finite` is around an optimizer with masters."""
         kept = [x.by for x in after.values() if x.form == forms.DIFFERENCE]
-        if kept and self._is_certain:
+        if kept:
             raise ValueError(
                 f"optax.apply_if_finite is around {kept[0]}, which keeps masters, so that updates "
                 "are float32: it takes none but those of the gradients' dtype. Use "
@@ -237,30 +231,16 @@ class _Walk:
     def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
         """Return the forms after transformations that share the leaves out among them.
 
-        If the leaves of a member are unknown, the arrays of its state tell them. States without
-        such arrays may belong to any of the remaining leaves: we follow each of them for all of
-        these, and where they disagree, the update is unknown.
+        If the leaves of a member are unknown, the arrays of its state tell them. What remains is
+        unknown if there is a member whose leaves neither tells.
         """
-        after, unclaimed = dict(before), []
         owned = [self._find_leaves(x.state) if x.paths is None else x.paths for x in members]
-        rest = set(before).difference(*owned)
+        after = dict(before)
+        if any(x.paths is None and not paths for x, paths in zip(members, owned, strict=True)):
+            after |= dict.fromkeys(set(before).difference(*owned), UpdateForm())
         for member, paths in zip(members, owned, strict=True):
-            # Without arrays we only guess the leaves of a state, so its problems are not reported.
-            is_guess = member.paths is None and not paths
-            was_certain, self._is_certain = self._is_certain, self._is_certain and not is_guess
-            chosen = {p: before[p] for p in (rest if is_guess else paths) if p in before}
-            result = self.follow(member.state, chosen, member.tx, text) if chosen else {}
-            self._is_certain = was_certain
-            if is_guess:
-                unclaimed.append(result)
-            else:
-                after |= result
-        for path in rest if unclaimed else ():
-            possible = [result[path] for result in unclaimed]
-            if len(members) == 1:  # a mask: updates outside of it stay as they are
-                possible.append(before[path])
-            first, *others = possible
-            after[path] = first if all(x.form == first.form for x in others) else UpdateForm()
+            chosen = {path: before[path] for path in paths if path in before}
+            after |= self.follow(member.state, chosen, member.tx, text) if chosen else {}
         return after
 
     def _find_members(self, tx: Any, state: optax.transforms.PartitionState) -> list[Member]:
