@@ -1,5 +1,7 @@
 """Transformations as the calls that made them, for messages and `repr`s."""
 
+from collections.abc import Iterator
+
 import optax
 
 from optfn import core
@@ -19,6 +21,14 @@ def show_transform(tx: optax.GradientTransformation) -> str:
         if nested and factory != "with_extra_args_support":
             return f"{checks.package(function.__module__)}.{factory}(…)"
     return f"optax.{type(tx).__name__}(…)"
+
+
+def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
+    """Yield `tx` and the transformations inside of it; those of other libraries are left out."""
+    if isinstance(tx, core.Transform):
+        yield tx
+        for link in tx.inner:
+            yield from iterate_links(link)
 
 
 def _show_argument(x: object) -> object:

@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.collectives import axes as meshes
-from optfn.collectives.axes import AxisName
+from optfn.collectives.axes import AxisName, check_axis_names, to_axes
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
@@ -50,7 +49,7 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
       x: the array, or its shape.
     """
     if entry.kept == "per_worker":
-        return P(meshes.to_axes(entry.axes or axis_name))
+        return P(to_axes(entry.axes or axis_name))
     return P(*[None] * (x.ndim - 1), entry.axes) if entry.kept == "sliced" else P()
 
 
@@ -72,7 +71,7 @@ def state_specs(
         to be correct there.
     """
     tx = core.check_transform("state_specs: tx", tx)
-    meshes.check_axis_names("axis_name", axis_name, optional=True)
+    check_axis_names("axis_name", axis_name, optional=True)
     return specs_over_workers(jax.eval_shape(tx.init, params), axis_name)
 
 

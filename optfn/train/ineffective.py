@@ -12,7 +12,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, Params
-from optfn.interop.calls import show_transform
+from optfn.interop.calls import iterate_links, show_transform
 from optfn.leaves import contents
 from optfn.state.names import iterate_nodes
 from optfn.state.reports import read_local
@@ -136,7 +136,7 @@ def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
 
 def warn_of_lazy_sums(tx: optax.GradientTransformation) -> None:
     """Warn of an optimizer with `lazy` inside `accumulate`, which gives it dense gradients."""
-    sums = (link for link in _iterate_links(tx) if link.call[0] == "accumulate")
+    sums = (link for link in iterate_links(tx) if link.call[0] == "accumulate")
     for name, lazy in dict.fromkeys(found for link in sums for found in _find_lazy_calls(link)):
         checks.warn(
             f"{name}(lazy={lazy!r}) has no effect inside accumulate, which adds gradients up "
@@ -147,18 +147,10 @@ def warn_of_lazy_sums(tx: optax.GradientTransformation) -> None:
 
 def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
     """Yield (name, lazy) of each optimizer in `tx` whose call turns `lazy` on."""
-    for link in _iterate_links(tx):
+    for link in iterate_links(tx):
         name, _, arguments = link.call
         if arguments.get("lazy"):
             yield name, arguments["lazy"]
-
-
-def _iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
-    """Yield `tx` and the transformations inside of it; those of other libraries are left out."""
-    if isinstance(tx, core.Transform):
-        yield tx
-        for link in tx.inner:
-            yield from _iterate_links(link)
 
 
 def count_waiting_gradients(opt_state: OptState) -> int:

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from optfn import core
 from optfn.autodiff.named_segments import check_names
-from optfn.collectives import axes as meshes
-from optfn.collectives.axes import AxisName
+from optfn.collectives.axes import AxisName, check_axis_names
 from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import DType, LossFn, Updates
@@ -275,7 +274,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {checks.show(mesh)}"
         )
-    meshes.check_axis_names("data_axis", data_axis)
+    check_axis_names("data_axis", data_axis)
     if mesh is not None:
         count_devices(mesh, data_axis)
 

@@ -285,12 +285,16 @@ class TrainStep:
         """
         self.check_state(state)
         flags = self._check_flags(state)
-        state, batch = self._copy_shared(state, convert_batch(batch))
+        is_placed, self._placed = batch is self._placed, None
+        if not is_placed:
+            batch = convert_batch(batch)
+        state, batch = self._copy_shared(state, batch, is_placed=is_placed)
         # Only at the first call: the comparison is a collective of all processes.
         is_first = not self._has_run and not checks.is_traced(state.step)
         if is_first and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
-        batch = self._split_batch(batch)
+        if not is_placed:
+            batch = self._split_batch(batch)
         if self.layout is None and not checks.is_traced(state.step):
             batch = parallel.copy_host_arrays(batch)
         arguments = self.list_arguments(state, batch)
@@ -326,9 +330,11 @@ class TrainStep:
         self._placed = batch
         return batch
 
-    def _copy_shared(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Copy what a call would both donate and read: params of a target network, for example."""
-        is_placed, self._placed = batch is self._placed, None
+    def _copy_shared(
+        self, state: TrainState, batch: Batch, *, is_placed: bool = False
+    ) -> tuple[TrainState, Batch]:
+        """Copy what a call would both donate and read: params of a target network, for example. A
+        batch that `place_batch` returned shares nothing."""
         if not self.options.donate or checks.is_traced(state.step):
             return state, batch
         if state.model_state is not None:

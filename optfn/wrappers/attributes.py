@@ -14,6 +14,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
+from optfn.interop.calls import iterate_links
 from optfn.leaves import contents, patterns
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import mark_stacked
@@ -204,10 +205,8 @@ def apply_to_trained(
 def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[str]:
     """Return the paths of the leaves that an optimizer freezes, also inside wrappers and chains of
     optfn."""
-    if not isinstance(tx, core.Transform):
-        return frozenset()
-    own = _find_untrained(tx.param_attrs, params) if tx.param_attrs else frozenset()
-    return own.union(*(find_frozen(inner, params) for inner in tx.inner))
+    attrs = [link.param_attrs for link in iterate_links(tx) if link.param_attrs]
+    return frozenset[str]().union(*(_find_untrained(x, params) for x in attrs))
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
@@ -219,10 +218,8 @@ def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
 
 def _freezes(tx: optax.GradientTransformation) -> bool:
     """Tell whether an optimizer may freeze leaves, also inside wrappers and chains of optfn."""
-    if not isinstance(tx, core.Transform):
-        return False
-    attrs = (tx.param_attrs or {}).values()
-    return not all(attr.trainable for attr in attrs) or any(map(_freezes, tx.inner))
+    attrs = (attr for link in iterate_links(tx) for attr in (link.param_attrs or {}).values())
+    return not all(attr.trainable for attr in attrs)
 
 
 def _find_trained(tx: optax.GradientTransformation, values: PyTree) -> frozenset[str]:
