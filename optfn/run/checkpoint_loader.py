@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,18 +72,7 @@ class Loader:
         saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
         saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
         names = [name for name in saved if not _is_beside(name)]
-        chosen = {*filter(self.is_selected, names)}
-        states = [x.removesuffix(f"/{_TRAIN}/step") for x in names if x.endswith(f"/{_TRAIN}/step")]
-        if not chosen and states:
-            raise OtherRun(
-                f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
-                f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
-            )
-        if not chosen:
-            raise OtherRun(
-                f"only={self.only!r} matches no name in {path}; it has "
-                f"{list_names([_public_name(name) for name in names])}"
-            )
+        chosen = self._select(path, names)
         found = _rescale_to_template(like, {k: x for k, x in saved.items() if x is not None})
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
         is_of_a_run = f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState)
@@ -109,6 +99,22 @@ class Loader:
         left_out = [name for name in names if name not in chosen]
         lists = changes.carried, changes.new, [*changes.dropped, *left_out]
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
+
+    def _select(self, path: Path, names: Sequence[str]) -> set[str]:
+        """Return the names that are loaded; raise an OtherRun if there are none."""
+        chosen = {*filter(self.is_selected, names)}
+        if chosen:
+            return chosen
+        states = [x.removesuffix(f"/{_TRAIN}/step") for x in names if x.endswith(f"/{_TRAIN}/step")]
+        if states:
+            raise OtherRun(
+                f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
+                f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
+            )
+        raise OtherRun(
+            f"only={self.only!r} matches no name in {path}; it has "
+            f"{list_names([_public_name(name) for name in names])}"
+        )
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded."""

@@ -4,6 +4,7 @@ It runs inside `shard_map` over the worker axes, or on one device. Along the axe
 the compiler divides the update, so the code here sees whole arrays, and a norm covers all shards.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from optfn.state.names import is_state
 from optfn.state.per_worker import find_nodes, has_exchange, may_give_rows
 from optfn.state.reports import collect_reports, iterate_nodes
 from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
-from optfn.train.loss_form import Inputs
+from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import collect_rates
@@ -102,71 +103,126 @@ def make_worker_step(
       reduce_dtype: the dtype for averaging gradients over the workers; None: their own.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    step = _WorkerStep(make_objective, tx, key_of, axes, layout, reduce_dtype)
+    return step.run
+
+
+@dataclasses.dataclass(frozen=True)
+class _WorkerStep:
+    """The step of one worker, in stages; the fields are the arguments of `make_worker_step`."""
+
+    make_objective: Callable[[Layout | None, bool], Objective]
+    tx: optax.GradientTransformationExtraArgs
+    key_of: KeyOf | None
+    axes: Axes
+    layout: Layout | None
+    reduce_dtype: DType | None
+
+    def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        """Return the next state and the metrics, from this worker's part of the batch."""
         # 1. The batch and all keys are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
-        state = state._replace(params=constrain_params(state.params, layout))
-        inputs = _make_inputs(state, batch, key_of, layout)
-        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
-        later = layout and layout.average_later()
-        # An exchange takes each worker's own gradient, of all leaves or of some.
-        of_loss = later if has_exchange(state.opt_state) else layout
-        averaged = of_loss and jax.tree.map(
-            lambda entry: entry.mean_axes, of_loss.describe(state.params)
-        )
-        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
-        values, grads = make_objective(of_loss, accumulates)(scaled)
-        # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
-        grads = mask_frozen(tx, _conjugate(grads))
+        state = state._replace(params=constrain_params(state.params, self.layout))
+        inputs = _make_inputs(state, batch, self.key_of, self.layout)
+        values, grads, averaged = self._differentiate(state, inputs)
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
-        workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        own = values.loss, values.aux
+        group = self.layout.group_of(state.params) if self.layout and self.axes else None
+        workers, own = Workers(self.axes, group), (values.loss, values.aux)
         grads, (loss, aux), extra = reduce_gradients(
-            grads, state.opt_state, workers, own, reduce_dtype, averaged
+            grads, state.opt_state, workers, own, self.reduce_dtype, averaged
         )
-        # `extra` has "workers" only where the optimizer exchanges gradients itself.
-        exchanges_itself = "workers" in extra
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
-        # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
-        #    arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = grads
-        if exchanges_itself:
-            mean, _ = mean_over_workers(grads, (), workers, reduce_dtype)
-        extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
-        of_value = make_objective(later, accumulates)
-        extra["value_fn"] = make_value_fn(of_value, workers, inputs, reduce_dtype)
-        if may_give_rows(state.opt_state):
-            extra["row_updates"] = True
+        # `extra` has "workers" only where the optimizer exchanges gradients itself.
+        exchanges_itself = "workers" in extra
+        extra |= self._make_arguments(state, inputs, workers, grads, exchanges_itself)
+        extra["value"] = loss
+        model_state = _average_model_state(values.model_state, inputs, state, self.axes)
         if values.weight is not None:
             extra["weight"] = values.weight
-        model_state = _average_model_state(values.model_state, inputs, state, axes)
         if has_statistics(state.opt_state):
             extra["model_state"] = model_state
-        # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
-            updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        skip = _is_without_weight(values.weight, state.opt_state)
-        if skip is not None:
-            updates, kept = select_unless_skipped(skip, updates, opt_state, state.opt_state)
-            # Where tables have rows as gradients, the state goes on: the update of a row writes
-            # that row alone, but a choice would write all of them.
-            opt_state = opt_state if may_give_rows(state.opt_state) else kept
-        params = gather_new_params(apply_updates(params, updates), layout)
-        model_state = _keep_skipped_model_state(model_state, state, opt_state, skip)
-        metrics = _collect_metrics(loss, aux, opt_state)
+        # 3. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
+        state_before, state = state, TrainState(state.step, params, state.opt_state, model_state)
+        state = self._update(state_before, state, grads, extra, values.weight)
+        metrics = _collect_metrics(loss, aux, state.opt_state)
         if values.weight is not None:
             # A mean over nothing is no number.
             metrics["loss"] = jnp.where(values.weight == 0, jnp.nan, loss)
             metrics["weight"] = values.weight
         if exchanges_itself:
-            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
-        return TrainState(core.next_step(state.step), params, opt_state, model_state), metrics
+            before, after = state_before.opt_state, state.opt_state
+            metrics |= traffic.traffic_metrics(grads, before, after, self.axes)
+        return state, metrics
 
-    return step
+    def _differentiate(self, state: TrainState, inputs: Inputs) -> tuple[Values, Updates, PyTree]:
+        """Return the results of the loss, this worker's gradients, and for each leaf the worker
+        axes over which the loss has averaged its gradient; None in their place without a layout."""
+        later = self.layout and self.layout.average_later()
+        # An exchange takes each worker's own gradient, of all leaves or of some.
+        of_loss = later if has_exchange(state.opt_state) else self.layout
+        averaged = of_loss and jax.tree.map(
+            lambda entry: entry.mean_axes, of_loss.describe(state.params)
+        )
+        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
+        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
+        values, grads = self.make_objective(of_loss, accumulates)(scaled)
+        # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
+        return values, mask_frozen(self.tx, _conjugate(grads)), averaged
+
+    def _make_arguments(
+        self,
+        state: TrainState,
+        inputs: Inputs,
+        workers: Workers,
+        grads: Updates,
+        exchanges_itself: bool,
+    ) -> dict[str, Any]:
+        """Return the extra arguments of `update` that describe the loss: its function, and the mean
+        gradients."""
+        # The mean is equal on all workers in all leaves. Line searches of optax take it, as dense
+        # arrays. If the optimizer reads no "grad", XLA removes this computation.
+        mean = grads
+        if exchanges_itself:
+            mean, _ = mean_over_workers(grads, (), workers, self.reduce_dtype)
+        later = self.layout and self.layout.average_later()
+        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
+        of_value = self.make_objective(later, accumulates)
+        value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
+        rows = {"row_updates": True} if may_give_rows(state.opt_state) else {}
+        return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **rows}
+
+    def _update(
+        self,
+        before: TrainState,
+        state: TrainState,
+        grads: Updates,
+        extra: dict[str, Any],
+        weight: jax.Array | None,
+    ) -> TrainState:
+        """Return the next state.
+
+        Args:
+          before: the state before the step.
+          state: the same with the new model state, and params behind a barrier.
+          grads: the gradients, as the optimizer takes them.
+          extra: the extra arguments of `update`.
+          weight: the weight of the loss, if that is a `Mean`.
+        """
+        with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
+            updates, opt_state = self.tx.update(grads, before.opt_state, state.params, **extra)
+        skip = _is_without_weight(weight, before.opt_state)
+        if skip is not None:
+            updates, kept = select_unless_skipped(skip, updates, opt_state, before.opt_state)
+            # Where tables have rows as gradients, the state goes on: the update of a row writes
+            # that row alone, but a choice would write all of them.
+            opt_state = opt_state if may_give_rows(before.opt_state) else kept
+        params = gather_new_params(apply_updates(state.params, updates), self.layout)
+        model_state = _keep_skipped_model_state(state.model_state, before, opt_state, skip)
+        return TrainState(core.next_step(before.step), params, opt_state, model_state)
 
 
 def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:
