@@ -30,8 +30,7 @@ Marks: TypeAlias = list[bool]
 def find_dependent_leaves(
     fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]
 ) -> PyTree:
-    """Mark each leaf of fn(*args) that may depend on a marked leaf;
-    unknown dependence counts as such.
+    """Mark each leaf of fn(*args) that may depend on a marked leaf.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
@@ -47,7 +46,7 @@ def find_dependent_leaves(
 
 
 def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
-    """Propagate marks from a jaxpr's inputs to its outputs; literals are never marked."""
+    """Return the marks of a jaxpr's outputs from those of its inputs. Literals have no mark."""
     marked = bindings(jaxpr.invars, inputs)
 
     def marks(atoms: Sequence[Atom]) -> Marks:

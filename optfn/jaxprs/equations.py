@@ -165,7 +165,7 @@ def type_of(atom: Atom) -> Any:
 
 
 def variables(atoms: Iterable[Atom]) -> list[Variable]:
-    """Return the variables among `atoms`, each once; literals are left out."""
+    """Return the variables among `atoms`, each once and without the literals."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, jex.Literal)))
 
 
@@ -180,7 +180,7 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
 
 
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
-    """Run the primitive of an equation on other values of its arguments; return the results."""
+    """Return the results of an equation's primitive for other values of its arguments."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
@@ -193,8 +193,9 @@ def run_equations(
     overrides: Mapping[int, Override] | None = None,
     rule: Rule | None = None,
 ) -> Environment:
-    """Run equations by their overrides, else by `rule`, else as they are; return `values`, with
-    their results added.
+    """Run equations in order, add their results to `values`, and return it.
+
+    An equation runs by its override if it has one, else by `rule`, else by its primitive.
 
     The arguments are the same as for `Equations.run`. Traced operations keep the lines and the
     named scopes of the equations, which errors and profiles show.

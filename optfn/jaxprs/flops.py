@@ -27,7 +27,7 @@ class UncountableError(Exception):
 
 
 def count_product_flops(equation: Equation) -> float | None:
-    """Return the FLOPs of a product or a convolution, 2 for each multiply-add; None for others.
+    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, else None.
 
     The holes and the padding of a convolution, such as the gradient of a strided one has, do not
     count.
@@ -57,7 +57,7 @@ def count_flops(equations: Iterable[Equation]) -> float:
 
 
 def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
-    """Return the FLOPs of the products of a program on all devices; a loop counts all its turns.
+    """Return the FLOPs of the products of a program on all devices. A loop counts all its turns.
 
     Products that run again in the backward pass under `jax.checkpoint` do not count, nor do those
     under the `jax.named_scope` called `left_out`. Inside `shard_map` each device counts.

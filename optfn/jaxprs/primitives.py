@@ -147,7 +147,7 @@ def as_checkpoint(equation: Equation) -> Checkpoint | None:
 
 
 def name_of_value(equation: Equation) -> str | None:
-    """Return the name that `checkpoint_name` gives a value; None for any other equation."""
+    """Return the name that `checkpoint_name` gives a value, or None for another equation."""
     return _params_of(equation)["name"] if name_of(equation) == "name" else None
 
 
@@ -185,7 +185,7 @@ class Scan(NamedTuple):
 
 
 def as_scan(equation: Equation) -> Scan | None:
-    """Return the scan that an equation is; None also if its params have an unknown form."""
+    """Return the scan that an equation is, or None, also if its params have an unknown form."""
     params = equation.params
     if equation.primitive.name != "scan":
         return None
@@ -250,7 +250,7 @@ def _split(
 
 
 def find_bound_axes(equation: Equation) -> dict[str, int]:
-    """Return the axes that a `shard_map` binds, with their lengths; {} for another equation."""
+    """Return the axes that a `shard_map` binds, with their lengths, or {} for another equation."""
     if equation.primitive.name != "shard_map":
         return {}
     mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
@@ -295,7 +295,7 @@ def stops_gradient(equation: Equation) -> bool:
 
 
 def as_cast(equation: Equation) -> Any:
-    """Return the dtype that an equation casts its operand to; None for another equation."""
+    """Return the dtype that an equation casts its operand to, or None if it is no cast."""
     is_cast = equation.primitive.name == "convert_element_type"
     return equation.params["new_dtype"] if is_cast else None
 
@@ -306,8 +306,10 @@ def as_transpose(equation: Equation) -> tuple[int, ...] | None:
 
 
 def as_reshape(equation: Equation) -> tuple[int, ...] | None:
-    """Return the shape that an equation gives an array, whose entries stay in their order; None
-    also for a reshape that moves them, or has a sharding."""
+    """Return the shape that an equation gives an array without moving its entries.
+
+    It is None for another equation, and for a reshape that moves entries or has a sharding.
+    """
     params = equation.params
     if equation.primitive.name != "reshape":
         return None
@@ -387,8 +389,11 @@ def begins_product(equation: Equation) -> bool:
 
 
 class Product(NamedTuple):
-    """A product of matrices: the dimensions of its left operand that are summed, and the number
-    of groups that divide these; 1 if there are none."""
+    """A product of matrices.
+
+    summed: the dimensions of its left operand that are summed.
+    groups: how many groups divide these dimensions, at least 1.
+    """
 
     summed: tuple[int, ...]
     groups: int = 1

@@ -18,13 +18,12 @@ Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 
 def select_inexact_leaves(tree: PyTree) -> list[Leaf]:
-    """Return the leaves that have a gradient, real and complex floating point;
-    integers are left out."""
+    """Return the real and complex floating-point leaves, which alone have a gradient."""
     return list(filter(_is_inexact, jax.tree.leaves(tree)))
 
 
 def replace_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
-    """Replace the inexact leaves of a tree, in order; the others stay."""
+    """Return a tree with its inexact leaves replaced, in order, and all other leaves unchanged."""
     return replace_leaves(_is_inexact, tree, replacements)
 
 

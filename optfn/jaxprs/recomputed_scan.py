@@ -65,7 +65,7 @@ def scan_recomputed(
     stacks: Sequence[Value],
     order: Order,
 ) -> list[Value]:
-    """Return the last carry of a scan and its stacked results; its backward pass recomputes them.
+    """Return the last carry of a scan and its stacked results, which the backward pass recomputes.
 
     Forward-mode differentiation is an error, as it is for each gather of a param.
 

@@ -53,7 +53,7 @@ LAYER = "optfn.layer"
 
 
 def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
-    """Return the results of an equation; a result that waits for its param is a ShardedParam."""
+    """Return the results of an equation. A result that waits for its param is a ShardedParam."""
     return _Interpreter(by_name=False).run_equation(equation, *operands)
 
 
@@ -70,7 +70,7 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
 
 
 def _find_entered(equation: Equation) -> Jaxpr | None:
-    """Return the jaxpr of a jitted function or of a checkpoint; None for another equation."""
+    """Return the jaxpr of a jitted function or of a checkpoint, or None for another equation."""
     call = as_call(equation)
     is_entered = call is not None and (call.is_jitted or as_checkpoint(equation) is not None)
     return call.body if call is not None and is_entered else None
@@ -163,7 +163,7 @@ class _BodyInterpreter(_Interpreter):
 
 
 def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None:
-    """Return a param with one more operation that waits; None if the equation needs its value."""
+    """Return a param with one more operation that waits, or None if an equation needs its value."""
     operation = Operation.of(equation)
     if operation is None:
         return None
@@ -173,7 +173,7 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
 
 
 def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None:
-    """Return `_delay` of an equation on these values; None if it reads other equations' results."""
+    """Return `_delay` of an equation on these values, or None if it reads more than one param."""
     reads = variables(equation.invars)
     if len(reads) == 1 and isinstance(values.get(reads[0]), ShardedParam):
         return _delay(equation, read(values, equation.invars))
@@ -208,7 +208,7 @@ def _is_recomputed(jaxpr: Jaxpr) -> bool:
 
 
 def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-    """Return the results of a jaxpr; of a checkpoint or jit that is all of it, those of its inside.
+    """Return the results of a jaxpr. A checkpoint or jit that is all of it runs as its inside.
 
     The caller puts a checkpoint around it, in place of the one left out.
     """

@@ -25,7 +25,7 @@ GATHERED = "optfn.gathered"
 
 
 class Shard(Protocol):
-    """The shard of an array that a device keeps; a pytree."""
+    """The shard of an array that a device keeps, as a pytree."""
 
     @property
     def array(self) -> jax.Array:
@@ -35,10 +35,10 @@ class Shard(Protocol):
         """Return the shape and dtype of the whole array."""
 
     def gather(self, dtype: Any = None) -> jax.Array:
-        """Return the whole array, cast to `dtype`; None keeps the dtype."""
+        """Return the whole array, cast to `dtype` unless that is None."""
 
     def divide_layers(self) -> "Shard | None":
-        """Return this array divided within each layer; None if no dimension of a layer fits."""
+        """Return this array divided within each layer, or None if no dimension of a layer fits."""
 
     def group_layers(self, groups: int) -> "Shard | None":
         """Return this array of divided layers as (groups, layers of a group, …).
@@ -65,7 +65,7 @@ class Operation:
 
     @classmethod
     def of(cls, equation: Equation) -> "Operation | None":
-        """Return the operation that an equation is; None if it is another equation."""
+        """Return the operation that an equation is, or None for another equation."""
         order, sizes = as_transpose(equation), as_reshape(equation)
         is_known = order is not None or sizes is not None or is_same_on_layers(equation)
         is_unary = len(variables(equation.invars)) == 1
@@ -94,7 +94,7 @@ class Operation:
         return new[0] if splits else None
 
     def of_layer(self, length: int) -> "Operation | None":
-        """Return the operation on one of `length` layers; None if it mixes layers."""
+        """Return the operation on one of `length` layers, or None if it mixes layers."""
         if self.order is not None:
             first, *order = self.order
             return None if first else dataclasses.replace(self, order=tuple(d - 1 for d in order))
@@ -150,7 +150,7 @@ class ShardedParam:
         return whole
 
     def divide_within_layers(self, length: int) -> "ShardedParam | None":
-        """Return this stack of layers, divided within each layer; None if a scan needs it whole.
+        """Return this stack of layers, divided within each layer, or None if a scan needs it whole.
 
         Args:
           length: the number of layers.
