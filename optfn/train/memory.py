@@ -68,10 +68,11 @@ def plan_memory(
         "params"    P/N     S/N    (N − 1)/N·(G + P)
 
     The bytes sent are those of the step's collectives: it is traced, and each collective that its
-    results need counts as often as its loops run. So they differ from this table where the step
-    does. With "params" a leaf that a scan takes is sent P once more, because the backward pass
-    gathers layers again. A leaf that N does not divide, or that is too small to divide (see
-    `sharded`), is averaged by an all-reduce. With `gather=` or `reduce=` packets are sent.
+    results need counts as often as its loops run, although a compiler may move it out of one. So
+    they differ from this table where the step does. With "params" a leaf that a scan takes is sent
+    P once more, because the backward pass gathers layers again. A leaf that N does not divide, or
+    that is too small to divide (see `sharded`), is averaged by an all-reduce. With `gather=` or
+    `reduce=` packets are sent.
 
     Activations and the batch are not counted.
 
@@ -143,7 +144,10 @@ def plan_memory(
         _count_bytes(state.params),
         _count_bytes(state.opt_state),
         _count_gradients(tx, stored, layout, held, patterns.match_names(tables, stored, "tables")),
-        round(_count_sent(traced.jaxpr.jaxpr, mesh, layout.data_axes)),
+        round(
+            _count_sent(traced.jaxpr.jaxpr, mesh, layout.data_axes)
+            + _count_padded(layout, stored, local_steps)
+        ),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
         whole,
     )
@@ -171,6 +175,24 @@ def _count_sent(program: Jaxpr, mesh: Mesh, along: Axes) -> float:
         if collective is not None and not {*along}.isdisjoint(collective.axes):
             devices = collective.group or count_devices(mesh, collective.axes)
             sent += live.times * collective.count_sent(devices, live.needed)
+    return sent
+
+
+def _count_padded(layout: Layout, params: Params, local_steps: int) -> float:
+    """Return the bytes that each device sends for leaves whose layers are padded: the compiler
+    moves these (`gather_new_params`), so no equation of the step shows them."""
+    n, sent = layout.num_shards, 0.0
+    for entry in jax.tree.leaves(layout.describe(params)):
+        padded = layout.pad_shape(entry.shape, entry.gradient_spec)
+        if padded == entry.shape or entry.is_table:
+            continue
+        once = (n - 1) / n * math.prod(padded) * jnp.dtype(entry.dtype).itemsize
+        if layout.divisions(entry.spec):
+            # Gradient and params go to the devices with their layers, and the update back.
+            sent += local_steps * 3 * once / n
+        else:
+            # New params are gathered in each step of a round, and once more after it.
+            sent += once * (local_steps + 1 if local_steps > 1 else 1)
     return sent
 
 

@@ -494,6 +494,7 @@ def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
         assert plan.sent == pytest.approx(
             7 / 8 * sum(3 * p.nbytes for p in jax.tree.leaves(params["layers"].layers))
             + 7 / 8 * 2 * params["head"].nbytes
+            + 2 * 7 / 8 * 4  # the loss
         )
 
 
