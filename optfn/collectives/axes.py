@@ -38,7 +38,8 @@ def join_axes(*axis_names: AxisName) -> Axes:
 
 
 def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Keep only the axes in `names` in a PartitionSpec; a dimension without any gets None."""
+    """Keep only the axes in `names` in a PartitionSpec. A dimension without any of them gets
+    None."""
     entries: list[Any] = []
     for entry in spec:
         kept = tuple(axis for axis in to_axes(entry) if axis in names)
@@ -59,8 +60,8 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of `names`,
-    with these axes; others are left out."""
+    """Return the dimensions that a spec divides over some of `names`, with these axes. All other
+    dimensions are left out."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 

@@ -41,7 +41,7 @@ class Devices:
 
     @cached_property
     def _spec_of_path(self) -> Mapping[str, P]:
-        """The specs as a mapping by path; computed once, because every leaf asks."""
+        """The specs as a mapping by path, computed once, because every leaf asks for its spec."""
         return dict(self.specs)
 
     def specs_of(self, values: PyTree) -> PyTree:
@@ -64,7 +64,7 @@ class Devices:
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes that divide the leaf at a path; () if it is whole or unknown."""
+        """Return the axes that divide the leaf at a path. For a whole or unknown leaf return ()."""
         return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
@@ -114,20 +114,20 @@ class Workers(NamedTuple):
     group: Devices | None = None
 
     def any(self, flag: jax.Array) -> jax.Array:
-        """Tell whether the flag of any worker is true; without axes the flag itself."""
+        """Tell whether the flag of any worker is true. Without axes return the flag unchanged."""
         # A collective adds and compares numbers, not booleans.
         return self.max(flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest x of all workers; without axes x."""
+        """Return the largest x of all workers. Without axes return x."""
         return lax.pmax(x, self.axes) if self.axes else x
 
     def min(self, x: jax.Array) -> jax.Array:
-        """Return the smallest x of all workers; without axes x."""
+        """Return the smallest x of all workers. Without axes return x."""
         return lax.pmin(x, self.axes) if self.axes else x
 
     def root_mean_square(self, x: jax.Array) -> jax.Array:
-        """Return √(mean of x² over workers) for x ≥ 0; without axes x."""
+        """Return √(mean of x² over workers) for x ≥ 0. Without axes return x."""
         return jnp.sqrt(lax.pmean(jnp.square(x), self.axes)) if self.axes else x
 
 

@@ -32,8 +32,8 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
-    """Gather a whole array from its shards, one divided dimension after the other;
-    without divisions x."""
+    """Gather a whole array from its shards, one divided dimension after the other. Without
+    divisions x is returned unchanged."""
     for dimension, names in divisions:
         x = torus.all_gather_along(x, names, dimension)
     return x
@@ -49,7 +49,8 @@ def all_gather_leaves(x: PyTree, names: Axes) -> PyTree:
 
 
 def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
-    """Send row k of each array to worker k; return the rows of all workers for this one, (N, …).
+    """Send row k of each array to worker k, and return the rows that all workers sent to this one,
+    (N, …).
 
     There is one all-to-all per dtype. All dtypes of 32 bits share one.
 
@@ -63,7 +64,7 @@ def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
 
 def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """Concatenate the rows of all arrays of a dtype to a bucket, (rows, size), and return the
-    buckets and the function that undoes this; all dtypes of 32 bits share a bucket.
+    buckets and the function that undoes this. All dtypes of 32 bits share a bucket.
 
     Args:
       x: a tree of arrays (rows, …), all with the same number of rows.
@@ -96,7 +97,8 @@ def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Arr
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Reinterpret the bits of x as a dtype of the same width; x itself if it has this dtype."""
+    """Reinterpret the bits of x as a dtype of the same width. If x has this dtype, it is returned
+    unchanged."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 

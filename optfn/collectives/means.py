@@ -20,7 +20,7 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return the mean over workers, in the dtype of x; the all-reduce may add in a wider one.
+    """Return the mean over workers, in the dtype of x. The all-reduce may add in a wider dtype.
 
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
@@ -30,7 +30,8 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
-    """Return x and `count`, by which the sum of x is divided for a mean; of float16 x/count and 1.
+    """Return x and `count`, by which the sum of x is divided for a mean. For float16 return x/count
+    and 1.
 
     In float16 the sum of numbers that fit may be infinite, from 65,504/count on.
     """
@@ -53,7 +54,8 @@ def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
 
 def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
-    """Cast the real floating-point arrays of a tree to a dtype; None leaves the tree as it is.
+    """Cast the real floating-point arrays of a tree to a dtype. With None the tree is returned
+    unchanged.
 
     Integers, complex numbers, rows and masked leaves pass through.
     """
@@ -84,7 +86,7 @@ def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
 def mean_over_workers(
     x: Updates, metrics: PyTree, workers: Workers, dtype: DType | None = None
 ) -> tuple[Updates, PyTree]:
-    """Return the means over workers of gradients and of metrics; each device sends its shards.
+    """Average gradients and metrics over workers, and return both. Each device sends its shards.
 
     A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
     between the devices that keep the same shard. Leaves without a gradient (float0, integers) stay

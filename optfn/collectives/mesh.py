@@ -1,4 +1,4 @@
-"""What JAX does on a mesh, with our defaults: `shard_map`, sharding constraints, shardings."""
+"""JAX's functions on a mesh, with our defaults: `shard_map`, sharding constraints, shardings."""
 
 import functools
 import math
@@ -157,7 +157,8 @@ def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Arr
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of an array that explicit mesh axes divide; None for any other leaf."""
+    """Return the sharding of an array that explicit mesh axes divide. For any other leaf return
+    None."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     placement = jax.typeof(x).sharding

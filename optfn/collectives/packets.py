@@ -59,7 +59,8 @@ class Compressor(Protocol):
 
 
 def check_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send any slice of an array, else raise.
+    """Return the compressor if it can send any slice of an array. Otherwise raise a TypeError or a
+    ValueError.
 
     Raises:
       TypeError: it is not a compressor.
@@ -89,7 +90,8 @@ _MOST_BIAS = 0.01
 
 
 def check_param_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send params, because it keeps every entry; else raise.
+    """Return the compressor if it can send params, because it keeps every entry. Otherwise raise a
+    TypeError or a ValueError.
 
     Raises:
       TypeError: it is not a compressor.
@@ -107,7 +109,8 @@ def check_param_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send gradients, else raise; warn if it is biased.
+    """Return the compressor if it can send gradients, and warn if it is biased. Otherwise raise a
+    TypeError or a ValueError.
 
     Raises:
       TypeError: it is not a compressor.
@@ -125,8 +128,8 @@ def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def _init_at(compressor: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
-    """Return the compressor's first state, with the training step (None:
-    nothing) added to its integers."""
+    """Return the compressor's first state, with the training step added to its integers. If `step`
+    is None, nothing is added."""
     state = compressor.init(shape)
     if step is None:
         return state

@@ -32,7 +32,7 @@ Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
 
 
 def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return x unchanged; in the backward pass, its cotangents are summed over an axis.
+    """Return x unchanged. In the backward pass, its cotangents are summed over an axis.
 
     A tensor-parallel layer begins with it; see `sum_over` for its end.
 
@@ -54,7 +54,7 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the sum of x over an axis; in the backward pass, cotangents pass unchanged.
+    """Return the sum of x over an axis. In the backward pass, cotangents are returned unchanged.
 
     A tensor-parallel layer ends with it, and begins with `copy_to`:
 

@@ -113,8 +113,8 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
 
 
 def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
-    """Return how many torus dimensions a phase of a scatter may span: 2 on sparse cores, if the
-    slice of a device has enough rows; else 1."""
+    """Return how many torus dimensions a phase of a scatter may span. It is 2 on sparse cores, if
+    the slice of a device has enough rows, and 1 otherwise."""
     if not has_plane_scatters() or dimension == x.ndim - 1:
         return _SCATTERED
     rows = x.shape[-2] // (lax.axis_size(name) if dimension == x.ndim - 2 else 1)
@@ -176,7 +176,7 @@ def _split_dimension(
 
 
 def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
-    """Return the phases of a scatter over an axis; a gather takes them in reversed order.
+    """Return the phases of a scatter over an axis. A gather takes them in reversed order.
 
     There is one phase if the mesh is not known, or has no torus of more than `most` dimensions.
 
@@ -206,8 +206,8 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
 
 
 def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring;
-    leave other devices in their order.
+    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring. All
+    other devices are returned in their order.
 
     JAX lists TPU chips by hosts, such as 2 × 2 of a torus of 16 × 16. In that order the first 16
     chips fill a square instead of a ring, and the groups of the next phase leave chips out and
@@ -230,8 +230,8 @@ def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Return the sizes of the box of TPU chips along a mesh axis,
-    outermost dimension first; () if there is none.
+    """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first. If
+    there is no box, return ().
 
     The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
     be in any order: the groups of each phase are then smaller boxes, and the compiler has native
@@ -249,7 +249,8 @@ def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
 
 
 def _extents(line: np.ndarray) -> tuple[int, ...]:
-    """Return the sizes above 1 of the box that a line of TPU devices fills; () if it fills none."""
+    """Return the sizes above 1 of the box that a line of TPU devices fills. If it fills none,
+    return ()."""
     places = [(*reversed(device.coords), device.core_on_chip) for device in line]
     sizes = tuple(len(set(values)) for values in zip(*places, strict=True))
     fill = len(set(places)) == len(line) == np.prod(sizes)

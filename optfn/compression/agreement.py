@@ -15,16 +15,16 @@ from optfn.core.types import Leaf, Updates
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
-    """Tell whether a leaf has `min_size` elements or more and accumulates in float32; wider ones,
-    as float64 and complex, are sent dense."""
+    """Tell whether a leaf has at least `min_size` elements and accumulates in float32. Wider
+    leaves, such as float64 and complex ones, are sent dense."""
     # NumPy's float64 becomes float32 unless jax_enable_x64 is set.
     dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
 def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
-    """Raise if an axis is unbound, or a gradient does not vary over all of them;
-    pass where JAX does not track this."""
+    """Raise a ValueError if an axis is unbound, or if a gradient does not vary over all of them.
+    Where JAX does not track variation, gradients are not checked."""
     check_axes_bound(name, axis_name)
     checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
@@ -40,8 +40,8 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
-    """Raise unless x, the state of the leaf at `place`,
-    has this shape (of one worker's state); a masked x raises too."""
+    """Raise a ValueError unless x, the state of the leaf at `place`, has this shape, which is that
+    of one worker's state. A masked x raises it too."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(
@@ -52,8 +52,8 @@ def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...
 
 
 def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return whether any worker has a gradient that is not finite,
-    and the largest step of any worker.
+    """Return, from one all-reduce, whether any worker has a gradient that is not finite, and the
+    largest step of any worker.
 
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
@@ -107,7 +107,8 @@ def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_n
 
 
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
-    """Return the sum of the bits of all entries, as float32, modulo 2³²; 0 for zeros alone."""
+    """Return the sum of the bits of all entries, as float32, modulo 2³², which is 0 for zeros
+    alone."""
     parts = [x for leaf in leaves for x in (jnp.real(leaf), jnp.imag(leaf))]
     bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in parts]
     return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.zeros((), jnp.uint32))

@@ -20,14 +20,14 @@ from optfn.compilers.groups import varying_axes
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
-    """Return how many words hold fields of these bits per entry and numbers of entries,
-    rounded up to a whole word."""
+    """Return how many 32-bit words hold fields with these bits per entry and these counts of
+    entries, rounded up to a whole word."""
     return -(-sum(w * n for w, n in zip(widths, counts, strict=True)) // 32)
 
 
 def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
-    """Pack fields one after the other into uint32 words (words,),
-    without gaps; zeros fill the last word.
+    """Pack fields one after the other into uint32 words (words,), without gaps. Zeros fill the last
+    word.
 
     Args:
       fields: flat uint32 arrays; entries are below 2^width.
@@ -44,7 +44,8 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
 
 
 def _overlap(stream: jax.Array, words: jax.Array, start: int) -> jax.Array:
-    """Return a stream, and from its word `start` on the bits of `words` too."""
+    """Return a stream extended by `words` from its word `start` on. A word that both have is their
+    bitwise or."""
     shared = stream.size - start
     if not shared:
         return jnp.concatenate([stream, words])
@@ -53,7 +54,7 @@ def _overlap(stream: jax.Array, words: jax.Array, start: int) -> jax.Array:
 
 
 def _pack_field(x: jax.Array, width: int) -> jax.Array:
-    """Return the words of entries of `width` bits; zeros fill the last word."""
+    """Pack entries of `width` bits into whole uint32 words. Zeros fill the last word."""
     # No digit of this width crosses the end of an entry or of a word, so that packing needs only
     # reshapes and shifts.
     digit = math.gcd(32, width)
@@ -65,7 +66,8 @@ def _pack_field(x: jax.Array, width: int) -> jax.Array:
 
 
 def _shift_up(words: jax.Array, by: int) -> jax.Array:
-    """Return a stream of words that is preceded by `by` < 32 zero bits: a word more, if by > 0."""
+    """Put `by` < 32 zero bits in front of a stream of words. If `by` > 0, the result has one word
+    more."""
     if not by:
         return words
     low = jnp.pad(words << np.uint32(by), (0, 1))
@@ -75,7 +77,7 @@ def _shift_up(words: jax.Array, by: int) -> jax.Array:
 def unpack_fields(
     words: jax.Array, widths: Sequence[int], counts: Sequence[int]
 ) -> list[jax.Array]:
-    """Undo `pack_fields`: return each field, uint32 (counts[i],); a field of width 0 is zeros."""
+    """Undo `pack_fields`: return each field, uint32 (counts[i],). A field of width 0 is zeros."""
     fields, start = [], 0
     for width, count in zip(widths, counts, strict=True):
         end = start + width * count
@@ -86,7 +88,7 @@ def unpack_fields(
 
 
 def _unpack_field(words: jax.Array, width: int, count: int) -> jax.Array:
-    """Return the entries that `_pack_field` packed; zeros for a width of 0."""
+    """Return the entries that `_pack_field` packed. Entries of width 0 are zeros."""
     if not width or not count:
         return jnp.zeros(count, jnp.uint32)
     digit = math.gcd(32, width)
@@ -94,7 +96,8 @@ def _unpack_field(words: jax.Array, width: int, count: int) -> jax.Array:
 
 
 def _shift_down(words: jax.Array, by: int) -> jax.Array:
-    """Return a stream of words without its first `by` < 32 bits; zeros follow its last word."""
+    """Drop the first `by` < 32 bits of a stream of words, and return as many words as before. Zeros
+    fill the last word."""
     if not by:
         return words
     next_words = jnp.pad(words[1:], (0, 1))
@@ -129,8 +132,8 @@ def count_ones(words: jax.Array) -> jax.Array:
 
 
 def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, counted from 0,
-    by five bisections; 31 if it has no such bit."""
+    """Return the position of the n-th set bit of each word, counted from 0, by five bisections. If
+    a word has no such bit, the position is 31."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = count_ones(word & np.uint32((1 << width) - 1))
@@ -142,7 +145,8 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Clear all but the first n set bits of each word; a word with at most n stays as it is."""
+    """Clear all but the first n set bits of each word. A word with at most n set bits is returned
+    unchanged."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
     return jnp.where(n < count_ones(words), words & below, words)
 
@@ -150,8 +154,8 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
 def find_positions(
     words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
-    """Return the positions in the stream of words of the set bits with these numbers,
-    counted from 0 over all words.
+    """Return the positions in the stream of words of the set bits whose ranks, counted from 0 over
+    all words, are `number`.
 
     If there is no such bit, the position is meaningless, but within the words.
 

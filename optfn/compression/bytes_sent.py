@@ -14,7 +14,8 @@ from optfn.parallel.traffic import all_reduce_bytes
 
 
 def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
-    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1); 0 before `begin`."""
+    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1), the index of the ramp
+    step. Before `begin` it is 0."""
     # Clipped before the product, which would overflow int32 in a long run.
     since = jnp.clip(step - begin, 0, length)
     return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
@@ -37,12 +38,12 @@ class DgcTraffic:
 
     @property
     def compresses_nothing(self) -> bool:
-        """Whether no leaf is compressed."""
+        """Whether there are leaves and none of them is compressed."""
         return self.small > 0 and not self.large
 
     def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return a worker's bytes in a step: whole leaves before the ramp, then packets unless
-        whole leaves take fewer bytes."""
+        """Return the bytes that a worker sends in an exchange. Large leaves are sent whole before
+        the ramp, and from then on as packets, unless whole leaves take fewer bytes."""
         begin = self.rampup_begin_step
         i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
         gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
@@ -80,8 +81,9 @@ class ExchangeTraffic:
 def traffic_of(
     pairs: Sequence[tuple[BaseCompressor | None, Leaf]], route: str, warmup_steps: int
 ) -> ExchangeTraffic:
-    """Return the traffic of leaves with these compressors;
-    a leaf with None, or whose compressor `is_reduced`, is all-reduced.
+    """Return the traffic of leaves with these compressors. A leaf with None, or whose compressor
+    `is_reduced`, is all-reduced, and the others are gathered or, with route="parts", sent as
+    slices.
 
     `route` and `warmup_steps` are arguments of `exchange`.
     """

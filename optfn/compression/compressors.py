@@ -69,8 +69,8 @@ class BaseCompressor(Compressor):
 
     @classmethod
     def complete(cls, given: Compressor) -> "BaseCompressor":
-        """Give a compressor of any class the defaults that it lacks;
-        a BaseCompressor is returned as it is."""
+        """Give a compressor of any class the defaults that it lacks. A BaseCompressor is returned
+        unchanged."""
         if isinstance(given, BaseCompressor):
             return given
         # An instance of the default class gets the methods of the given object as attributes, bound
@@ -89,13 +89,13 @@ class BaseCompressor(Compressor):
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[PyTree, PyTree]]:
-        """Encode several leaves, by default one after the other;
-        return (packet, next state) of each."""
+        """Encode several leaves, and return (packet, next state) of each. By default they are
+        encoded one after the other."""
         return list(map(self.encode, xs, states))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Encode N slices of a leaf, (N, n): return packets (N,
-        …) and the next state of one, shared by all."""
+        """Encode N slices of a leaf, (N, n), and return their packets, (N, …), and one next state,
+        which all slices share."""
         packets, state = jax.vmap(self.encode, in_axes=(0, None), out_axes=(0, None))(xs, state)
         return packets, state
 
@@ -104,20 +104,20 @@ class BaseCompressor(Compressor):
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
 
     def num_entries(self, size: int) -> int | None:
-        """Return how many entries of a leaf a packet has, with their indices;
-        None if it has all entries without indices."""
+        """Return how many entries of a leaf a packet has, with their indices. The default None says
+        that it has all entries, without indices."""
         del size
         return None
 
     def entries(self, packet: PyTree, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return rising indices and values of a packet's entries;
-        only called if `num_entries` gives a number."""
+        """Return the rising indices and the values of a packet's entries. It is called only if
+        `num_entries` returns a count."""
         raise NotImplementedError
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with the mean, the residual and the next state,
-        by all-reduces; only called if `is_reduced`."""
+        """Return leaves with the mean, the residual and the next state, by all-reduces. It is
+        called only if `is_reduced`."""
         raise NotImplementedError
 
 
@@ -152,8 +152,8 @@ _METHODS = ("init", "encode", "decode", "num_bytes")
 
 
 def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
-    """Return compressors by pattern of paths;
-    a single compressor gets a pattern that matches all, None stays None.
+    """Check the compressors, and return them by pattern of paths. A single compressor gets a
+    pattern that matches all paths, and None in a mapping remains None.
 
     Raises:
       TypeError: a value is not a compressor, or a pattern is not a regular expression.
@@ -173,8 +173,8 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
 
 
 def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
-    """Return the compressor with all methods;
-    a TypeError if it is a class, or lacks a method of the protocol."""
+    """Return the compressor with all methods of a BaseCompressor. Raise a TypeError if it is a
+    class, or lacks a method of the protocol."""
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
@@ -188,8 +188,8 @@ def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
 def choose_compressors(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
-    """Return the compressor of each leaf: the first whose pattern matches its path,
-    None if none does or it is None.
+    """Return the compressor of each leaf, which is the first whose pattern matches its path. A leaf
+    that no pattern matches has None.
 
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.

@@ -1,5 +1,10 @@
 """Deep Gradient Compression: workers exchange the few largest entries of their residuals.
 
+`deep_gradient_compression` is the transform. `dgc_phases` has the phases of a step and the ramp for
+compressed leaves, and `momentum_correction` the momentum and its masking. As for other compressors,
+`k_largest` finds the entries to send, `packet_format` encodes them, and `gathers` takes their mean
+over workers.
+
 `deep_gradient_compression` is the transform. `dgc_phases` has the momentum correction, the masking
 and the ramp for compressed leaves. As for other compressors, `selection` finds the entries to send,
 `packets` encodes them, and `gathering` takes their mean over workers.
@@ -170,8 +175,8 @@ def deep_gradient_compression(
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
-    """Return sparsities as a tuple of floats;
-    raise unless they are Python numbers in [0, 1), at least one."""
+    """Return sparsities as a tuple of floats. Raise a TypeError unless they are a sequence of one
+    or more Python numbers, and a ValueError unless each is in [0, 1)."""
     if isinstance(sparsity, str) or not isinstance(sparsity, Sequence) or not sparsity:
         raise TypeError(
             "sparsity must be a sequence of numbers, one for each step of the ramp, such as "
@@ -188,8 +193,8 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
 
 
 def _init_state(options: Options, params: Params) -> DeepGradientCompressionState:
-    """Return one worker's state, all zeros:
-    u and v for compressed leaves, a velocity for all others."""
+    """Return one worker's state at step 0: u and v of zeros for compressed leaves, a velocity of
+    zeros for all others, and the state of the penalty."""
 
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.is_compressed(p) else p
@@ -234,7 +239,7 @@ def _accumulate_and_send(
     workers: Workers = ONE_WORKER,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Run the update; a worker of several devices runs it on each device's shards,
+    """Run the update of one worker. A worker of several devices runs it on each device's shards,
     and returns no Rows."""
     del extra
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
@@ -250,9 +255,11 @@ def _accumulate_and_send_shards(
     state: DeepGradientCompressionState,
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Return directions and the next state: dense leaves take the momentum of their mean, and
-    compressed leaves send their largest entries, or all entries before the ramp; if any worker's
-    gradient is not finite, directions are 0 and moments stay."""
+    """Return directions and the next state. Dense leaves take the momentum of their mean, and
+    compressed leaves send their largest entries, or all entries before the ramp.
+
+    If the gradient of any worker is not finite, the directions are 0 and the moments do not change.
+    """
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
@@ -295,8 +302,12 @@ def _accumulate_and_send_shards(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise unless the state belongs to one worker,
-    and u and v or the velocity of each leaf have its shape."""
+    """Raise a ValueError unless the velocities and residuals have the tree of the updates, and the
+    state of each leaf has the shape of one worker's.
+
+    The state of a compressed leaf is checked in its residual, and that of any other in its
+    velocity.
+    """
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", values, "updates", updates)
@@ -313,7 +324,8 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
 def _average_and_clip(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
-    """Average leaves over `reduce_axis_name`, if any; clip each compressed one if `compressing`."""
+    """Average leaves over `reduce_axis_name`, if it names an axis, and clip each compressed leaf if
+    `compressing`. Without a `local_grad_clip_norm` no leaf is clipped."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         # The norm of a sum of N independent gradients grows by √N (§3.2 of the paper), so each
@@ -338,7 +350,7 @@ def _average_and_clip(
 def _update_dense_leaf(
     options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return direction and velocity of momentum on the mean gradient;
-    0 and the old velocity if `nonfinite`."""
+    """Return direction and velocity of momentum on the mean gradient. If `nonfinite`, they are 0
+    and the old velocity."""
     direction, new = options.correction.average(mean, velocity)
     return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

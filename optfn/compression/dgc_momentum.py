@@ -116,8 +116,8 @@ def dgc_momentum(
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:
-    """Warn if masking is on and the last sparsity sends over 2 % of the entries;
-    invalid arguments pass, to be refused later."""
+    """Warn if masking is on and the last sparsity sends over 2 % of the entries. Invalid arguments
+    give no warning, because they are refused later."""
     if momentum_masking is not True or not isinstance(sparsity, Sequence) or not sparsity:
         return
     last = sparsity[-1]

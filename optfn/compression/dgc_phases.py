@@ -89,7 +89,7 @@ def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]
 
 @dataclasses.dataclass(frozen=True)
 class Ramp:
-    """The packet formats of the ramp, and the form of the directions; static.
+    """The packet formats of the ramp, and the form of the directions. All of its fields are static.
 
     Args:
       options: the arguments of the transform.
@@ -110,8 +110,8 @@ class Ramp:
 
     @cached_property
     def gives_rows(self) -> bool:
-        """Whether directions are Rows: the caller takes them, there is no dense phase,
-        one ramp step, and packets pay."""
+        """Whether directions are Rows: the caller takes them, there is no dense phase, the ramp has
+        one step, and packets take no more bytes than whole leaves."""
         # All branches of a switch return the same shapes, so all steps must be sparse, with the
         # same number of entries.
         uniform = not self.options.rampup_begin_step and len(self.formats) == 1
@@ -184,7 +184,8 @@ def _replace_directions(leaves: Leaves, directions: Sequence[jax.Array | Rows]) 
 
 
 def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
-    """Apply momentum to the mean gradient, with u as the velocity; v stays."""
+    """Apply momentum to the mean gradient, with u as the velocity. The residual v is returned
+    unchanged."""
     options, axes = ramp.options, ramp.options.axis_name
 
     def step(leaf: LeafInExchange) -> LeafInExchange:
@@ -252,7 +253,8 @@ def _exchange_entries(
 
 
 def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
-    """Return the mean over workers as Rows of one entry each, a block of k rows per worker.
+    """Gather the packets of all workers, and return their mean as Rows of one entry each, a block
+    of k rows per worker.
 
     This makes no array of the size of a leaf.
     """

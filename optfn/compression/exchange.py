@@ -97,8 +97,9 @@ class _Options(Sending):
         return join_axes(self.axis_name, self.group and self.group.axes)
 
     def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
-        """Return the compressor of each leaf; None, for a dense exchange, if no pattern chooses
-        one, the compressor refuses the leaf, or it is masked, small or wider than float32."""
+        """Return the compressor of each leaf. It is None, for a dense exchange, if no pattern
+        chooses one, the compressor refuses the leaf, or the leaf is masked, small or wider than
+        float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
@@ -250,7 +251,7 @@ def _average_dense(
     workers: Workers = ONE_WORKER,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
-    """Return the plain mean of each leaf over workers, and the state as it is."""
+    """Return the plain mean of each leaf over workers, and the state unchanged."""
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
@@ -288,8 +289,8 @@ def _mean_of_packets(
     row_updates: bool = False,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
-    """Return directions and the next state;
-    leaves of packed buffers are exchanged one by one, and packed again."""
+    """Return directions and the next state. The leaves of packed buffers are exchanged one by one,
+    and packed again."""
     del params, extra
     # Rows cannot be part of a flat buffer.
     has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
@@ -311,8 +312,8 @@ def _mean_of_packets(
 
 
 def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
-    """Raise a ValueError if a divided leaf's compressor keeps arrays for the whole leaf;
-    without a group nothing is divided."""
+    """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf.
+    Without a group no leaf is divided, and nothing is checked."""
     if group is None:
         return
     leaf_states = tree.flatten(updates)[1].flatten_up_to(states)
@@ -368,8 +369,8 @@ def _mean_of_shards(
 
 
 def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return the residual of the mean that this owner keeps, by leaf;
-    None for each leaf with route="gather".
+    """Return for each leaf the residual of the mean that this worker keeps as the owner of a slice.
+    With route="gather" it is None for each leaf.
 
     Raises:
       ValueError: an array has the size neither of one slice nor of all.
@@ -384,8 +385,8 @@ def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) ->
 
 
 def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
-    """Return the numbers of the compressed leaves: dense arrays that have a residual;
-    raise if a residual does not fit.
+    """Return the indices of the compressed leaves, which are the dense arrays that have a residual.
+    Raise a ValueError if a residual does not fit its leaf.
 
     `init` gave a residual to the leaves that have a compressor, and masked it for the others.
 
@@ -403,7 +404,8 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _pack_like(updates: Updates, whole: PyTree) -> Updates:
-    """Pack the leaves of `whole` that lie in a Packed in `updates`; other leaves stay."""
+    """Pack the leaves of `whole` that lie in a Packed in `updates`. All other leaves are returned
+    unchanged."""
 
     def pack(node: PyTree, below: PyTree) -> PyTree:
         return packed.pack_like(node.layout, below) if is_packed(node) else below

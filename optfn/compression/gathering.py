@@ -38,7 +38,7 @@ def mean_by_all_gather(
             zeros[i] = leaf.direction
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
-        """Add each packet to its leaf's total; leaves whose mean is Rows have none."""
+        """Add each packet to the total of its leaf. Leaves whose mean is Rows have no total."""
         columns = zip(zeros, totals, strict=True)
         return [compressors[i].add_to(total, packets[i], scale) for i, total in columns]
 
@@ -59,6 +59,9 @@ def mean_by_all_gather(
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
     """Return padding Rows with a place for each entry of all workers' packets of a leaf.
 
+    It returns None where packets have no indices of entries, or so many entries that an array costs
+    less than to sort them.
+
     None where packets have no entries, or so many that an array costs less than to sort them.
     """
     size, number = math.prod(shape), compressor.num_entries(math.prod(shape))
@@ -78,8 +81,8 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows, each entry once,
-    with the bits of the dense mean; `like` gives the shape."""
+    """Return the mean over workers as Rows, each entry once, with the bits of the dense mean. The
+    Rows `like` give the shape."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
@@ -89,8 +92,8 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
 def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
-    """Return (packet, next state) of each leaf, in order;
-    leaves of equal compressors are encoded together."""
+    """Return (packet, next state) of each leaf, in order. Leaves of equal compressors are encoded
+    together."""
 
     def encode(group: list[int]) -> list[tuple[PyTree, PyTree]]:
         compressor = compressors[group[0]]

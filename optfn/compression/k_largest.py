@@ -42,7 +42,7 @@ from optfn.core import checks
 
 
 class Counts(NamedTuple):
-    """Numbers of entries for each segment, int32 (segments,).
+    """Counts of entries for each segment, int32 (segments,).
 
     k: how many entries are selected, ≥ 1.
     rank: the bound is the rank-th largest magnitude of the summary.
@@ -129,7 +129,8 @@ def count_set_bits(words: jax.Array, segments: Segments) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Search(abc.ABC):
-    """A search for the k largest of each segment; static."""
+    """A search for the k entries of largest magnitude in each segment. All of its fields are
+    static."""
 
     segments: Segments
 
@@ -142,7 +143,8 @@ class Search(abc.ABC):
         """Return the magnitudes that the bounds are taken from, as rows, and their segments."""
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest; see `extract`."""
+        """Return values and indices of the k largest of each segment, in the form that `extract`
+        returns."""
         counts = self.counts(k)
         return self.extract(arrays, self.candidates(arrays, counts), counts)
 
@@ -249,8 +251,8 @@ class Search(abc.ABC):
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
-        """Return segments with room for the candidates: `room` entries for each array; for chunks
-        the largest `room`, in whole words of 32."""
+        """Return segments with room for the candidates. A whole array has its `room` entries, and
+        each chunk has the largest `room`, in whole words of 32."""
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
@@ -322,9 +324,8 @@ class BlockSearch(Search):
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of each segment's k largest magnitudes, as `extract` does; if
-        blocks have one entry, by bisection over all entries instead of a summary.
-        """
+        """Return values and indices of the k largest of each segment, in the form that `extract`
+        returns. If blocks have one entry, it bisects over all entries instead of a summary."""
         if self.block > 1:
             return super().largest(arrays, k)
         # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.

@@ -30,7 +30,7 @@ class MomentumCorrection:
     masking: bool
 
     def accumulate(self, leaf: LeafInExchange) -> LeafInExchange:
-        """Set u = μu + g, v = v + u; with nesterov u = μ(u + g), v = v + u + g."""
+        """Set u = μu + g and v = v + u. With nesterov, set u = μ(u + g) and v = v + u + g."""
         g, u = leaf.direction, leaf.state
         mu = numerics.scalar(self.momentum, g)
         if self.nesterov:

@@ -24,9 +24,8 @@ def update_on_shards(
     group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
-    """Run one worker's update: on each device's shards if a group divides the arrays,
-    else on whole arrays.
-
+    """Run one worker's update: on each device's shards if a group divides the arrays, else on whole
+    arrays.
 
     Args:
       update: the update of one worker.
@@ -40,7 +39,7 @@ def update_on_shards(
 
     def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
         def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
-            """Map the fields of these types; other fields come from the first state."""
+            """Map the fields of these types. The other fields are those of the first state."""
             fields = zip(*states, strict=True)
             return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
 

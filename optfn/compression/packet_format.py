@@ -23,7 +23,7 @@ from optfn.compression.values import ValueFormat
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity: `k`, an array, cannot be hashed
 class PacketFormat:
-    """The encoding of the entries of several segments; static.
+    """The encoding of the entries of several segments. All of its fields are static.
 
     Args:
       segments: the segments whose entries are sent: several whole arrays, or the chunks of one.
@@ -50,12 +50,12 @@ class PacketFormat:
 
     @property
     def _num_scales(self) -> int:
-        """The number of scales, one per segment; 0 for a format without scales."""
+        """The number of scales, one per segment, or 0 for a format without scales."""
         return self.k.size if self.values.has_scale else 0
 
     @property
     def _fields(self) -> tuple[list[int], list[int]]:
-        """The bits per entry, and the numbers of entries, of the fields after the scales."""
+        """The bits per entry and the counts of entries of the fields after the scales."""
         widths, counts = [self.index_bits, self.values.bits], [self.count, self.count]
         # Mostly there are none: a field of no entries would still widen the digits.
         num_ends = int(self._end_is_sent.sum())
@@ -68,26 +68,28 @@ class PacketFormat:
 
     @cached_property
     def _end_is_sent(self) -> np.ndarray:
-        """For each block, whether the packet gives its end; the ends of segments are known."""
+        """For each block, whether the packet gives its end. The end of a segment's last block is
+        known, and not sent."""
         sent = np.ones(self._num_blocks.sum(), bool)
         sent[np.cumsum(self._num_blocks) - 1] = False
         return sent
 
     @property
     def _first_block(self) -> np.ndarray:
-        """For each entry, the number of the first block of its segment."""
+        """For each entry, the index of the first block of its segment."""
         first = np.cumsum(self._num_blocks) - self._num_blocks
         return np.repeat(first, self.k).astype(np.int32)
 
     def _scales(self, values: jax.Array) -> jax.Array:
-        """Return the scale of each chunk, float32 (chunks,); shape (0,) if the format has none."""
+        """Return the scale of each chunk, float32 (chunks,). If the format has no scales, the shape
+        is (0,)."""
         if not self.values.has_scale:
             return jnp.zeros(0, jnp.float32)
         return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
     def _repeat_scales(self, scales: jax.Array) -> jax.Array:
-        """Return the scale of each entry, (count,);
-        the empty array as it is if the format has none."""
+        """Return the scale of each entry, (count,). If the format has no scales, the empty array is
+        returned unchanged."""
         return (
             self.segments.broadcast_to_entries(scales, self.k) if self.values.has_scale else scales
         )
@@ -140,13 +142,14 @@ class PacketFormat:
         return values, index
 
     def split(self, entries: jax.Array) -> list[jax.Array]:
-        """Split an array with a number per entry, (count,), into one array for each leaf."""
+        """Split an array with a value per entry, (count,), into one array for each leaf."""
         return self.segments.split(entries, self.k)
 
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
-        """Add scale times the decoded entries to flat arrays; other elements are not touched."""
+        """Add scale times the decoded entries to flat arrays. All other elements keep their
+        values."""
         values, index = self.decode(packet)
 
         def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:

@@ -36,8 +36,8 @@ def _bit_offsets(bits: int) -> np.ndarray:
 
 
 def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack codes into uint32 words (words,), plane by plane;
-    the rest of the last block is padded with zeros.
+    """Pack codes into uint32 words (words,), plane by plane. The rows after the last block are
+    padded with zeros.
 
     Args:
       codes: uint32, below 2^bits, of any shape.

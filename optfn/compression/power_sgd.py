@@ -29,7 +29,7 @@ _DEPENDENT = 1e-5
 
 
 def orthonormalize(p: jax.Array) -> jax.Array:
-    """Return matrices (…, r, n) with orthonormal rows; their span contains the rows of p.
+    """Return matrices (…, r, n) with orthonormal rows, whose span contains the rows of p.
 
     This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
     of it than of `qr`. A row within the span of those above it is replaced by fixed numbers, so
@@ -94,8 +94,8 @@ class PowerSgd(ShownAsCall):
         return m, n, min(self.rank, m, n)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the first Q̄ (…, rank, n), the same random numbers for each matrix;
-        () for a leaf that is sent dense."""
+        """Return the first Q̄ (…, rank, n), the same random numbers for each matrix. For a leaf
+        that is sent dense it returns ()."""
         if not self.accepts(shape):
             return ()
         _, n, rank = self._sizes(shape)
@@ -104,7 +104,7 @@ class PowerSgd(ShownAsCall):
         return jnp.broadcast_to(q, (*shape[:-2], rank, n))
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((P̂ᵀ, Q), Q) for one worker; a leaf without matrices is its own packet."""
+        """Return ((P̂ᵀ, Q), Q) for one worker. A leaf without matrices is its own packet."""
         if not self.accepts(x.shape):
             return x, state
         p = orthonormalize(_products(x, state))
@@ -112,12 +112,12 @@ class PowerSgd(ShownAsCall):
         return (p, q), q
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return P̂Q in the leaf's shape; a leaf that was sent dense, as it is."""
+        """Return P̂Q in the leaf's shape. A leaf that was sent dense is returned unchanged."""
         return _product(*packet) if self.accepts(shape) else packet
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a leaf in the two all-reduces of one worker;
-        of the whole leaf if it has no matrices."""
+        """Return the bytes of a leaf in the two all-reduces of one worker. For a leaf without
+        matrices they are those of the whole leaf."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)

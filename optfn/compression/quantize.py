@@ -35,17 +35,18 @@ class Quantize(ShownAsCall):
 
     @property
     def bias(self) -> float:  # type: ignore[override]
-        """Half the distance of two neighbouring values, relative to the largest;
-        0 if stochastic."""
+        """Half the distance of two neighbouring values, relative to the largest. With random
+        rounding it is 0."""
         return 0.0 if self.stochastic else _BIAS[self.bits]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the step count, uint32 (), which seeds the random bits; () unless stochastic."""
+        """Return the step count, uint32 (), which seeds the random bits. It is () unless rounding
+        is random."""
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,): scales, then codes in planes;
-        and the next step count, or ()."""
+        """Return the packet, uint32 (words,), and the next step count, or () unless rounding is
+        random. The packet has the scales, then the codes in planes."""
         chunks, noise = RowChunks(x.shape, self.chunk), None
         scales = self.format.scales(x, chunks)
         if self.stochastic:

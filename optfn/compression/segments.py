@@ -17,7 +17,7 @@ _ROW = 256
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks of a flat array; static.
+    """The chunks of a flat array. All of its fields are static.
 
     Args:
       size: the number of elements of the array; an empty array has no chunks.
@@ -76,14 +76,14 @@ class Chunks:
         return jnp.concatenate([whole, of_last])
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk, (count,), for each of its elements, (size,)."""
+        """Repeat the value of each chunk, (count,), for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
 
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
-    """Return the chunks of an array of this size, at most `chunk` long;
-    with None the whole array is one."""
+    """Return the chunks of an array of this size, at most `chunk` long. With None the whole array
+    is one chunk."""
     # At least 1: an empty array then has no chunks, and their number is no division by 0.
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
@@ -91,6 +91,7 @@ def chunks_of(size: int, chunk: int | None) -> Chunks:
 @dataclasses.dataclass(frozen=True)
 class RowChunks:
     """The chunks of a leaf in whole rows of its last axis, if a chunk is no shorter than a row.
+    Otherwise rows are cut, as in the flat array.
 
     Whole rows are reduced and scaled where they lie, so that no compiler lays the leaf out anew.
 
@@ -113,13 +114,14 @@ class RowChunks:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows of a chunk; 0 if a row has several chunks."""
+        """The number of rows of a chunk. It is 0 if a row has several chunks, and for an empty leaf
+        and a scalar."""
         size = math.prod(self.shape)
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Reduce each chunk to a number by `fn`; return the numbers, (count,), none for an empty
-        leaf.
+        """Reduce each chunk to one value by `fn`, and return these values, (count,). An empty leaf
+        has none.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
@@ -138,17 +140,17 @@ class RowChunks:
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each chunk, (count,), in the dtype of x;
-        x must hold whole chunks, see `map`."""
+        """Return the sum of each chunk, (count,), in the dtype of x. The array must hold whole
+        chunks, as `map` passes it."""
         return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest entry of each chunk, (count,);
-        entries are ≥ 0, because padding counts as 0."""
+        """Return the largest entry of each chunk, (count,). Entries must be ≥ 0, because padding
+        counts as 0."""
         return self._reduce_rows(x, jnp.max)
 
     def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-        """Reduce each row, then the rows of each chunk; zeros pad a shorter last chunk."""
+        """Reduce each row, then the rows of each chunk. Zeros pad a shorter last chunk."""
         of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
@@ -156,8 +158,8 @@ class RowChunks:
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat the numbers of chunks, (count,), for each row of the leaf, (…, 1); for each of its
-        elements if a row has several chunks."""
+        """Repeat the value of each chunk, (count,), for each row of the leaf, (…, 1). If a row has
+        several chunks, repeat it for each element."""
         if not self.rows:
             return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
@@ -166,7 +168,8 @@ class RowChunks:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of several flat arrays, as rows, one array after the other; static.
+    """The segments of several flat arrays, as rows, one array after the other. All of its fields
+    are static.
 
     Each row belongs to one segment. The last row of a segment is padded.
 
@@ -180,8 +183,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """For each array, `Chunks` that cut it into rows. All arrays have the same row length; only
-        the last row of an array may be shorter."""
+        """For each array, `Chunks` that cut it into rows. All arrays have the same row length, and
+        only the last row of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]
@@ -243,11 +246,11 @@ class Segments:
         return np.concatenate([rows.starts for rows in self.arrays])
 
     def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
-        """Repeat a number per segment, (segments,), for each of its rows, (rows, 1)."""
+        """Repeat the value of each segment, (segments,), for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
     def broadcast_to_words(self, per_segment: jax.Array) -> jax.Array:
-        """Repeat a number per segment, (segments,), for each word of a packed mask, flat."""
+        """Repeat the value of each segment, (segments,), for each word of a packed mask, flat."""
 
         def repeat(per_segment: jax.Array) -> jax.Array:
             return jnp.repeat(self.broadcast_to_rows(per_segment), self.words)
@@ -263,7 +266,7 @@ class Segments:
         return words
 
     def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
-        """Repeat a number per segment for each of its k entries, (∑k,).
+        """Repeat the value of each segment for each of its k entries, (∑k,).
 
         It is broadcast, because a constant of this size would take seconds to compile.
 
@@ -283,8 +286,8 @@ class Segments:
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def sum_segments(self, per_row: jax.Array) -> jax.Array:
-        """Sum numbers per row, (rows,), over the rows of each segment,
-        int32 (segments,); a chunk is one row and stays."""
+        """Sum the values of rows, (rows,), over each segment, int32 (segments,). With chunks each
+        segment is one row, and the values are returned unchanged."""
         if self.chunk is not None:
             return per_row
         if len(self.sizes) == 1:
@@ -294,7 +297,7 @@ class Segments:
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
     def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Join arrays as rows, (rows, row); the last row of each is padded with zeros."""
+        """Join arrays as rows, (rows, row). Zeros pad the last row of each array."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):
             pieces.append(x)

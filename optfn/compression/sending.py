@@ -23,7 +23,7 @@ from optfn.transforms.in_place import run_if
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """How a worker sends its updates; the fields are arguments of `exchange`."""
+    """The arguments of `exchange` that say how a worker sends its updates."""
 
     axis_name: Axes
     error_feedback: Number
@@ -38,8 +38,8 @@ class Sending:
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate and send; before `warmup_steps` take dense means,
-        and if `nonfinite` zeros and the old state.
+        """Accumulate updates and send them as packets. Before `warmup_steps` return dense means,
+        and if `nonfinite` return zeros and the old residuals and states.
 
         The branch is the same on all workers, so it may contain collectives. All arrays are updated
         in place, since residuals have the size of the model.
@@ -49,7 +49,8 @@ class Sending:
         checked = vma_axes(axes)
 
         def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-            """Add g to the residual where packets are sent; elsewhere the residual stays."""
+            """Add g to the residual where packets are sent. Elsewhere the residual keeps its
+            values."""
             total = add_feedback(g, mark_varying(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mark_varying(leaf.published, checked)
             # In the warm-up the mean is dense and exact, so nothing is left over.
@@ -73,9 +74,12 @@ class Sending:
     def _send_accumulated(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
-        """Exchange residuals, which have the updates in them: slice by slice through owners for the
-        route "parts", else by all-reduces or one all-gather; return leaves with means and the new
-        residuals."""
+        """Exchange residuals, which have the updates in them, and return leaves with means and the
+        new residuals. For the route "parts" slices go through their owners.
+
+        For the route "gather" there are the all-reduces of the compressors, and one all-gather of
+        packets.
+        """
         if self.route == "parts":
             return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
 
@@ -88,8 +92,8 @@ class Sending:
             return mean_by_all_gather([compressors[i] for i in numbers], members, self.axis_name)
 
         def kind(i: int) -> object:
-            """Return the method that reduces leaf i, the key of its group;
-            False for gathered leaves."""
+            """Return the method that reduces leaf i, which is the key of its group. For gathered
+            leaves return False."""
             return compressors[i].is_reduced and compressors[i].reduced
 
         # Matrices of all ranks share their all-reduces, and all gathered packets one all-gather.
@@ -99,9 +103,10 @@ class Sending:
 def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Average uncompressed leaves, arrays at once, row-sparse ones as rows; 0 if `nonfinite`.
+    """Average the leaves that are not compressed: all arrays at once, and row-sparse leaves as
+    rows. Compressed and masked leaves are returned unchanged.
 
-    Means are 0 if `nonfinite`; compressed and masked leaves stay as they are.
+    All means are 0 if `nonfinite`.
     """
 
     def finite(x: jax.Array) -> jax.Array:

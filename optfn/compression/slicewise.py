@@ -26,8 +26,8 @@ def slicewise_mean(
     axis_name: Axes,
     error_feedback: Number,
 ) -> list[LeafInExchange]:
-    """Return leaves with the mean of decoded packets, by slices:
-    each goes to its owner, and its mean comes back.
+    """Send each slice to its owner as a packet, and return leaves with the means of decoded packets
+    that the owners send back.
 
     Args:
       compressors: the compressor of each leaf.
@@ -85,16 +85,16 @@ def _unzip(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
 
 
 def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shape of one of `count` slices: (rows/count, columns) if count divides the rows,
-    leading axes merged, else flat and rounded up."""
+    """Return the shape of one of `count` slices: (rows/count, columns), with leading axes merged,
+    if count divides the rows. Otherwise slices are flat, and their size is rounded up."""
     rows = math.prod(shape[:-1])
     is_flat = len(shape) < 2 or rows % count
     return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
 
 
 def _cut_slices(x: jax.Array, count: int) -> jax.Array:
-    """Cut an array into `count` slices, (count, …);
-    zeros pad the last one if count does not divide the size."""
+    """Cut an array into `count` slices, (count, …). Zeros pad the last slice if count does not
+    divide the size."""
     shape = slice_shape(x.shape, count)
     if x.size % count:
         x = jnp.pad(x.reshape(-1), (0, -x.size % count))
@@ -124,8 +124,8 @@ def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.
 
 
 def _replace_slice_of_owner(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
-    """Return `published` with x, a flat slice, in the worker's place and 0 in padding;
-    x itself if it has one slice."""
+    """Return `published` with x, a flat slice, in the worker's place, and 0 in padding. If
+    `published` has one slice, it returns x, with 0 in padding."""
     assert leaf.published is not None
     # Padding would collect the rounding of zeros by stochastic codes, and be published.
     x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)

@@ -39,15 +39,15 @@ class TopK(ShownAsCall):
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,), of the k largest entries of each chunk; see
-        `packet_format`. The state stays."""
+        """Return the packet of the k largest entries of each chunk, uint32 (words,), as in
+        `packet_format`, and the state unchanged."""
         return self.encode_all([x], [state])[0]
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
-        """Return packets and states of several leaves, by one search of all;
-        an empty leaf has an empty packet."""
+        """Return packets and states of several leaves, by one search of all. An empty leaf has an
+        empty packet."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
         # An empty array has no chunk to search.
         found = iter(self._packets([x for x in flat if x.size]))
@@ -55,7 +55,7 @@ class TopK(ShownAsCall):
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packets of flat leaves, none of them empty; [] for no leaves."""
+        """Return the packets of flat leaves, none of them empty. Without leaves it returns []."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
@@ -74,8 +74,8 @@ class TopK(ShownAsCall):
 
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of one leaf's selected entries;
-        jitted, so that leaves of one size share a program."""
+        """Return the packet of one leaf's selected entries. It is jitted, so that leaves of one
+        size share a program."""
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
@@ -92,15 +92,15 @@ class TopK(ShownAsCall):
 
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet); only entries that were sent are read and written.
-        An empty leaf stays."""
+        """Return total + scale·decode(packet). Only entries that were sent are read and written,
+        and an empty leaf is returned unchanged."""
         if not total.size:
             return total
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
     def num_entries(self, size: int) -> int:
-        """Return how many entries a packet of a leaf of this size has; 0 if the leaf is empty."""
+        """Return how many entries a packet of a leaf of this size has, 0 for an empty leaf."""
         return self.format(size).count if size else 0
 
     def entries(self, packet: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +109,7 @@ class TopK(ShownAsCall):
         return index, values
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the packet's bytes for a leaf of this shape; 0 if the leaf is empty."""
+        """Return the packet's bytes for a leaf of this shape, 0 for an empty leaf."""
         size = math.prod(shape)
         return self.format(size).num_bytes if size else 0
 

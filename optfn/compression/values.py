@@ -40,12 +40,13 @@ class ValueFormat(NamedTuple):
     is_stochastic: bool = False
 
     def scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return the scale of each chunk of x, float32 (count,); shape (0,) without scales."""
+        """Return the scale of each chunk of x, float32 (count,). If the format has no scales, the
+        shape is (0,)."""
         return chunks.map(self._scales, x) if self.has_scale else jnp.zeros(0, jnp.float32)
 
     def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return the scale of each chunk: max|x| over the largest code; without random rounding
-        mean|x| for 1 bit and `_two_bit_scales` for 2."""
+        """Return the scale of each chunk, max|x| over the largest code. Without random rounding it
+        is mean|x| for 1 bit, and that of `_two_bit_scales` for 2."""
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
             return divide(chunks.sum(jnp.abs(x)), counts)
@@ -79,7 +80,7 @@ class ValueFormat(NamedTuple):
         return self._encode_integers(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
     def _encode_integers(self, whole: jax.Array) -> jax.Array:
-        """Return integers, given as float32, in two's complement of `bits` bits, uint32; those
+        """Return integers, given as float32, in two's complement of `bits` bits, uint32. Those
         beyond ± the largest code are clipped to it."""
         # max|x|/s may exceed the largest integer by a rounding error.
         largest = _LARGEST[self.bits]
@@ -149,7 +150,8 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
 
 
 def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return ⌊x⌋ + 1 with probability x − ⌊x⌋, else ⌊x⌋; `noise` is 32 random bits per value."""
+    """Return ⌊x⌋ + 1 with probability x − ⌊x⌋, else ⌊x⌋. For each value, `noise` has 32 random
+    bits."""
     below = jnp.floor(x)
     # float32 has 24 bits: more of them could round up to 1.
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -157,8 +159,8 @@ def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:
-    """Return the bits of values rounded to bfloat16, ties to even, as uint32;
-    a finite value does not become ∞."""
+    """Return the bits of values rounded to bfloat16, ties to even, as uint32. A finite value does
+    not become ∞."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up to ∞.

@@ -18,8 +18,8 @@ MASKED = optax.MaskedNode()
 
 
 def mask_untrained(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays in their dtypes, masked where `enter` masks them;
-    raise for a leaf that it refuses.
+    """Return `params` as arrays in their dtypes, masked where `enter` masks them. Raise a TypeError
+    for a leaf that can be neither trained nor frozen.
 
     They are not widened: a link of optax makes its state in the dtypes of the params that it gets.
     """
@@ -72,7 +72,8 @@ def enter(
 
 
 def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
-    """Return the dtype for computing with a leaf: float32 or wider; None if it is not trained.
+    """Return the dtype for computing with a leaf, float32 or wider. If the leaf is not trained,
+    return None.
 
     This test may reject a leaf that `errors.check_entering` accepts; the leaf is then masked. It
     must never accept a leaf that `errors.check_entering` rejects.
@@ -87,19 +88,20 @@ def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
 
 
 def _cast_or_mask(x: Leaf, dtype: DType | None) -> Leaf:
-    """Return x in this dtype; for None, a masked leaf in the place of x."""
+    """Return x in this dtype. For None return a masked leaf in the place of x."""
     return numerics.cast(x, dtype) if dtype else MASKED
 
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update in the parameter's dtype; of a masked leaf, the update of a frozen one."""
+    """Return an update in the parameter's dtype. A masked update becomes that of a frozen leaf, and
+    any other without the gradient's shape raises a ValueError."""
     fits = tree.is_array(u) and u.shape == g.shape
     return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
 
 
 def _replace_masked(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a masked leaf, −0.0 or an integer zero;
-    raise unless `u`, its new update, is masked."""
+    """Return the update of a masked leaf, −0.0 or an integer zero. Raise a ValueError unless `u`,
+    its new update, is masked."""
     if not tree.is_masked(u):
         raise errors.update_error(name, new, u, g)
     return frozen_update(g, p)

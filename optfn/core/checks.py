@@ -70,7 +70,7 @@ def has_tracer(arrays: Iterable[Any]) -> bool:
 
 
 class Range(NamedTuple):
-    """The values that a number may have: how an error says it, and the test of a float."""
+    """The values that an argument may have: their text in an error, and the test of a float."""
 
     text: str
     holds: Callable[[float], bool]
@@ -87,8 +87,8 @@ SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
-    """Return `value` if it may be the value of the argument `name`, a host number as a float;
-    else raise.
+    """Return `value`, a host number as a float, if it may be the value of the argument `name`.
+    Otherwise raise a TypeError or a ValueError.
 
     A Python or NumPy number must be in the range and is returned as a float. A JAX array must be a
     real scalar and is returned unchanged.
@@ -105,7 +105,8 @@ def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
 
 
 def _real_scalar(name: str, value: object) -> Scalar:
-    """Return `value` if it is a real array of shape (); else raise a TypeError or ValueError."""
+    """Return `value` if it is a real array of shape (). Otherwise raise a TypeError or a
+    ValueError."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
@@ -116,26 +117,31 @@ def _real_scalar(name: str, value: object) -> Scalar:
 
 
 def nonnegative(name: str, value: object) -> Scalar:
-    """Return `value` if it is a number in [0, ∞), else raise; see `number`."""
+    """Return `value` if it is a number in [0, ∞) or a real scalar of JAX. Otherwise raise as
+    `number` does."""
     return number(name, value, NONNEGATIVE)
 
 
 def positive(name: str, value: object) -> Scalar:
-    """Return `value` if it is a number > 0 and finite, else raise; see `number`."""
+    """Return `value` if it is a number > 0 and finite, or a real scalar of JAX. Otherwise raise as
+    `number` does."""
     return number(name, value, POSITIVE)
 
 
 def decay(name: str, value: object) -> Scalar:
-    """Return `value` if it is in [0, 1), the factor of a moving average,
-    else raise; see `number`."""
+    """Return `value`, the factor of a moving average, if it is a number in [0, 1) or a real scalar
+    of JAX. Otherwise raise as `number` does."""
     return number(name, value, BELOW_ONE)
 
 
 def count(
     name: str, value: object, *, low: int = 1, hint: str = "make it a static argument"
 ) -> int:
-    """Return `value` as an int if it is a Python integer ≥ `low`, else raise;
-    static, because shapes depend on it. The error for an array of JAX has the hint."""
+    """Return `value` as an int if it is a Python or NumPy integer ≥ `low`. Otherwise raise a
+    TypeError, or a ValueError if it is less.
+
+    It must be static, because shapes depend on it. The error for an array of JAX has the hint.
+    """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         advice = f" ({hint})" if isinstance(value, jax.Array) else ""
         raise TypeError(f"{name} must be a Python integer{advice}; got {show(value)}")
@@ -145,7 +151,7 @@ def count(
 
 
 def flag(name: str, value: object) -> bool:
-    """Return `value` as a bool if it is a Python bool, else raise;
+    """Return `value` as a bool if it is a Python or NumPy bool, else raise a TypeError. It must be
     static, because the program depends on it."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {show(value)}")
@@ -159,8 +165,11 @@ def check_signature(
     keywords: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise a TypeError, which ends with `hint`,
-    unless `function` takes these arguments; C functions pass."""
+    """Raise a TypeError unless `function` is a function that takes these arguments. A function of C
+    that does not tell its signature is accepted.
+
+    The error about the arguments ends with `hint`.
+    """
     if not callable(function):
         raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:
@@ -177,8 +186,8 @@ def check_signature(
 
 
 def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
-    """Raise `error` again with the names of the arguments if the given ones do not fit;
-    else return."""
+    """Raise `error`, a TypeError, again with the names of the arguments if the given ones do not
+    fit. If they fit, do nothing."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -196,16 +205,15 @@ def choice(name: str, value: T, options: Sequence[T]) -> T:
 
 
 def path(name: str, value: object) -> Path:
-    """Return `value` as a Path if it is a path of a file that is not empty,
-    else raise a TypeError."""
+    """Return `value` as a Path if it is a path and not empty, else raise a TypeError."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise TypeError(f"{name} must be a path; got {show(value)}")
     return Path(value)
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Return a module of an optional package;
-    without the package, raise an ImportError with the extra to install.
+    """Import and return a module of an optional package. Without the package, raise an ImportError
+    with the extra to install.
 
     Raises:
       ImportError: the package is not installed; the error names the extra.

@@ -49,8 +49,8 @@ def _is_of_another_library(x: object) -> bool:
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:
-    """Tell whether a leaf may be frozen: masked, float0, a number, or integers;
-    as a gradient only integer zeros."""
+    """Tell whether a leaf may be frozen: it is masked, a float0, a Python integer or bool, or an
+    array of these. As a gradient, such an array must consist of zeros."""
     if tree.is_masked(x) or tree.is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
@@ -58,8 +58,8 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
 
 
 def _split_hint(x: object) -> str:
-    """Return the advice to split a model for a leaf that is a function or text;
-    "" for any other leaf."""
+    """Return the advice to split a model for a leaf that is a function or text. For any other leaf
+    return ""."""
     if not (callable(x) or isinstance(x, str)):
         return ""
     # The leaves of an equinox module are its functions and names too, unless it is split.
@@ -71,7 +71,8 @@ def _split_hint(x: object) -> str:
 
 
 def check_gradients(name: str, updates: Updates, params: Params) -> None:
-    """Raise an error that names the leaf unless `updates` are gradients of `params`."""
+    """Raise a ValueError or a TypeError that names the leaf unless `updates` are gradients of
+    `params`."""
     tree.check_same_structure(name, "updates", updates, "params", params)
     for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
@@ -94,7 +95,8 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
 
 
 def _kind_of(g: Leaf) -> str:
-    """Return a gradient's kind, dtype and shape as text; of None and numbers only the kind."""
+    """Return a gradient's kind, dtype and shape as text. Of None and numbers return only the
+    kind."""
     if not tree.is_array(g):
         return "None" if g is None else type(g).__name__
     kind = "an array" if isinstance(g, jax.Array | np.ndarray) else type(g).__name__
@@ -129,8 +131,8 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 
 
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
-    """Raise a TypeError unless the links of `state` have exactly the types that `expected` has;
-    empty ones are alike."""
+    """Raise a TypeError unless the links of `state` have exactly the types that `expected` has. All
+    empty states count as one type."""
     if type(expected) is not tuple:
         # Exactly this type: a type derived from it keeps different arrays.
         fits = type(state) is type(expected) or (is_empty(expected) and is_empty(state))
@@ -218,8 +220,8 @@ def name_rule(error: Exception, rule: Any, i: int, updates: Updates, p: Any) -> 
 
 
 def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
-    """Raise the error of the first state tree whose structure differs from `updates`;
-    else return `error`.
+    """Raise a ValueError for the first state tree whose structure differs from `updates`. If none
+    differs, return `error`.
 
     JAX raised `error`.
     """
@@ -231,7 +233,8 @@ def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueErro
 def check_entering(
     name: str, real_only: str, updates: Updates, params: Params | None, kind: str = "gradient"
 ) -> None:
-    """Raise an error that names the first leaf that may not cross the boundary; else do nothing."""
+    """Raise a ValueError or a TypeError that names the first leaf that may not cross the boundary.
+    If all may, do nothing."""
     updates = tree.map_arrays(tree.as_array, updates)
     if params is None:
         check_params(name, updates, real_only, kind)
@@ -242,7 +245,8 @@ def check_entering(
 
 
 def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure and the shapes of `like`, named `source`.
+    """Raise a ValueError unless `updates` has the structure and the shapes of `like`, named
+    `source`. A complex gradient of a real leaf raises a TypeError.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.

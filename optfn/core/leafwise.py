@@ -40,7 +40,7 @@ def apply(
     rows: str = "dense",
     **scalars: Any,
 ) -> Any:
-    """Apply an elementwise rule on arrays to every leaf; masked leaves stay masked.
+    """Apply an elementwise rule on arrays to every leaf. Masked leaves are masked in the results.
 
     The array that a rule gets is a leaf, the stacked layers of a `Stacked`, or a buffer of many
     leaves of packed params: a norm or a mean that the rule takes of it would differ between them.
@@ -98,8 +98,8 @@ def apply(
 def _align_trees(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
-    """Return the leaves of `updates`, a list of leaves for each further tree,
-    and the structure; raise if they differ.
+    """Return the leaves of `updates`, a list of leaves for each further tree, and the structure.
+    Raise a ValueError if the structures differ.
 
     A list has the subtree of its tree in the place of each leaf of `updates`.
     """
@@ -116,8 +116,8 @@ def _align_trees(
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the results of a rule for one leaf, accumulators in their dtypes;
-    raise if their shapes changed."""
+    """Return the results of a rule for one leaf, with accumulators in their dtypes. Raise a
+    ValueError if their shapes changed."""
     scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, LeafKind):
         result = g.apply(rule, rows, accumulators, p, scalars)
@@ -139,25 +139,25 @@ def jit_if_traced(program: Callable[..., Any], is_traced: bool) -> Callable[...,
 
 
 def numbers_of(g: Leaf) -> Any:
-    """Return the array of a leaf; of a row-sparse leaf, its values."""
+    """Return the array of a leaf. Of a row-sparse leaf return its values."""
     return g.values if isinstance(g, LeafKind) else g
 
 
 def scalar_at(scalar: Any, i: int) -> Any:
-    """Return the scalar of leaf i, a number or a PerTensor,
-    if scalars differ between leaves; else the scalar."""
+    """Return the scalar of leaf i, a number or a PerTensor, if scalars differ between leaves.
+    Otherwise return the scalar unchanged."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
 def _broadcast(scalar: Any, shape: tuple[int, ...]) -> Any:
-    """Return a scalar as it is; of a PerTensor, an array of `shape`."""
+    """Return a scalar unchanged. Of a PerTensor return an array of `shape`."""
     is_scalar = tree.is_array(scalar) or isinstance(scalar, int | float)
     return scalar if is_scalar else scalar.broadcast(shape)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
-    """Return factor·updates in the dtypes of the updates;
-    the factor is one number, or a PerLeaf."""
+    """Return factor·updates in the dtypes of the updates. The factor is one scalar, or a
+    PerLeaf."""
 
     def multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
         return numerics.scalar(factor, g) * g
@@ -197,21 +197,23 @@ def zeros_like(
 
 
 def keep_inexact(params: Params) -> Params:
-    """Return floating-point leaves as arrays; all other leaves are masked."""
+    """Return floating-point leaves as arrays. All other leaves become masked."""
     return tree.map(
         lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
     )
 
 
 def merge_rows(updates: Updates) -> Updates:
-    """Add up the repeated rows of row-sparse leaves, as norms need it; other leaves stay."""
+    """Add up the repeated rows of row-sparse leaves, as norms need it. All other leaves are
+    returned unchanged."""
     if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
     return _map_row_sparse(lambda place, g: g.merge(), updates)
 
 
 def densify_rows(updates: Updates, warning: str = "") -> Updates:
-    """Convert row-sparse leaves to arrays; other leaves stay. `warning` is given for each."""
+    """Convert row-sparse leaves to arrays, with a `warning`, if any, for each. All other leaves are
+    returned unchanged."""
 
     def densify(place: tree.Place, g: LeafKind) -> jax.Array:
         if warning:
@@ -222,7 +224,8 @@ def densify_rows(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
-    """Map fn(place, leaf) over row-sparse leaves, after a check; other leaves stay."""
+    """Check row-sparse leaves, and map fn(place, leaf) over them. All other leaves are returned
+    unchanged."""
 
     def convert(place: tree.Place, g: Leaf) -> Leaf:
         if not isinstance(g, LeafKind):
@@ -240,8 +243,8 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(updates: Updates) -> jax.Array:
-    """Return the L2 norm of all leaves together, √∑‖g‖²,
-    a scalar of float32 or wider; 0 without leaves.
+    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider. Without
+    leaves it is 0.
 
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf must be added up
     before, see `merge_rows`.
@@ -253,7 +256,8 @@ def global_norm(updates: Updates) -> jax.Array:
 
 
 def root_of_sum(squares: Sequence[jax.Array]) -> jax.Array:
-    """Return the root of the sum of scalars, in their widest dtype; a float32 0 without any."""
+    """Return the root of the sum of scalars, in their widest dtype. Without scalars it is a float32
+    0."""
     if not squares:
         return jnp.zeros((), jnp.float32)
     # Of float32 and float64 leaves, so that neither is rounded.

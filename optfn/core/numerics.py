@@ -26,15 +26,15 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.cache
 def wide_dtype(dtype: object) -> np.dtype[Any] | None:
-    """Return the dtype for arithmetic with leaves of `dtype`,
-    float32 or wider; None for integers and keys."""
+    """Return the dtype for arithmetic with leaves of `dtype`, float32 or wider. For integers and
+    keys return None."""
     if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact):
         return accumulator_dtype(dtype)
     return None
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return x.astype(dtype); if x has this dtype, x itself."""
+    """Return x.astype(dtype). If x has this dtype, x itself is returned."""
     # `astype` to the same dtype costs a call of JAX, for each leaf in each step.
     return x if x.dtype == dtype else x.astype(dtype)
 
@@ -103,7 +103,8 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def power(x: jax.Array, exponent: Number) -> jax.Array:
-    """Return x^exponent for x ≥ 0; a Python ½ is computed as a square root, a Python 1 as x."""
+    """Return x^exponent for x ≥ 0. A Python ½ gives the square root, and a Python 1 gives x
+    itself."""
     if isinstance(exponent, int | float):
         if exponent == 0.5:
             return jnp.sqrt(x)
@@ -124,8 +125,8 @@ def float0_zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def is_known_zero(x: object) -> bool:
-    """Tell whether `x` is a NumPy array of integer or bool zeros,
-    as from `integer_zeros`; a traced array is not."""
+    """Tell whether `x` is a NumPy array of integer or bool zeros, as from `integer_zeros`. A traced
+    array is never known to be zero."""
     return (
         isinstance(x, np.ndarray)
         and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)

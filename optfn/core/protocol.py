@@ -131,7 +131,7 @@ jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin o
 
 
 def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """Return factory(*args, **kwargs); a TypeError of arguments that do not fit also lists the
+    """Return factory(*args, **kwargs). If the arguments do not fit, the TypeError also lists the
     right ones."""
     try:
         return factory(*args, **kwargs)
@@ -141,7 +141,7 @@ def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
 
 
 def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
-    """Return `tx` as a `Transform` with these fields; its other fields stay."""
+    """Return `tx` as a `Transform` with these fields. Its other fields keep their values."""
     known = vars(tx) if isinstance(tx, Transform) else {}
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
@@ -168,7 +168,8 @@ def record_call(
 
 
 class Factory(Protocol[P]):
-    """A factory of gradient transformations; `unchecked` makes the pair without the boundary."""
+    """A factory of gradient transformations, whose `unchecked` makes the pair without the
+    boundary."""
 
     unchecked: Callable[P, Unchecked]
 
@@ -235,8 +236,8 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
-    """Apply `links` one after the other, without a boundary;
-    the state is the tuple of their states."""
+    """Return the pair that applies `links` one after the other, without a boundary. Its state is
+    the tuple of their states."""
 
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
@@ -263,7 +264,8 @@ def check_params_given(name: str, params: Params | None) -> None:
 
 
 def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
-    """Return the pair inside the boundary of `tx`; without a boundary, the functions of `tx`."""
+    """Return the pair inside the boundary of `tx`. Without a boundary, return the functions of
+    `tx`."""
     if isinstance(tx, Unchecked):
         return tx
     inside = tx.unchecked if isinstance(tx, Transform) else None
@@ -271,7 +273,7 @@ def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
 
 
 def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
-    """Return the links of a list or of a chain; any other transformation is one link."""
+    """Return the links of a list or of a chain. Any other transformation is one link."""
     return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 
@@ -310,13 +312,14 @@ def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
 
 
 def _kinds(state: OptState) -> Any:
-    """Return the type of a state; for a chain, whose state is a plain tuple, a list of types."""
+    """Return the type of a state. For a chain, whose state is a plain tuple, return a list of
+    types."""
     return [_kinds(x) for x in state] if type(state) is tuple else type(state)
 
 
 def _state_of_no_params(unchecked: Unchecked) -> OptState:
-    """Return the state for an empty tree, to compare the types of states with; None if init
-    fails."""
+    """Return the state for an empty tree, to compare the types of states with. If init fails,
+    return None."""
     try:
         return jax.eval_shape(unchecked.init, ())
     except Exception:
@@ -326,7 +329,8 @@ def _state_of_no_params(unchecked: Unchecked) -> OptState:
 
 
 def _check_kinds(name: str, unchecked: Unchecked, state: OptState) -> None:
-    """Raise a TypeError if another transformation made the state; pass if init fails on no leaves.
+    """Raise a TypeError if another transformation made the state. If init fails for an empty tree,
+    nothing is checked.
 
     An update that reads no state also takes None and ().
     """
@@ -338,8 +342,8 @@ _EMPTY = optax.EmptyState()
 
 
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Unchecked:
-    """Return a pair from (updates, params) -> updates;
-    its state is always `state`, without arrays."""
+    """Return a pair from (updates, params) -> updates. Its state is `state`, without arrays, and
+    never changes."""
 
     def update_alone(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
@@ -383,7 +387,7 @@ def first_step() -> jax.Array:
 
 
 def next_step(step: jax.Array) -> jax.Array:
-    """Return step + 1, which stays at the largest int32 instead of wrapping round.
+    """Return step + 1. At the largest int32 return the step unchanged, instead of wrapping round.
 
     An `init` that a user writes may begin with the number 0 in the place of `first_step()`.
     """
@@ -393,7 +397,7 @@ def next_step(step: jax.Array) -> jax.Array:
 def check_transform(
     argument: str, tx: Any, factory: str = ""
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` if it is a gradient transformation, else raise an error that names `argument`.
+    """Return `tx` if it is a gradient transformation, else raise a TypeError that names `argument`.
 
     An object that can make one, such as `optax.MultiSteps`, is converted.
 

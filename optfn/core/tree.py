@@ -59,7 +59,8 @@ def shape_of(x: Leaf) -> tuple[int, ...]:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Convert a number or a floating-point NumPy array to a JAX array; return any other leaf."""
+    """Convert a number or a floating-point NumPy array to a JAX array. Any other leaf is returned
+    unchanged."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
 
@@ -77,13 +78,13 @@ def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Ar
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
-    """Return the leaves of `tree` and its structure;
-    a masked or row-sparse leaf counts as one leaf."""
+    """Return the leaves of `tree` and its structure. A masked or row-sparse leaf counts as one
+    leaf."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """Return the leaves of `tree`; a masked or row-sparse leaf counts as one leaf."""
+    """Return the leaves of `tree`. A masked or row-sparse leaf counts as one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_leaf)
 
 
@@ -100,27 +101,29 @@ def map(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
 
 
 def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
-    """Map `fn` over the leaves of `tree` that are not masked; masked leaves stay as they are."""
+    """Map `fn` over the leaves of `tree` that are not masked. Masked leaves are returned
+    unchanged."""
     return map(lambda x: x if is_masked(x) else fn(x), tree)
 
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(place, leaf, *leaves of `trees`) over all leaves;
-    the place says the path, for errors."""
+    """Map fn(place, leaf, *leaves of `trees`) over all leaves. The place says the path, for
+    errors."""
     return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *trees))
 
 
 def map_to(
     count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *trees: PyTree
 ) -> tuple[PyTree, ...]:
-    """Map fn(place, leaf, *leaves of `trees`), which has `count` results; return a tree of each."""
+    """Map fn(place, leaf, *leaves of `trees`) over all leaves, and return a tree of each of its
+    `count` results."""
     results = [fn(*row) for row in items(tree, *trees)]
     structure = flatten(tree)[1]
     return tuple(structure.unflatten(result[k] for result in results) for k in range(count))
 
 
 class Place:
-    """The place of a leaf in a tree; its text is the path, made only where an error needs it."""
+    """The place of a leaf in a tree. Its text is the path, made only where an error needs it."""
 
     def __init__(self, paths: Callable[[], list[str]], number: int) -> None:
         self._paths, self.number = paths, number
@@ -194,7 +197,7 @@ def inner_tree(node: PyTree) -> PyTree:
 
 
 def join(*words: str) -> str:
-    """Join words by "/" to a path; empty words are left out."""
+    """Join words by "/" to a path. Empty words are left out."""
     return "/".join(filter(None, words))
 
 
@@ -208,12 +211,13 @@ def key_name(key: object) -> str:
 
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
-    """Return at most `most` names in quotes, for an error; of more names also their number."""
+    """Return at most `most` names in quotes, for an error. If there are more, their count
+    follows."""
     return list_words([repr(name) for name in names], most)
 
 
 def list_words(words: Sequence[str], most: int) -> str:
-    """Join at most `most` words by commas; of more words also their number."""
+    """Join at most `most` words by commas. If there are more, their count follows."""
     shown = ", ".join(words[:most])
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 

@@ -69,7 +69,8 @@ class LeafKind(abc.ABC):
 
     @abc.abstractmethod
     def check(self, subject: str) -> None:
-        """Raise an error that begins with `subject` unless the leaf is well formed."""
+        """Raise a TypeError or a ValueError that begins with `subject` unless the leaf is well
+        formed."""
 
     @abc.abstractmethod
     def merge(self) -> "LeafKind":

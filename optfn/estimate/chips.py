@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Constants of a chip; with them `estimate_step` turns a schedule into seconds.
+    """The constants of a chip, with which `estimate_step` turns a schedule into seconds.
 
     Args:
       name: for messages.
@@ -97,7 +97,8 @@ _KINDS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Return the constants of a kind, as `device.device_kind` names it; None if it is unknown."""
+    """Return the constants of a kind, as `device.device_kind` names it. For an unknown kind return
+    None."""
     name = _KINDS.get(device_kind)
     return None if name is None else CHIPS[name]
 
@@ -112,7 +113,8 @@ def make_cpu_error() -> ValueError:
 
 
 def recognize_chip(devices: Sequence[Any]) -> Chip:
-    """Return the constants of the devices of a program."""
+    """Return the constants of the devices of a program. Raise a ValueError for CPUs and unknown
+    kinds."""
     platform, kind = devices[0].platform, devices[0].device_kind
     if platform == "cpu":
         raise make_cpu_error()
@@ -125,6 +127,7 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
 
 
 def find_peak(devices: Sequence[Any]) -> float | None:
-    """Return the peak FLOPs a second of all devices, in bfloat16; None if it is not known."""
+    """Return the peak FLOPs a second of all devices, in bfloat16. If that of a device is unknown,
+    return None."""
     chips = [find_chip(device.device_kind) for device in devices]
     return None if None in chips else sum(chip.flops for chip in chips if chip)

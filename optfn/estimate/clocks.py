@@ -43,7 +43,8 @@ class Transfer:
 
 @dataclasses.dataclass
 class Totals:
-    """Sums over a schedule: seconds, bytes and FLOPs; counters have an entry for each kind.
+    """The seconds, bytes and FLOPs of a schedule, summed. A counter has an entry for each kind of
+    collective.
 
     Attributes:
       seconds: from begin to end: compute + exposed.
@@ -87,7 +88,7 @@ class Clocks:
         self.flying: list[Transfer] = []
 
     def start(self, transfer: Transfer, is_asynchronous: bool) -> None:
-        """Send a transfer off."""
+        """Count a transfer, and add it to those that are on their way."""
         totals, kind = self.totals, transfer.kind
         totals.communication[kind] += transfer.seconds
         totals.sent[kind] += transfer.sent
@@ -109,7 +110,7 @@ class Clocks:
         self._advance(seconds)
 
     def loop(self, body: Totals, times: int) -> None:
-        """Add `times` iterations of a loop; earlier transfers move while its body sends nothing."""
+        """Add `times` iterations of a loop. Earlier transfers move while its body sends nothing."""
         # The body's own transfers have the links first, though they may overlap its compute.
         idle = max(0.0, body.seconds - sum(body.communication.values()))
         self._advance(idle * times)
@@ -145,7 +146,7 @@ class Clocks:
         transfer.left = 0.0
 
     def _advance(self, seconds: float) -> None:
-        """Move the transfers for so many seconds; on a shared link the earlier ones go first.
+        """Move the transfers for so many seconds. On a shared link the earlier ones go first.
 
         Carried transfers do not move.
         """

@@ -48,8 +48,8 @@ class Collective(NamedTuple):
 def read_collective(
     x: Instruction, computation: str, num_partitions: int, settings: str = ""
 ) -> Collective:
-    """Return the kind, bytes, devices and pairs of a collective, from its instruction, all-gather
-    or all-gather-start.
+    """Return the kind, bytes, devices and pairs of a collective, from its instruction, such as
+    all-gather or all-gather-start.
 
     Args:
       x: the instruction.
@@ -90,8 +90,9 @@ def read_pairs(x: Instruction) -> Pairs:
 
 
 def read_group(x: Instruction) -> Group:
-    """Return the devices of a collective's first group; () for a group of all devices; of a
-    permutation the devices that it connects with its first pair.
+    """Return the devices of a collective's first group, or () for the empty list of groups that
+    stands for all devices. Of a permutation return the devices that are connected with its first
+    pair.
 
     The forms are {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0), a permuted range;  and
     mesh['a'=2,'b'=4] {'b'}, groups along axes, also with devices in another order, as in

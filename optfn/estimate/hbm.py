@@ -62,7 +62,8 @@ class Traffic:
         return within, self._count_written(body, root)
 
     def _count_read_slices(self, body: Computation, name: str) -> float | None:
-        """Return the bytes of the slices that a fusion reads of a value; None if it reads all."""
+        """Return the bytes of the slices that a fusion reads of a value. If it reads all, return
+        None."""
         total = 0.0
         for x in body.values():
             for i in (i for i, operand in enumerate(x.operands) if operand == name):
@@ -81,7 +82,7 @@ class Traffic:
         return total
 
     def _count_written(self, body: Computation, x: Instruction) -> float:
-        """Return the bytes that a fusion writes for its result x; an update in place writes only
+        """Return the bytes that a fusion writes for its result x. An update in place writes only
         its slice."""
         if x.opcode == "dynamic-update-slice":
             return _total(body[x.operands[1]].shape)

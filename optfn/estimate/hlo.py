@@ -61,7 +61,7 @@ class Array(NamedTuple):
 
 
 def read_arrays(shape: str) -> list[Array]:
-    """Return the arrays of a type, also of a tuple; tokens are left out."""
+    """Return the arrays of a type, which may be a tuple. Tokens and opaque values are left out."""
     return [
         Array(dtype, read_integers(dims), layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
@@ -115,7 +115,8 @@ class Instruction(NamedTuple):
 
     @property
     def result(self) -> str:
-        """The type of its results; a start's type is (operands, results, …), so take the second.
+        """The type of its results. A start's type is (operands, results, …), of which this is the
+        second.
 
         The type of an all-reduce-start may also have its results alone.
         """
@@ -209,7 +210,8 @@ class Program:
         return counter, bound
 
     def _read_integer(self, name: str, home: Computation, state: State) -> int | None:
-        """Return the value of an integer, None if it is not known; `state` has the parameter's."""
+        """Return the value of an integer, or None if it is not known. The parameters' values are in
+        `state`."""
         x = home.get(name)
         if x is None:
             return None
@@ -239,7 +241,7 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _read_instruction(line: str) -> Instruction | None:
-    """Return the instruction in a line of a program's text; None if the line has none."""
+    """Return the instruction in a line of a program's text. If the line has none, return None."""
     found = _INSTRUCTION.match(line)
     if not found:
         return None
@@ -258,12 +260,13 @@ def _read_instruction(line: str) -> Instruction | None:
 
 
 def _end_of_shape(text: str) -> int:
-    """Return where a type ends: a tuple's brackets, or up to the space behind a layout."""
+    """Return the index where a type ends: behind a tuple's brackets, or at the space behind a
+    layout."""
     return _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the place of the bracket that closes the bracket at `start`."""
+    """Return the index of the bracket that closes the bracket at `start`."""
     depth = 0
     for bracket in re.compile(r"[()]").finditer(text, start):
         depth += 1 if bracket[0] == "(" else -1
@@ -287,5 +290,5 @@ def split_tuple(shape: str) -> list[str]:
 
 
 def read_integers(text: str) -> tuple[int, ...]:
-    """Return the integers of a list such as "4,8"; of an empty text none."""
+    """Return the integers of a list such as "4,8". An empty text has none."""
     return tuple(int(x) for x in text.split(",") if x)

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Switch:
-    """Chips behind a switch; several nodes of them are joined by a network."""
+    """Chips behind a switch. A network joins several such nodes."""
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip

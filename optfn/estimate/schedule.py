@@ -88,7 +88,7 @@ class Schedule:
         self.loops: list[Loop] = []
 
     def totals(self) -> Totals:
-        """Return the sums of a call."""
+        """Walk the computation that a call runs, and return its sums."""
         return _ScheduleWalk(self, self.program.entry).totals()
 
     def transfer(self, x: Instruction, home: str, settings: str = "") -> Transfer:
@@ -140,7 +140,7 @@ class Schedule:
         return max(moved, busy / (self.chip.flops * self.chip.efficiency))
 
     def _check(self, x: Instruction) -> None:
-        """Refuse an instruction whose cost is not known."""
+        """Raise a ValueError for an instruction whose cost is not known."""
         opcode = x.opcode.removesuffix("-start")
         if opcode == "custom-call":
             is_timed = self.chip.clock is not None and x.cycles is not None
@@ -210,7 +210,8 @@ class _ScheduleWalk:
         return [*found.values()]
 
     def compute(self, x: Instruction, carried: list[Transfer] | None = None) -> None:
-        """Advance the clocks by an instruction's own compute; `carried` move beside it."""
+        """Advance the clocks by an instruction's own compute. The `carried` transfers move beside
+        it."""
         seconds = self.schedule.seconds(x, self.body, self.clocks.totals)
         self.clocks.compute(seconds, carried or ())
 
@@ -221,8 +222,8 @@ class _ScheduleWalk:
             self.clocks.wait(transfer)
 
     def send(self, x: Instruction, transfers: list[Transfer]) -> None:
-        """Start asynchronous collectives; if the compiler or the check makes them synchronous,
-        stop compute until they are done."""
+        """Start asynchronous collectives. If the compiler or the check makes them synchronous, stop
+        compute until they are done."""
         self.held[x.name] = transfers
         for transfer in transfers:
             self.clocks.start(transfer, is_asynchronous=True)
@@ -230,8 +231,8 @@ class _ScheduleWalk:
                 self.clocks.wait(transfer)
 
     def visit_called(self, x: Instruction) -> None:
-        """Walk the body of a loop and add all its iterations; the longest branch of a conditional;
-        or the computation of a call."""
+        """Walk the computations that an instruction calls, and add their totals. The body of a loop
+        counts as often as the loop runs, and of a conditional only the longest branch counts."""
         if x.opcode == "while":
             body = x.attribute("body").lstrip("%")
             times = self.schedule.program.trips(x, self.body)
@@ -244,7 +245,7 @@ class _ScheduleWalk:
             self.clocks.loop(max(branches, key=lambda totals: totals.seconds), 1)
 
     def visit_start(self, x: Instruction) -> None:
-        """Start the collectives of a start instruction; without any, add its compute.
+        """Start the collectives of a start instruction. If it has none, add its compute.
 
         Compute of another core or stream counts where it starts, as if nothing ran beside it.
         Collectives of a sparse core wait for an update, if there is one.

@@ -103,7 +103,7 @@ class StepEstimate:
 def estimate_step(
     compiled: jax.stages.Compiled | str, chip: Chip | str | None = None
 ) -> StepEstimate:
-    """Return the seconds of a step that is compiled for TPUs or GPUs; nothing is run.
+    """Estimate the seconds of a step that is compiled for TPUs or GPUs, without running it.
 
     The compiler's schedule is read with two clocks, of compute and of the links. A synchronous
     collective stops compute. An asynchronous collective runs from its start to its end, after those
@@ -161,7 +161,7 @@ def estimate_step(
 def estimate_schedule(
     text: str, chip: Chip, *, synchronous: bool = False, places: Sequence[Place] = ()
 ) -> StepEstimate:
-    """Return the estimate of a program's text; if `synchronous`, every collective stops compute.
+    """Return the estimate of a program's text. If `synchronous`, every collective stops compute.
 
     `places` are the places of its devices on the torus; without them, JAX's order by hosts.
     """

@@ -19,7 +19,7 @@ def has_leaf_layouts(x: object) -> bool:
 
 
 def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
-    """Return the layout of each leaf, in the order of `flatten`; a plain leaf is one tensor."""
+    """Return the layout of each leaf, in the order of `flatten`. A plain leaf is one tensor."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: has_leaf_layouts(x) or is_leaf(x)):
         found += node.leaf_layouts() if has_leaf_layouts(node) else [layout_of_leaf(node)]
@@ -27,7 +27,7 @@ def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
 
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
-    """Return the layout of a leaf that is one tensor; a leaf without a shape counts as a scalar."""
+    """Return the layout of a leaf that is one tensor. A leaf without a shape counts as a scalar."""
     return single_leaf(tuple(x.shape) if is_array(x) else ())
 
 
@@ -57,7 +57,7 @@ def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
 
 
 def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return (name, leaf) for each name of each leaf; see `leaf_names`."""
+    """Return (name, leaf) for each name of each leaf, as `leaf_names` returns them."""
     pairs = zip(leaf_names(tree), leaves(tree), strict=True)
     return [(name, leaf) for group, leaf in pairs for name in group]
 

@@ -8,8 +8,8 @@ from optfn.core.types import PyTree
 
 
 def check_arrays(noun: str, values: PyTree) -> None:
-    """Raise a TypeError that names the leaf unless JAX takes the tree and its NumPy arrays as they
-    are.
+    """Raise a TypeError that names the leaf unless JAX accepts the tree, and its NumPy arrays
+    without a change.
 
     Args:
       noun: what the leaves are, for the error, as in "TrainStep.init: parameter".

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The element behind the last leaf."""
+        """The index of the element behind the last leaf."""
         return self.start + self.size * len(self.leaves)
 
     @property
@@ -62,19 +62,19 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class BufferLayout:
-    """The runs of leaves in one array, in order; `dtype` is "" for an array that is a leaf."""
+    """The runs of leaves in one array, in order. For an array that is a leaf, `dtype` is ""."""
 
     dtype: str
     runs: tuple[Run, ...]
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """The leaves in the order of the buffer, by their number in the tree."""
+        """The indices in the tree of the leaves, in the order of the buffer."""
         return tuple(i for run in self.runs for i in run.leaves)
 
     @property
     def run_of_leaves(self) -> dict[int, Run]:
-        """The run of each leaf, by its number, in the order of `leaves`."""
+        """The run of each leaf, by the leaf's index in the tree, in the order of `leaves`."""
         return {i: run for run in self.runs for i in run.leaves}
 
     @property
@@ -99,8 +99,8 @@ class BufferLayout:
         return tensors
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors of each run: of a buffer as rows (num_tensors,
-        n), else as `split_tensors` does.
+        """Return the tensors of each run of a buffer as rows (num_tensors, n). For an array of
+        several axes return the result of `split_tensors`.
 
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
@@ -123,7 +123,8 @@ class BufferLayout:
 def make_buffer_layout(
     dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]
 ) -> BufferLayout:
-    """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
+    """Return the layout of a buffer of leaves, given as (shape, stacked, index) each, in this
+    order."""
     runs: list[Run] = []
     # Only neighbours: a run is one slice of the buffer.
     for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
@@ -139,7 +140,8 @@ def single_leaf(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The positions of the leaves of a tree in the buffers of a Packed; static.
+    """The positions of the leaves of a tree in the buffers of a Packed. All of its fields are
+    static.
 
     Args:
       structure: the structure of the tree; masked leaves count as leaves.
@@ -175,8 +177,8 @@ class PackedLayout:
 # Kept, because each update selects again, and a jitted step then compares layouts by identity.
 @lru_cache(maxsize=64)
 def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
-    """Keep the chosen leaves of a layout, by their numbers in the tree;
-    a buffer without any goes."""
+    """Keep the chosen leaves of a layout, by their indices in the tree. A buffer without any of
+    them is left out."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
@@ -188,7 +190,8 @@ def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
 
 @lru_cache(maxsize=64)
 def mark_layout(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
-    """Let axes[i] leading axes of leaf i count tensors; a leaf that has more already keeps them."""
+    """Let axes[i] leading axes of leaf i count tensors. A leaf of which more axes count already
+    keeps them."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()

@@ -50,7 +50,7 @@ class Stacked(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
-    """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
+    """A tree of arrays as one flat buffer per dtype. The function `optfn.unpack` returns the tree.
 
     It is a pytree. Its leaves are the buffers, and the leaves of the original tree that are not
     floating point. Optimizers of optfn take it like the original tree: norms per tensor, patterns
@@ -93,7 +93,7 @@ class Packed:
         return list(zip(self.layout.buffers, self.buffers, strict=True))
 
     def frozen_leaves(self) -> dict[int, Leaf]:
-        """Return the frozen leaves by their numbers in the tree."""
+        """Return the frozen leaves by their indices in the tree."""
         return dict(zip(self.layout.frozen, self.frozen, strict=True))
 
     def leaf_layouts(self) -> list[BufferLayout]:

@@ -146,7 +146,8 @@ def _all_masked(leaves: Sequence[Leaf]) -> bool:
 def _check_buffer(
     buffer: BufferLayout, leaves: list[Leaf], paths: Sequence[str], lead: int
 ) -> None:
-    """Raise unless the leaves of a buffer have the shapes of its layout, or are all masked."""
+    """Raise a ValueError unless the leaves of a buffer have the shapes of its layout, or are all
+    masked."""
     if _all_masked([leaves[i] for i in buffer.leaves]):
         return
     for i, run in buffer.run_of_leaves.items():
@@ -159,8 +160,8 @@ def _check_buffer(
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """Return one buffer for each group of leaves,
-    joined after `lead` leading axes; masked if all leaves are."""
+    """Return one buffer for each group of leaves, joined after `lead` leading axes. If all leaves
+    of a group are masked, so is its buffer."""
     buffers: list[Leaf] = []
     for leaves in groups:
         if _all_masked(leaves):
@@ -193,7 +194,8 @@ def unpack(packed: PyTree) -> PyTree:
 
 
 def is_unpackable(x: object) -> bool:
-    """Tell whether `x` is a Packed whose buffers have one number for each element of the leaves.
+    """Tell whether `x` is a Packed each of whose buffers is masked or has one value for each
+    element of its leaves.
 
     The scale of 8-bit moments is one number, so it cannot be unpacked.
     """
@@ -204,7 +206,7 @@ def is_unpackable(x: object) -> bool:
 
 
 def _unpack(packed: Packed) -> PyTree:
-    """Return the tree in a Packed; leaves of a masked buffer are masked."""
+    """Return the tree in a Packed. The leaves of a masked buffer are masked."""
     layout = packed.layout
     leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
     for buffer, x in packed.buffer_items():
@@ -217,8 +219,8 @@ def _unpack(packed: Packed) -> PyTree:
 
 
 def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
-    """Return the leaves of a buffer in their shapes,
-    behind the buffer's leading axes; on the host or traced."""
+    """Return the leaves of a buffer in their shapes, behind the buffer's leading axes. The buffer
+    may be on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = xla.split(x, [run.size for run in runs])
     return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
@@ -226,7 +228,7 @@ def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
-    """Return the leaves of a buffer; the derivative joins their cotangents in one step."""
+    """Return the leaves of a buffer. The derivative joins their cotangents in one step."""
     return _split_leaves(buffer, x)
 
 
@@ -280,7 +282,7 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 
 
 def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
-    """Return a Packed of the chosen leaves, by their numbers, in the order of `whole`."""
+    """Return a Packed of the chosen leaves, by their indices, in the order of `whole`."""
     layout = select_leaves(whole.layout, chosen)
     buffers = []
     for buffer, x in whole.buffer_items():
@@ -310,8 +312,8 @@ def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool,
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of the chosen leaves of a buffer,
-    joined; of a masked buffer, the mask."""
+    """Return the elements of the chosen leaves of a buffer, joined. A masked buffer is returned
+    unchanged."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0

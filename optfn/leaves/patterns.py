@@ -17,7 +17,8 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
-    """Return the names of the leaves of `tree` that `pattern` selects; None selects nothing.
+    """Return the names of the leaves of `tree` that `pattern` selects. The pattern None selects no
+    leaf.
 
     A regular expression that matches no name is an error. Names of leaves that were removed from a
     Packed count; a fully masked tree is exempt.
@@ -44,7 +45,8 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
 def _match_regex(
     pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
 ) -> frozenset[str]:
-    """Return the names that match as a whole; none is an error, unless all leaves are masked."""
+    """Return the names that match as a whole. Raise a ValueError if there are none, unless all
+    leaves are masked."""
     compiled = re.compile(pattern)
     matched = frozenset(name for name in among if compiled.fullmatch(name))
     if not (matched or all(is_masked(x) for x in leaves(tree))):
@@ -82,7 +84,7 @@ def first_matches(
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
-    """Tell whether a function that serves as a pattern chooses a name; a TypeError unless it
+    """Tell whether a function that serves as a pattern chooses a name. Raise a TypeError unless it
     returns a bool."""
     chosen = pattern(name)
     if not isinstance(chosen, bool):
@@ -98,14 +100,15 @@ def _find_packed_names(tree: PyTree) -> Iterator[str]:
 
 
 def matches(pattern: Pattern | None, name: str) -> bool:
-    """Tell whether a pattern selects a name; None selects all."""
+    """Tell whether a pattern selects a name. The pattern None selects all names."""
     if callable(pattern):
         return bool(pattern(name))
     return pattern is None or re.fullmatch(pattern, name) is not None
 
 
 def check_pattern(argument: str, pattern: object) -> Pattern | None:
-    """Return `pattern` if it is a pattern or None; else raise an error that names `argument`."""
+    """Return `pattern` if it is a pattern or None. Otherwise raise a TypeError or a ValueError that
+    names `argument`."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):

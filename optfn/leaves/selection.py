@@ -24,7 +24,8 @@ class Selection:
     paths: Collection[str]
 
     def keep(self, values: PyTree) -> PyTree:
-        """Mask the leaves that are not selected; a Packed holds the selected leaves alone."""
+        """Mask the leaves that are not selected. Of a Packed keep a Packed of the selected leaves
+        alone."""
 
         def keep(path: str, node: PyTree) -> PyTree:
             if is_packed(node):
@@ -44,15 +45,14 @@ class Selection:
         return map_nodes(fill, whole, kept)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
-        """Return the numbers of a Packed's leaves that are selected;
-        `path` is the path of the Packed."""
+        """Return the indices of the selected leaves in a Packed, which has the path `path`."""
         # By the layout of the whole tree, also if leaves have been taken out since.
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
 
 
 def _pass_through(updates: Updates, params: Params) -> Updates:
-    """Return the updates as they are."""
+    """Return the updates unchanged."""
     return updates
 
 
@@ -62,7 +62,8 @@ def restrict(
     state_type: Callable[[OptState], OptState] | None = None,
     others: Callable[[Updates, Params], Updates] = _pass_through,
 ) -> core.Unchecked:
-    """Apply `rule` to the leaves that `choose` selects; the other leaves pass unchanged.
+    """Return a rule that applies `rule` to the leaves that `choose` selects. The updates of all
+    other leaves are those of `others`, by default the given ones.
 
     The rule meets trees with all other leaves masked, and so keeps no state for them.
 

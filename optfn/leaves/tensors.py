@@ -1,4 +1,4 @@
-"""Numbers of each tensor, such as norms, and functions of each: an array may hold several."""
+"""Scalars of each tensor, such as norms, and functions of each: an array may hold several."""
 
 import dataclasses
 import math
@@ -57,7 +57,7 @@ def _broadcast_units(
 def _broadcast_tensors(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
-    """Return an array of `shape` with each tensor's number in all its elements: for a leaf by a
+    """Return an array of `shape` with each tensor's scalar at all of its elements: for a leaf by a
     broadcast along its stacked axes, for a flat buffer tensor by tensor."""
     # Units of a few elements would be padded to the 128 lanes of a TPU, so broadcast each tensor.
     if len(shape) > 1:
@@ -71,8 +71,8 @@ def _broadcast_tensors(
 
 
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
-    """Return the scalars of all leaves that are not masked, in one list;
-    a PerTensor gives an array per run."""
+    """Return the scalars of all leaves that are not masked, in one list. A PerTensor gives an array
+    per run."""
     found: list[jax.Array] = []
     for x in per_leaf.values:
         if isinstance(x, PerTensor):
@@ -88,7 +88,7 @@ def tensor_norms(
     of: Callable[..., jax.Array] = lambda g: g,
     **scalars: Any,
 ) -> PerLeaf:
-    """Return the L2 norm of each tensor of of(g, *trees, **scalars); None for a masked leaf.
+    """Return the L2 norm of each tensor of of(g, *trees, **scalars). A masked leaf has None.
 
     Args:
       updates: the gradients; a row-sparse leaf gives the norm of its values.
@@ -130,8 +130,8 @@ def _norms_of_runs(
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn(*numbers, **scalars) of each leaf or tensor,
-    as a PerLeaf; None where a number is None.
+    """Return fn(*numbers, **scalars) of each leaf or tensor, as a PerLeaf. Where one of `numbers`
+    is None, the result is None.
 
     Args:
       fn: an elementwise function of scalars or arrays.
@@ -157,7 +157,8 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
 
 
 def _scalars_of_run(k: int, scalars: PyTree) -> PyTree:
-    """Replace each PerTensor in a tree by its numbers of run k; other scalars stay."""
+    """Replace each PerTensor in a tree by its values of run k. All other scalars are returned
+    unchanged."""
 
     def is_split(x: object) -> bool:
         return isinstance(x, PerTensor)
@@ -183,8 +184,8 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf, all of a shape at once;
-    empty and masked leaves stay.
+    """Map a function over the tensors of each leaf, all of a shape at once. Empty and masked leaves
+    are returned unchanged.
 
     Args:
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
@@ -202,7 +203,8 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
 
 
 def all_finite(updates: Updates) -> jax.Array:
-    """Tell whether all floating-point leaves are finite, a bool scalar; True without leaves."""
+    """Tell whether all floating-point leaves are finite, as a bool scalar. Without leaves it is
+    True."""
     finite = [
         jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.keep_inexact(updates))
     ]

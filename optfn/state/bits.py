@@ -19,13 +19,15 @@ DTYPES = "dtypes"
 
 
 def encode_arrays(arrays: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Return arrays by name, host arrays without a NumPy dtype as their bits; and `DTYPES`."""
+    """Return arrays by name, and the list of dtypes as `DTYPES` if one is needed. A host array of a
+    dtype that NumPy lacks becomes its bits."""
     bits = {name: view_as_bits(x) for name, x in arrays.items()}
     return {**list_dtypes(arrays), **bits}
 
 
 def list_dtypes(arrays: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
-    """Return the entry `DTYPES` of arrays; {} if none is stored as integers that may be bits."""
+    """Return the list of dtypes of arrays, as a mapping of `DTYPES`. If none is stored as integers
+    that may be bits, return {}."""
     found = {name: x.dtype.name for name, x in arrays.items() if _may_be_bits(view_as_bits(x))}
     return {DTYPES: np.frombuffer(json.dumps(found).encode(), np.uint8)} if found else {}
 
@@ -75,7 +77,7 @@ def is_foreign(dtype: DType) -> bool:
 
 
 def is_raw(dtype: DType) -> bool:
-    """Tell whether a dtype is raw bytes, of which nothing says what they are."""
+    """Tell whether a dtype is raw bytes, which do not say their dtype."""
     return np.dtype(dtype).kind == "V" and not is_foreign(dtype)
 
 
@@ -85,7 +87,8 @@ def bits_dtype(dtype: DType) -> np.dtype:
 
 
 def view_as_bits(x: Leaf) -> Leaf:
-    """Return a host array without a NumPy dtype as its bits; any other array as it is."""
+    """Return a host array without a NumPy dtype as its bits. Any other array is returned
+    unchanged."""
     return x.view(bits_dtype(x.dtype)) if _is_host(x) and is_foreign(x.dtype) else x
 
 
@@ -99,10 +102,10 @@ def _is_host(x: Leaf) -> bool:
 
 
 def convert_dtype(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, str]:
-    """Return a copy of an array in another dtype, and "": the same numbers, floats rounded.
+    """Return a copy of an array in another dtype, with floats rounded, and "". If a value would be
+    lost, return the array in its own dtype, and the reason.
 
-    Raw bytes are read as the dtype if that has their size. If a number is not kept, the array comes
-    back as it is, with the reason.
+    Raw bytes are read as the dtype if that has their size.
     """
     if is_raw(array.dtype) and array.dtype.itemsize == dtype.itemsize:
         array = array.view(dtype)
@@ -133,7 +136,8 @@ def _rank(dtype: np.dtype) -> int:
 
 
 def _find_lost(array: np.ndarray, made: np.ndarray) -> np.ndarray:
-    """Return where numbers are lost: integers that change, and finite floats beyond the range."""
+    """Return a mask of the lost values: integers that change, and finite floats beyond the
+    range."""
     lost: np.ndarray
     if jnp.issubdtype(array.dtype, jnp.inexact):
         lost = np.isfinite(array) & ~np.isfinite(made)

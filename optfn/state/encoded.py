@@ -62,7 +62,7 @@ _fields: dict[type, tuple[Encoded, ...]] = {}
 
 
 def declare_encoded(*fields: Encoded) -> Callable[[T], T]:
-    """Declare which fields of a state hold codes; decorates the state's type."""
+    """Decorate the type of a state to declare which of its fields hold codes."""
 
     def declare(kind: T) -> T:
         _fields[kind] = fields
@@ -83,8 +83,8 @@ class Codes(NamedTuple):
 
 
 def find_codes(names: Collection[str]) -> dict[str, Codes]:
-    """Map the name of each array of codes to its `Codes`;
-    a name without its scales in `names` is left out.
+    """Map the name of each array of codes to its `Codes`. A name without its scales in `names` is
+    left out.
 
     Args:
       names: the names of arrays in `state_dict`.

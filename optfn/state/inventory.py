@@ -62,22 +62,21 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
 
 
 def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tuple[Entry, Any]]:
-    """Return (entry, array) for each array of a state; see `inventory`."""
+    """Return (entry, array) for each array of a state, in the order of `inventory`."""
     return list(zip(inventory(state, params), jax.tree.leaves(state), strict=True))
 
 
 def map_entries(
     fn: Callable[[Entry, Any], Any], state: OptState, params: Iterable[str] = ()
 ) -> PyTree:
-    """Map fn(entry, array) over the arrays of a state,
-    and return a tree like it; see `inventory`."""
+    """Map fn(entry, array) over the arrays of a state with their entries of `inventory`, and return
+    a tree like the state."""
     mapped = [fn(entry, x) for entry, x in arrays_with_entries(state, params)]
     return jax.tree.unflatten(jax.tree.structure(state), mapped)
 
 
 def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
-    """Yield (kept, axes, size) of each array of a state;
-    an array in no declared node is shared."""
+    """Yield (kept, axes, size) of each array of a state. An array in no declared node is shared."""
     for node in jax.tree.leaves(state, is_leaf=_is_declared):
         if isinstance(node, PerWorker):
             for _ in jax.tree.leaves(node):
@@ -113,8 +112,8 @@ def _has_worker_count(x: object) -> TypeGuard[Any]:
 
 
 def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, str]:
-    """Map the path of each leaf whose rule needs whole matrices to the rule's word;
-    other leaves are not in it.
+    """Map the path of each leaf whose rule needs whole matrices to the rule's word. All other
+    leaves are left out.
 
     Args:
       state: the state of an optimizer, however wrapped.
@@ -129,8 +128,8 @@ def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, s
 
 
 def find_compressed(state: OptState, params: Collection[str]) -> set[str]:
-    """Return the paths of the leaves that an exchange sends compressed: it keeps what it has not
-    sent of them yet.
+    """Return the paths of the leaves that an exchange sends compressed. It keeps the part of them
+    that it has not sent yet.
 
     Args:
       state: the state of an optimizer, however wrapped.

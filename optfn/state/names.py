@@ -21,8 +21,8 @@ def is_state(x: object) -> bool:
 
 
 def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iterator[str | None]:
-    """Yield for each (name, array) the longest of `paths` that its name ends with;
-    None for counters and rates.
+    """Yield for each (name, array) the longest of `paths` that its name ends with. For counters and
+    rates yield None.
 
     Numbers at the end of a name are ignored if need be: they count the arrays of a list for each
     parameter. If the only parameter has no path, all arrays that are not scalars belong to it.
@@ -60,13 +60,13 @@ def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any
 
 
 def get_children(node: object) -> list[Any]:
-    """Return the direct children of a node; of a leaf the leaf itself."""
+    """Return the direct children of a node. Of a leaf return the leaf itself, in a list."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
 def find_main_state(state: OptState) -> OptState:
-    """Return the main field of the outermost node whose type declares one;
-    `state` itself if none does.
+    """Return the main field of the outermost node whose type declares one. If none does, return
+    `state`.
 
     Accessors read this state if no path is given.
     """
@@ -124,7 +124,7 @@ def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
 
 
 def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield (name, state) for each chosen state; states inside a chosen one are left out.
+    """Yield (name, state) for each chosen state. States inside a chosen one are left out.
 
     In `arrays_with_names`, the names of this state's arrays begin with its name.
     """
@@ -175,8 +175,8 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
 
 def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
-    """Map the path within a field to the name, for all names in the field;
-    other names are left out.
+    """Map the path within a field to the name, for all names in the field. All other names are left
+    out.
 
     All names are in the field "".
     """

@@ -50,7 +50,7 @@ def is_padded(x: object) -> TypeGuard[Padded]:
 
 
 def pad(x: Leaf, axis: int, size: int) -> Leaf:
-    """Pad an axis with zeros to a size; NumPy arrays stay on the host."""
+    """Pad an axis with zeros to a size. NumPy arrays remain on the host."""
     widths = [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)]
     return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
@@ -61,8 +61,8 @@ def pad_like(node: Padded, x: Leaf) -> Padded:
 
 
 def unwrap_padded(node: Padded) -> Leaf:
-    """Cut the padding off an array; on a mesh the result is divided along another axis if one fits,
-    else whole."""
+    """Cut the padding off an array. On a mesh the result is divided along another axis if one fits,
+    and is whole otherwise."""
     x, axis, size = node.array, node.axis, node.length
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(size),)]
@@ -83,5 +83,5 @@ def unwrap_padded(node: Padded) -> Leaf:
 
 
 def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
-    """Map a function over the padded arrays of a state; all else stays as it is."""
+    """Map a function over the padded arrays of a state. Everything else is returned unchanged."""
     return jax.tree.map(lambda x: fn(x) if is_padded(x) else x, state, is_leaf=is_padded)

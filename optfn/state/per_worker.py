@@ -58,7 +58,7 @@ class PerWorker(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes that tell its workers apart; none means all worker axes."""
+        """The mesh axes that tell its workers apart. If there are none, all worker axes do."""
         return get_static(self, "axes", Axes())
 
     def __getitem__(self, key: Any) -> Any:
@@ -67,15 +67,15 @@ class PerWorker(NamedTuple):
 
 
 def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
-    """Mark a tree of arrays as per-worker along these axes;
-    along all worker axes if there are none."""
+    """Mark a tree of arrays as per-worker along these axes. If there are none, it is per-worker
+    along all worker axes."""
     names = to_axes(axis_name)
     return set_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """Arrays of a state that all workers share; each keeps a slice.
+    """Arrays of a state that all workers share, and of which each worker keeps a slice.
 
     `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
@@ -108,7 +108,7 @@ def mark_divided(value: PyTree, names: Axes) -> Divided:
 
 
 class ExchangedLeaf(NamedTuple):
-    """The mark of a leaf in an `Exchanged`; it has no arrays."""
+    """The mark of a leaf in an `Exchanged`, without arrays."""
 
 
 class Exchanged(NamedTuple):
@@ -128,7 +128,7 @@ class Exchanged(NamedTuple):
 
     @property
     def traffic(self) -> Any:
-        """A record of the bytes sent, see `optfn.parallel.traffic`; () if there is none."""
+        """The record of the bytes sent (see `optfn.parallel.traffic`), or () if there is none."""
         return get_static(self, "traffic", ())
 
 
@@ -150,7 +150,8 @@ def find_nodes(kind: type, state: OptState) -> list[Any]:
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Map a function over the `Divided` nodes of a state; all other nodes stay."""
+    """Map a function over the `Divided` nodes of a state. All other nodes are returned
+    unchanged."""
     is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
@@ -161,18 +162,20 @@ def has_exchange(state: OptState) -> bool:
 
 
 def join_exchange_axes(state: OptState) -> Axes:
-    """Return the mesh axes of all exchanges in a state, joined; () if no transform exchanges."""
+    """Return the mesh axes of all exchanges in a state, joined. If no transform exchanges, return
+    ()."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
 def has_per_worker_state(state: OptState) -> bool:
-    """Tell whether a state has per-worker arrays; `accumulate` often has a `PerWorker` of none."""
+    """Tell whether a state has per-worker arrays. A `PerWorker` without arrays, which `accumulate`
+    often has, does not count."""
     return any(jax.tree.leaves(node) for node in find_nodes(PerWorker, state))
 
 
 def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
-    """Return for each leaf of `params` the mesh axes of its exchange;
-    () for a leaf that no transform exchanges.
+    """Return for each leaf of `params` the mesh axes of its exchange. For a leaf that no transform
+    exchanges, return ().
 
     Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
     are identified by their names, because a wrapper may mask some of them.

@@ -41,7 +41,8 @@ def specs_over_workers(opt_state: OptState, axis_name: AxisName = "data") -> PyT
 
 
 def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
-    """Return the PartitionSpec of an array of a state over the workers; P() if all share it whole.
+    """Return the PartitionSpec of an array of a state over the workers. If all share it whole,
+    return P().
 
     Args:
       axis_name: the axes of the workers, for per-worker arrays that name none.
@@ -88,7 +89,8 @@ def widen_init(
     """
 
     def widen(entry: Entry, x: Leaf) -> Leaf:
-        """Return an array of one worker's state as all workers keep it; a replicated one stays."""
+        """Return an array of one worker's state as all workers keep it. A shared array is returned
+        unchanged."""
         if entry.kept == "shared":
             return x
         count = count_devices(mesh, entry.axes or axis_name)
@@ -151,8 +153,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Rescale the per-worker arrays and counts of a mapping;
-    all other entries stay. None listed raises."""
+    """Rescale the per-worker arrays and counts of a mapping. All other entries are returned
+    unchanged, and a mapping without per-worker arrays raises a ValueError."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
@@ -168,7 +170,8 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _read_raw(x: np.ndarray) -> np.ndarray:
-    """Return an array whose dtype a mapping does not list: bfloat16, or codes of 8 bits."""
+    """Read raw bytes as bfloat16 if an entry has 2 of them, and otherwise as codes of 8 bits. An
+    array of a known dtype is returned unchanged."""
     return x.view(jnp.bfloat16 if x.itemsize == 2 else np.uint8) if is_raw(x.dtype) else x
 
 
@@ -204,8 +207,8 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
 
 
 def _to_host(x: object) -> object:
-    """Copy an array to the host, or a typed key to the first device; an array that this process
-    cannot read stays as it is."""
+    """Copy an array to the host, or a typed key to the first device. An array that this process
+    cannot read is returned unchanged."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
     if is_key(x):
@@ -227,8 +230,8 @@ def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[st
 
 
 def count_workers(opt_state: OptState) -> int:
-    """Return the number of workers that a state counts;
-    0 if it counts none, is traced, or counts differ."""
+    """Return the number of workers that a state counts. If it counts none, is traced, or its counts
+    differ, return 0."""
     if not has_per_worker_state(opt_state):  # the names of a large state take time
         return 0
     counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
@@ -240,7 +243,8 @@ def count_workers(opt_state: OptState) -> int:
 
 
 def _common_count(counts: list[Leaf]) -> int:
-    """Return the one number that all counts have; raise if they differ or there are none."""
+    """Return the one value that all counts have. Raise a ValueError if they differ or there are
+    none."""
     # In the state of a pmap each device has a copy of the count.
     numbers = {int(n) for x in counts for n in np.ravel(np.asarray(x))}
     if len(numbers) != 1:
@@ -252,8 +256,8 @@ def _common_count(counts: list[Leaf]) -> int:
 
 
 def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
-    """Split an array of all workers, (count·n, …), into (count, n, …), on the host;
-    raise if count does not divide it."""
+    """Split an array of all workers, (count·n, …), into (count, n, …), on the host. Raise a
+    ValueError if count does not divide its first axis."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
         raise ValueError(
@@ -264,8 +268,8 @@ def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
 
 
 def _average_workers(by_worker: np.ndarray) -> np.ndarray:
-    """Average (workers, n, …) over the workers, in float64;
-    take worker 0's array if it has integers."""
+    """Average (workers, n, …) over the workers, in float64. Of integers and bools return worker 0's
+    array."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
     wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64

@@ -26,8 +26,8 @@ from optfn.state.names import iterate_nodes as iterate_nodes
 
 
 def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics that a state reports by name;
-    several of one name are reduced as declared, or left out."""
+    """Return the metrics that a state reports, by name. Several of one name are reduced as
+    declared, and are left out without a declaration."""
     found: dict[tuple[str, str], list[jax.Array]] = {}
     for node in iterate_nodes(lambda x: traits_of(x).reports, opt_state):
         for field, report in traits_of(node).reports.items():
@@ -44,7 +44,7 @@ def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
 
 
 def reduce_over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
-    """Reduce the metrics of a round's steps, (steps,), to one number each, over workers too.
+    """Reduce the metrics of a round's steps, (steps,), to one value each, over workers too.
 
     A metric whose report does not say how (`rounds`) is left out.
     """
@@ -85,7 +85,7 @@ def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState
 
 
 def raise_flags(flags: Iterable[Flag]) -> None:
-    """Raise the error of the first flag that is not 0; nothing if there is none."""
+    """Raise the error of the first flag that is not 0. If there is none, do nothing."""
     for flag in flags:
         value = read_local(flag.value)
         if np.any(value):
@@ -93,8 +93,8 @@ def raise_flags(flags: Iterable[Flag]) -> None:
 
 
 def raise_lasting_flags(opt_state: OptState) -> None:
-    """Raise the error of the first flag that keeps its value and is not 0. Traced flags say
-    nothing."""
+    """Raise the error of the first flag that keeps its value and is not 0. Traced flags are not
+    read."""
     flags = get_flags(opt_state)
     raise_flags(x for x in flags if x.is_lasting and not checks.is_traced(x.value))
 
@@ -121,13 +121,14 @@ def _find_flags(structure: PyTreeDef) -> list[Flag]:
 
 
 def is_curve(name: str) -> bool:
-    """Tell whether a metric is a reported number and no flag; the history keeps it."""
+    """Tell whether a metric is reported and is no flag, so that the history keeps it."""
     report = _find_report(name)
     return report is not None and report.several != "any" and report.error is None
 
 
 def _find_report(name: str) -> Report | None:
-    """Return the report whose metric is the first word of a name; None if no type declares it."""
+    """Return the report whose metric is the first word of a name. If no type declares it, return
+    None."""
     for _, reports in reporting_types():
         for report in reports.values():
             if report is not None and report.metric == name.partition("/")[0]:

@@ -20,7 +20,7 @@ def set_static(node: N, **values: Hashable) -> N:
 
 
 def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
-    """Return a static value of a node; the default if its type has none of this name."""
+    """Return a static value of a node. If its type has none of this name, return the default."""
     found: T = dict(getattr(node, "static_values", ())).get(name, default)
     return found
 
@@ -28,7 +28,8 @@ def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
 def _make_node(
     kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]
 ) -> Any:
-    """Return a node of the subtype with these values; at module level, where pickle finds it."""
+    """Return a node of the subtype with these values. It is at module level, where pickle finds
+    it."""
     return _subtype(kind, values)(*fields)
 
 
