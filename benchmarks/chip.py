@@ -6,6 +6,11 @@ A Llama in bfloat16 with float32 masters, adamw and a clip by the global norm, e
 recomputed, trains on one device: no link is used, so the estimate is of compute alone. The time is
 that of calls one after another, each waited for, without input. Then masters in each form train for
 `--soak` steps of a small model: no warning, and a finite loss, is expected of them.
+
+The page has updates on the same chip too. With a clip optfn's update alone takes longer than
+optax's there, and as long without XLA's command buffers (`--xla_gpu_enable_command_buffer=`). The
+factor of the clip is a new array in each call, which may be why XLA updates them. A training step
+returns its loss, a new array too.
 """
 
 import argparse
