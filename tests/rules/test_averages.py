@@ -95,7 +95,7 @@ def test_averages_share_no_buffer_and_choose_by_name():
         chex.assert_trees_all_equal(averaged, params)
         theirs = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)}
         assert theirs.isdisjoint(x.unsafe_buffer_pointer() for x in jax.tree.leaves(averaged))
-    with pytest.raises(ValueError, match="holds none"):
+    with pytest.raises(ValueError, match="has no average"):
         optfn.averaged_params(optfn.sgd(0.1).init(params), params)
     with pytest.raises(ValueError, match="min_average_window must be <= max"):
         optfn.model_average(0.5, min_average_window=5, max_average_window=4)
