@@ -78,12 +78,6 @@ def _trace_with_constraints(
         with use_mesh(AbstractMesh((), ())), use_mesh(other):
             return jax.make_jaxpr(fn, return_shape=True)(*shapes)
 
-    def trace_or_none(other: AbstractMesh) -> tuple[jex.ClosedJaxpr, PyTree] | None:
-        try:
-            return trace(other)
-        except Exception:
-            return None
-
     if not mesh.manual_axes:
         raise error
     left: Exception = error  # what remains where JAX takes all constraints
@@ -97,26 +91,57 @@ def _trace_with_constraints(
         if not any(_find_constraints(traced[0], mesh.manual_axes)):
             raise error
         return traced
+    raise _explain(error, mesh, trace) or left
+
+
+def _explain(
+    error: ValueError, mesh: AbstractMesh, trace: Callable[[AbstractMesh], Any]
+) -> ValueError | None:
+    """Return the error for a constraint that JAX refuses on other meshes too, with a remedy.
+
+    It is None if the function also fails without a mesh.
+
+    Args:
+      error: what JAX has raised.
+      mesh: the abstract mesh, whose manual axes are bound.
+      trace: traces the function on another mesh.
+    """
+
+    def trace_or_none(other: AbstractMesh) -> Any:
+        try:
+            return trace(other)
+        except Exception:
+            return None
+
     # Explicit axes divide arrays evenly, as axes of size 1 do.
     of_one = AbstractMesh((1,) * len(mesh.axis_names), mesh.axis_names, mesh.axis_types)
     explicit = of_one.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Explicit))
     alone = trace_or_none(AbstractMesh((), ()))
     if trace_or_none(explicit) is not None or (alone is not None and _has_types(alone[0])):
-        raise ValueError(
+        return _with_cause(
+            error,
             "the loss gives arrays shardings as types (jax.sharding.reshard, out_sharding=). JAX "
             "has these along explicit axes only, and inside a worker data_axis is not explicit. "
             'Pass partitioner="compiler" beside mesh, or use jax.lax.with_sharding_constraint and '
-            f"a mesh with Auto axes. JAX says: {error}"
-        ) from error
-    if alone is not None:
-        raise ValueError(
-            "the loss runs without a mesh, but JAX refuses a sharding constraint in it, as of a "
-            "box of flax whose names are not those of the mesh, or more than the axes of the array "
-            "(nn.DenseGeneral makes a kernel flat). Correct the constraint, or leave all of them "
-            "out in the loss: with jax.sharding.use_abstract_mesh("
-            f"jax.sharding.AbstractMesh((), ())): ... JAX says: {error}"
-        ) from error
-    raise left
+            "a mesh with Auto axes",
+        )
+    if alone is None:
+        return None
+    return _with_cause(
+        error,
+        "the loss runs without a mesh, but JAX refuses a sharding constraint in it, as of a "
+        "box of flax whose names are not those of the mesh, or more than the axes of the array "
+        "(nn.DenseGeneral makes a kernel flat). Correct the constraint, or leave all of them "
+        "out in the loss: with jax.sharding.use_abstract_mesh("
+        "jax.sharding.AbstractMesh((), ())): ..",
+    )
+
+
+def _with_cause(error: ValueError, words: str) -> ValueError:
+    """Return a ValueError with these words and JAX's, whose cause is JAX's error."""
+    explained = ValueError(f"{words}. JAX says: {error}")
+    explained.__cause__ = error
+    return explained
 
 
 @contextlib.contextmanager
