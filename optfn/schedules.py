@@ -1,7 +1,7 @@
 """Learning-rate schedules: functions of the step.
 
 Each function here returns a schedule `step -> rate`, float32, or float64 with `jax_enable_x64`. The
-step, i in the equations, is the 0-based number of the update: an int32 array when an optimizer
+step, i in the equations, is the 0-based index of the update: an int32 array when an optimizer
 calls the schedule, or a Python number. Optimizers also take optax's schedules, and any callable
 from step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a
 transform.
@@ -71,7 +71,7 @@ def _to_float(step: jax.Array) -> jax.Array:
 
 
 def _count_periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
-    """Return step/length as a float; rounded down if `staircase`.
+    """Return step/length as a float, rounded down if `staircase`.
 
     It is rounded down in integers, because a compiler may replace a float division by length with a
     product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
@@ -153,7 +153,7 @@ def inverse_time(
 def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
-    """Check the arguments that the three decays share; return lr, steps and rate."""
+    """Check the arguments that the three decays share, and return lr, steps and rate."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -216,7 +216,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
-    """Return steps as integers ≥ 1; a ValueError unless they increase."""
+    """Return steps as integers ≥ 1. Raise a ValueError unless they increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
@@ -390,7 +390,7 @@ def one_cycle(
         b + (a − b)·(1 − t)
 
     The peak is at step p·T − 1. With three phases the rate is back at peak/d at step 2·p·T − 2, and
-    falls to its end from there. From step T − 1 on it stays. These are the numbers of torch's
+    falls to its end from there. From step T − 1 on it is constant. These are the rates of torch's
     `OneCycleLR`, which cycles the momentum as well (see the page on moving from torch);
     `optax.schedules.cosine_onecycle_schedule` has its peak a step later.
 

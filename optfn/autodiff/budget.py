@@ -51,8 +51,8 @@ def choose_segmentation(
 def _find_segmentation(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> Segmentation:
-    """Return the cheapest segmentation found that takes at most `budget` bytes;
-    raise with the bytes needed if none does."""
+    """Return the cheapest segmentation found that takes at most `budget` bytes. Raise a ValueError
+    with the bytes needed if none does."""
     best, needed = _bisect_with_feedback(rotor, budget, measure)
     # Near the minimum the errors of the table matter, and a cut after each function may be best.
     *before, last = range(len(rotor.costs))
@@ -72,7 +72,8 @@ def _find_segmentation(
 def _bisect_with_feedback(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> tuple[Segmentation | None, int]:
-    """Return the first segmentation that measures at most `budget` bytes, or None; and its bytes.
+    """Return the first segmentation that measures at most `budget` bytes, and its bytes. If all
+    trials fail, return None and the bytes that are needed.
 
     This is a heuristic, since the table's prediction of the peak has an unknown error. The table
     predicts well by how much two segmentations differ, and less well how much each takes. Each
@@ -108,8 +109,8 @@ def _bisect_with_feedback(
 def _measure_memory(
     fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
 ) -> _MemoryUse:
-    """Return the temporaries of the compiled gradient;
-    only its residuals if it cannot be compiled or measured so.
+    """Return the bytes of the temporaries of the compiled gradient, or only of its residuals if the
+    temporaries cannot be measured.
 
     Only residuals count if the compiler undoes recomputation, or if the functions cannot be
     compiled outside of their context.

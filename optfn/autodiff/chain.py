@@ -46,8 +46,10 @@ def run_chain(
     params: Sequence[Params] | Mapping[int, Params],
     x: PyTree,
 ) -> PyTree:
-    """Run the functions of a segmentation in order; `params` is a list, or a dict by their numbers.
-    The backward pass recomputes each nested list."""
+    """Run the functions of a segmentation in order. The backward pass recomputes each nested list.
+
+    `params` is a list, or a dict by the indices of the functions.
+    """
     for entry in segmentation:
         if isinstance(entry, int):
             x = fns[entry](params[entry], x)
@@ -68,7 +70,7 @@ def _is_loss_chain(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) 
 
 
 def equal_segments(n: int, segments: str | int) -> Segmentation:
-    """Divide n functions into √n, n or a given number of segments, some longer by one."""
+    """Divide n functions into √n, n or a given count of segments, some longer by one."""
     if isinstance(segments, str):
         if segments not in ("sqrt", "each"):
             raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")

@@ -27,10 +27,10 @@ from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 def estimate_costs(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[FunctionCosts, PyTree]:
-    """Estimate the costs of `fn(params, x)` from its equations, without running it;
-    return also the shapes of its result.
+    """Estimate the costs of `fn(params, x)` from its equations, without running it. Return them,
+    and the shapes of its result.
 
-    The arguments are arrays or shapes; nothing is computed.
+    The arguments are arrays or shapes. Nothing is computed.
     """
     forward, backward, y = _trace_passes(fn, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
@@ -126,8 +126,8 @@ def _peak_bytes(
     inputs: Iterable[Variable] = (),
     ignored: Collection[Variable] = (),
 ) -> int:
-    """Return the most bytes of materialized values alive at any of `equations`;
-    fused values take none.
+    """Return the most bytes of materialized values alive at any of `equations`. Fused values take
+    none.
 
     Args:
       equations: the equations, in the order of their run.

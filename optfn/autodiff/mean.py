@@ -1,4 +1,4 @@
-"""A loss that says what it is a mean of: a total, and the weight that divides it."""
+"""A loss that is a mean: a total, and the weight that divides it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
@@ -87,7 +87,7 @@ def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 
 def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
-    """Return what a device's own quotient, total/weight, is multiplied by for its share.
+    """Return the factor that turns a device's own quotient, total/weight, into its share.
 
     Args:
       mean: the device's mean.
@@ -120,12 +120,12 @@ _divide.defvjp(
 
 
 def nonzero(weight: jax.Array) -> jax.Array:
-    """Return a weight, and 1 for 0: what has no weight has the total 0, and the mean 0."""
+    """Return a weight, or 1 for 0, so that a total of 0 without weight has the mean 0."""
     return jnp.where(weight == 0, 1, weight)
 
 
 def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return ∑ weight·value / ∑ weight along the leading axis; 0 for weights that add up to 0."""
+    """Return ∑ weight·value / ∑ weight along the leading axis, or 0 where all weights are 0."""
     return jnp.sum(weights * values, 0) / nonzero(jnp.sum(weights, 0))
 
 

@@ -23,7 +23,8 @@ from optfn.jaxprs.primitives import Atom, Equation, Variable, name_of_value
 
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of values; raise a TypeError unless they are a sequence of some strings."""
+    """Return names of values as a tuple. Raise a TypeError unless they are a sequence of at least
+    one string."""
     is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
     if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
         raise TypeError(f"{argument} must be a non-empty sequence of names; got {names!r}")
@@ -33,8 +34,8 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
-    """Return `fn`, cut after the values of these names;
-    backward runs each segment again, except one that ends in the loss.
+    """Return `fn`, cut into segments after the values of these names. The backward pass runs each
+    segment again, except one that ends in the loss.
 
     Args:
       fn: the function.
@@ -103,8 +104,8 @@ def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> 
 
 
 def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
-    """Split equations after each named value;
-    consecutive names, as a tree's leaves have, make one cut.
+    """Split equations after each named value. Consecutive names, as a tree's leaves have, make one
+    cut.
 
     The last list has the equations after the last name.
     """
@@ -118,7 +119,8 @@ def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list
 
 
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
-    """Raise a ValueError for a name that no value has; it lists the names there are."""
+    """Raise a ValueError for a name that no value has. The error lists the names that values
+    have."""
     known = dict.fromkeys(n for n in map(name_of_value, program.equations) if n is not None)
     for name in names:
         if name not in known:

@@ -101,8 +101,8 @@ def recompute(
 
 
 def _check_functions(fns: Any, option: str) -> tuple[LayerFn, ...]:
-    """Return the functions of a chain as a tuple;
-    a TypeError unless they are a list of one or more."""
+    """Return the functions of a chain as a tuple. Raise a TypeError unless they are a list of one
+    or more."""
     if isinstance(fns, list | tuple) and fns and all(map(callable, fns)):
         return tuple(fns)
     raise TypeError(f"fn must be a list of functions (params, x) -> x with {option}; got {fns!r}")

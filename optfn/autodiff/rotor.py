@@ -1,6 +1,6 @@
 """The segmentation of a chain that is cheapest within a memory budget, by dynamic programming.
 
-A segmentation is a nested list of the numbers of the chain's functions, in order. A number stands
+A segmentation is a nested list of the indices of the chain's functions, in order. An index stands
 for a function whose residuals are saved. A list stands for a segment; only its input is saved, and
 before its backward, it runs again with the segmentation of the list. For example,
 [[0, 1], [2, 3], 4] has Chen's √n segments, with the last segment not recomputed.
@@ -46,7 +46,7 @@ class FunctionCosts(NamedTuple):
 
 
 def list_functions(segmentation: Segmentation) -> list[int]:
-    """Return the numbers of the functions in a segmentation, in order."""
+    """Return the indices of the functions in a segmentation, in order."""
     numbers: list[int] = []
     for x in segmentation:
         numbers += list_functions(x) if isinstance(x, list) else [x]
@@ -99,8 +99,8 @@ class Rotor:
         return math.ceil(int(np.isfinite(self.flops_by_memory).argmax()) * self.unit)
 
     def find_segmentation(self, budget: float) -> Segmentation:
-        """Return the segmentation with the fewest extra FLOPs within `budget` bytes;
-        the budget must be at least `min_bytes`."""
+        """Return the segmentation with the fewest extra FLOPs within `budget` bytes, which must be
+        at least `min_bytes`."""
         return self._find_best(0, len(self.costs) - 1, self._to_units(budget))
 
     def predict_bytes(self, budget: float) -> float:

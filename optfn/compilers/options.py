@@ -61,7 +61,8 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingP
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
-    """Return compiler options that hide more communication, for GPUs and known TPUs; else {}.
+    """Return compiler options that hide more communication on GPUs and known TPUs. For any other
+    device return {}.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. The following figures are inferred from
@@ -100,7 +101,7 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Let what is traced in this context follow the compiler options of its program."""
+    """Let programs that are traced in this context follow these compiler options."""
     token = _options.set(options or {})
     try:
         yield

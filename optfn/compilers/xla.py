@@ -39,8 +39,8 @@ def call_for_platform(
     tpu: Callable[..., Any] | None = None,
     gpu: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return cpu(*arguments) in a program for a CPU, plain(*arguments) for another platform; for a
-    TPU or GPU that has an expression of its own, the result of that.
+    """Return cpu(*arguments) in a program for a CPU, and plain(*arguments) in one for another
+    platform. If `tpu` or `gpu` is given, return its result in a program for a TPU or GPU.
 
     All are traced, so a jaxpr has a cond of them, and they give trees of the same shapes and
     dtypes. Lowering for a platform drops the branches that it does not run.
@@ -81,7 +81,8 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: Any) -> jax.Array:
-    """Return x/divisor, rounded once, for a divisor that is broadcast; NaN where x is NaN.
+    """Return x/divisor, rounded once, for a divisor that is broadcast. The quotient is NaN where x
+    is NaN.
 
     XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
     x. So here it is x where x is NaN, and `divisor` elsewhere.
@@ -91,7 +92,7 @@ def divide(x: jax.Array, divisor: Any) -> jax.Array:
 
 
 def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-    """Reduce each row of x by `of_axis`, which is `jnp.sum` or `jnp.max`; the last axis goes.
+    """Reduce each row of x, along its last axis, by `of_axis`, which is `jnp.sum` or `jnp.max`.
 
     XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory
     before it. So on a CPU the eighths of a row are first reduced elementwise, which vectorizes, if
@@ -119,7 +120,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask by shifts and sums, for a CPU; see `pack_mask`.
+    """Return the words of `pack_mask` by shifts and sums, for a CPU.
 
     XLA on CPU does not vectorize the reduction of a padded array, so the tail alone is padded.
     """
@@ -132,8 +133,8 @@ def _bits_by_shifts(mask: jax.Array) -> jax.Array:
 
 
 def _bits_by_products(mask: jax.Array) -> jax.Array:
-    """Return the words of a mask by matrix products, for a TPU; see `pack_mask`.
-    Products are of at most 4,096 entries."""
+    """Return the words of `pack_mask` by products with a matrix of at most 4,096 rows, for a
+    TPU."""
     lead, n = mask.shape[:-1], mask.shape[-1]
     width = min(4096, -(-n // 32) * 32)
     mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)
@@ -149,7 +150,7 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Tell whether any number of the arrays is infinite or NaN; False without arrays.
+    """Tell whether any entry of the arrays is infinite or NaN. Without arrays return False.
 
     XLA on CPU makes a slow loop of each reduction to a scalar. So there one pass turns each array
     into bits, and one reduction takes the bits of all arrays.
@@ -189,7 +190,8 @@ def hide_constant(value: Any) -> jax.Array:
 
 
 def barrier(values: T, *first: jax.Array) -> T:
-    """Return `values` unchanged; XLA computes all of them, and `first`, before it reads any.
+    """Return `values` unchanged, behind a barrier: XLA computes all of them, and `first`, before it
+    reads any.
 
     Without a barrier XLA interleaves updates with a loss that reads the same arrays, and keeps
     copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that
@@ -215,7 +217,7 @@ def run_in_place(
     carry: PyTree,
     reads: Sequence[PyTree],
 ) -> PyTree:
-    """Return the carry after body(carry, read) for each pair, if `due`; else the carry as it is.
+    """Return the carry after body(carry, read) for each pair, if `due`, else the carry unchanged.
 
     Each body runs in a loop of one iteration. XLA updates the carry of a loop in place, and fuses
     no later code into the loop; a cond would write its results to new memory. XLA hoists code that
@@ -246,7 +248,8 @@ def _decrement(left: jax.Array) -> jax.Array:
 
 
 def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
-    """Split x along its last axis into consecutive pieces of `sizes`; NumPy arrays on the host.
+    """Split x along its last axis into consecutive pieces of `sizes`. A NumPy array is split on the
+    host.
 
     XLA on CPU compiles each static slice together with the code that reads it: about 8 ms for each
     distinct start, minutes for thousands. So there the starts are known only at run time, and all
@@ -291,7 +294,7 @@ def sum_arrays(*x: jax.Array) -> tuple[jax.Array, ...]:
 
 @jax.custom_jvp
 def sum_each(*x: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the sum of each of several arrays of one shape; on a GPU by one reduction.
+    """Return the sum of each of several arrays of one shape, on a GPU by one reduction.
 
     XLA for GPUs puts separate reductions into the kernel that writes the new parameter, and then
     copies the parameter instead of writing it over the old one. On a TPU one reduction keeps a
@@ -316,7 +319,7 @@ def _sum_each_jvp(
 
 
 def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Array:
-    """Return start + step·k, uint32, for element k of an array of `shape`; `step` is odd.
+    """Return start + step·k, uint32, for element k of an array of `shape`, where `step` is odd.
 
     A CPU adds a vector for the last axis to a vector for the leading axes, because XLA vectorizes a
     hash of such a sum. The vector for the last axis, mostly the longer one, has `start` in it:
@@ -343,12 +346,14 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round x to bfloat16 and keep its dtype; of two casts, there and back, XLA drops both."""
+    """Round x to bfloat16 and return it in its own dtype. XLA would drop two casts, there and
+    back."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def widen_for_all_reduce(x: jax.Array) -> jax.Array:
-    """Cast bfloat16 to float32 if XLA would crash in an all-reduce of x; else return x.
+    """Cast bfloat16 to float32 if XLA would crash in an all-reduce of x. Otherwise return x
+    unchanged.
 
     With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
     instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.

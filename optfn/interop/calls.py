@@ -10,8 +10,8 @@ from optfn.core.printing import call_text
 
 
 def show_transform(tx: optax.GradientTransformation) -> str:
-    """Return the call that made `tx`; for a transformation of another library, which does not keep
-    its call, the name of the factory, as in "optax.masked(…)"."""
+    """Return the call that made `tx`, as text. A transformation of another library does not keep
+    its call, so its text is the name of its factory, as in "optax.masked(…)"."""
     if isinstance(tx, core.Transform):
         name, positional, named = tx.call
         shown = tuple(map(_show_argument, positional))
@@ -24,7 +24,7 @@ def show_transform(tx: optax.GradientTransformation) -> str:
 
 
 def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
-    """Yield `tx` and the transformations inside of it; those of other libraries are left out."""
+    """Yield `tx` and the transformations inside of it, without those of other libraries."""
     if isinstance(tx, core.Transform):
         yield tx
         for link in tx.inner:
@@ -32,7 +32,7 @@ def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
 
 
 def _show_argument(x: object) -> object:
-    """Return the text of a transformation; anything else stays."""
+    """Return the text of a transformation. Any other argument is returned unchanged."""
     return _Shown(show_transform(x)) if isinstance(x, optax.GradientTransformation) else x
 
 

@@ -1,4 +1,4 @@
-"""What optax's transformations show of their arguments: masks, labels of a partition, links."""
+"""The arguments that optax's transformations show: masks, labels of a partition, links."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from optfn.leaves import contents
 
 
 def find_closed_over(tx: Any) -> Mapping[str, Any]:
-    """Return what the update of a transformation of optax closes over: of a mask, a partition and a
-    chain their arguments. Functions that `explain_errors` of `third_party` puts around it are
-    passed over.
+    """Return by name the values that the update of a transformation of optax closes over, such as
+    the arguments of a mask, a partition or a chain. For any other object return {}.
+
+    Functions that `explain_errors` of `third_party` puts around the update are passed over.
     """
     if isinstance(tx, core.Transform) or not inspect.isfunction(getattr(tx, "update", None)):
         return {}
@@ -23,8 +24,8 @@ def find_closed_over(tx: Any) -> Mapping[str, Any]:
 
 
 def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[str] | None:
-    """Return the paths of the leaves with a mark in a tree of marks, a prefix of the params or
-    a function that returns it; None if it cannot be told."""
+    """Return the paths of the leaves with a mark in a tree of marks, a prefix of the params or a
+    function that returns it. Return None if they cannot be told."""
     try:
         found = marks(params) if callable(marks) else marks
         spread = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), found, params)
@@ -37,8 +38,8 @@ def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[st
 
 
 def find_labels(tx: Any, params: Params) -> dict[str, str]:
-    """Return the label that each leaf has in the first `optax.partition` of `tx`, by path; {}
-    without a partition, and for leaves whose label cannot be told."""
+    """Return by path the label that each leaf has in the first `optax.partition` of `tx`. A leaf
+    whose label cannot be told is left out, and without a partition there are no labels."""
     closed = find_closed_over(tx)
     if (labels := closed.get("param_labels")) is not None:
         marked = {label: find_marked(labels, params, label) for label in closed["transforms"]}

@@ -36,7 +36,8 @@ def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _check_nnx(name: str, params: Params) -> None:
-    """Raise for variables of flax.nnx that are no nnx.Param; pass if nnx is not loaded."""
+    """Raise a TypeError for variables and modules of flax.nnx that are no nnx.Param. If nnx is not
+    loaded, params have none of them."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
@@ -54,8 +55,8 @@ def _check_nnx(name: str, params: Params) -> None:
 
 
 def _check_linen(name: str, params: Params) -> None:
-    """Raise for the `variables` of linen: a mapping of collections,
-    one of them "params" but not all."""
+    """Raise a TypeError for the `variables` of linen: a mapping of collections, one of them
+    "params" but not all."""
     if "flax.linen" not in sys.modules or not isinstance(params, Mapping):
         return
     # All values of linen's variables are mappings. A tree of your own seldom has only mappings.
@@ -71,8 +72,8 @@ def _check_linen(name: str, params: Params) -> None:
 
 
 def _check_equinox(name: str, params: Params) -> None:
-    """Raise for leaves of equinox modules that are no floating-point arrays;
-    pass if it is not loaded."""
+    """Raise a TypeError for leaves of equinox modules that are no floating-point arrays. If equinox
+    is not loaded, params have no such modules."""
     eqx = sys.modules.get("equinox")
     if eqx is None:
         return

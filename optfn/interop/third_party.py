@@ -18,8 +18,8 @@ from optfn.leaves.nodes import Stacked
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
-    """Return `tx`, or the transformation that it makes,
-    as MultiSteps does; raise for anything else."""
+    """Return `tx`, or the transformation that it makes, as MultiSteps does. Raise a TypeError for
+    anything else."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -40,8 +40,8 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `tx`, a third-party transformation,
-    with clearer errors about Rows and Stacked; other errors pass.
+    """Return a third-party transformation with clearer errors about Rows and Stacked. All other
+    errors are raised unchanged.
 
     Raises, at init and update:
       TypeError: it takes no row-sparse gradients.
@@ -83,8 +83,7 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
 
 
 def _unwrap_stacked_params(params: Params) -> Params:
-    """Replace each `Stacked` in `params` by its tree;
-    return `params` itself where there are none."""
+    """Replace each `Stacked` in `params` by its tree. Return `params` itself if there are none."""
 
     def is_stacked(x: object) -> bool:
         return isinstance(x, Stacked)

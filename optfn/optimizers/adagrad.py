@@ -34,7 +34,7 @@ def adagrad(
 
     Args:
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
-      eps: ≥ 0. With 0, an element whose gradients so far are all 0 stays as it is.
+      eps: ≥ 0. With 0, an element whose gradients so far are all 0 does not change.
       initial_accumulator_value: m before the first step, ≥ 0.
 
     State: m, 4 bytes per parameter. Real and complex leaves.

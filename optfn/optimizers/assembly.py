@@ -68,7 +68,8 @@ def optimizer(
 def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
-    """Return None for None, else `tx` if it is a gradient transformation; else raise."""
+    """Return `tx` as a gradient transformation, or None for None. Raise a TypeError for anything
+    else."""
     return None if tx is None else core.check_transform(argument, tx, usual)
 
 
@@ -81,7 +82,8 @@ class DenseRowsState(NamedTuple):
 def dense_rows(name: str) -> core.Unchecked:
     """Make row-sparse gradients dense, with a warning, for rules that update all rows.
 
-    Dense gradients pass. It is no public transform: optimizers begin their chain with it.
+    Dense gradients are returned unchanged. It is no public transform: optimizers begin their chain
+    with it.
     """
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 

@@ -111,7 +111,7 @@ def muon(
 
 @traits(labels="*")
 class MatricesAndOthers(NamedTuple):
-    """The states of the two transforms; the fields are their labels."""
+    """The states of the two transforms, in fields that are their labels."""
 
     matrices: OptState
     others: OptState
@@ -123,7 +123,7 @@ def _matrices_and_others(
     """Join two chains: `links` for the leaves that `matrices` selects,
     `others` for all other leaves.
 
-    The second gets the directions of the first, and passes them unchanged.
+    The second gets the directions of the first, and returns them unchanged.
     """
 
     def other_paths(values: PyTree) -> frozenset[str]:

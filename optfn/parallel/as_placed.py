@@ -1,4 +1,5 @@
-"""The layout of a step that is left to the compiler, and whose params stay where they come."""
+"""The layout of a step that is left to the compiler. Params keep the shardings that the user gives
+them."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +17,8 @@ from optfn.parallel.mesh_layout import Layout
 
 @dataclasses.dataclass(frozen=True)  # equal for equal specs, so that jit compiles once for them
 class AsPlaced(Layout):
-    """Params keep the PartitionSpecs of the arrays that the user passes; state follows them.
+    """The layout in which params keep the PartitionSpecs of the arrays that the user passes. The
+    optimizer state follows these specs.
 
     specs: the path and the spec of each leaf; None if they are unknown, because the params are
       traced along axes that are left to the compiler.
@@ -30,22 +32,25 @@ class AsPlaced(Layout):
         return self.specs is not None
 
     def follow(self, params: Params) -> "AsPlaced":
-        """Return the layout with the specs of these params, and P() for a leaf that does not lie on
-        the mesh; of traced params, whose specs are unknown, the layout as it is."""
+        """Return the layout with the specs of these params. A leaf that does not lie on the mesh
+        gets P(). If params are traced on a mesh without explicit axes, their specs are unknown, and
+        the layout is returned unchanged."""
         if checks.is_traced(params) and not self.mesh.explicit_axes:
             return self
         specs = [(str(place), _spec_on(self.mesh, x)) for place, x in tree.items(params)]
         return dataclasses.replace(self, specs=tuple(specs))
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of each leaf; P() for a leaf whose spec is unknown."""
+        """Return the spec of each leaf, or P() where it is unknown. Masked leaves are returned
+        unchanged."""
         specs = dict(self.specs or ())
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else specs.get(str(place), P()), params
         )
 
     def place_params(self, params: Params) -> Params:
-        """Copy params that lie on the mesh on their devices, and other ones to all devices."""
+        """Copy each leaf of params to its sharding on the mesh. A leaf that already has it is
+        copied on its devices, and a traced leaf is returned unchanged."""
         placements = self.shardings(self.param_specs(params), params)
 
         def place(x: Leaf, placement: NamedSharding) -> jax.Array:
@@ -58,7 +63,8 @@ class AsPlaced(Layout):
 
 
 def _spec_on(mesh: Mesh, x: Any) -> P:
-    """Return the PartitionSpec of an array or its shape on a mesh; P() if it lies elsewhere."""
+    """Return the PartitionSpec that an array, or its shape, has on a mesh. Without a NamedSharding
+    on a mesh of the same axes and sizes, return P()."""
     placement = jax.typeof(x).sharding if checks.is_traced(x) else getattr(x, "sharding", None)
     if not isinstance(placement, NamedSharding) or placement.mesh.shape != mesh.shape:
         return P()

@@ -68,7 +68,7 @@ def shard_map_step(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the spec that splits an array's leading axis over the data axes; P() for a scalar."""
+    """Return the spec that splits an array's leading axis over the data axes. A scalar gets P()."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
@@ -84,12 +84,13 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
 
 
 def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
-    """Place a batch on the mesh, split along its leading axis; a scalar goes to all devices.
+    """Split the leading axis of each array of a batch over the data axes of a mesh. A scalar is
+    copied to all devices.
 
     Args:
       batch: arrays of all examples, the same in every process. Global arrays are not copied
         (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
-        traced arrays pass through.
+        traced arrays are returned unchanged.
       mesh: the mesh of the workers.
       data_axis: the mesh axes that split it.
       local_steps: for how many steps each worker splits its shard evenly.
@@ -122,10 +123,8 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 
 def copy_beside(batch: Batch, like: jax.Array) -> Batch:
-    """Copy the NumPy arrays of a batch to the device of an array; all else passes unchanged.
-
-    If the array lies on several devices, the copies stay on the host.
-    """
+    """Copy the NumPy arrays of a batch to the device of the array `like`, or on the host if `like`
+    lies on several devices. Every other leaf is returned unchanged."""
     batch = copy_host_arrays(batch)
     if like.sharding.num_devices > 1:
         return batch
@@ -134,7 +133,8 @@ def copy_beside(batch: Batch, like: jax.Array) -> Batch:
 
 
 def copy_host_arrays(batch: Batch) -> Batch:
-    """Copy the NumPy arrays of a batch; all else passes unchanged.
+    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps. Every other leaf
+    is returned unchanged.
 
     A loader may overwrite its buffer while the step still reads it, and JAX shares the memory of an
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
@@ -148,7 +148,8 @@ def _is_host(x: Leaf) -> bool:
 
 
 def _copy_aligned(x: np.ndarray) -> np.ndarray:
-    """Return a copy in the dtype that JAX keeps, at an address that JAX takes without another."""
+    """Return a copy in the dtype that JAX keeps, aligned so that JAX on a CPU does not copy it
+    again. An array below 256 KiB is copied without alignment."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if x.nbytes < _UNALIGNED:
         return np.array(x, dtype)
@@ -161,9 +162,8 @@ def _copy_aligned(x: np.ndarray) -> np.ndarray:
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, also of other processes; a traced array passes
-    through.
-    """
+    """Copy an array to all devices of `placement`, those of other processes included. A traced
+    array is returned unchanged."""
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -177,7 +177,8 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 
 
 def refuse_exchange(opt_state: OptState) -> None:
-    """Raise a ValueError if an optimizer needs workers, and the step is left to the compiler."""
+    """Raise a ValueError if an optimizer exchanges gradients itself or keeps a state on each
+    worker. A step that is left to the compiler calls this, because it has no workers."""
     if has_exchange(opt_state) or has_per_worker_state(opt_state):
         raise ValueError(
             "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum does, "

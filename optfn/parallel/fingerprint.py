@@ -47,8 +47,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _bit_words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32:
-    narrow elements widened, wider ones along one more axis; keys as data."""
+    """Return the bits of an array as uint32, one word for each element of at most four bytes.
+    Longer elements take several words, along further axes, and keys are replaced by their data."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -82,14 +82,14 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
-    """Start to compute `fingerprints` on the devices; return a function that waits for them."""
+    """Start to compute `fingerprints` on the devices, and return a function that waits for them."""
     wait = _begin_program(_fingerprints, leaves)
     return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
 
 
 def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
-    """Start to check floating-point arrays;
-    return a function that waits and tells whether all are finite.
+    """Start to look for nonfinite values on the devices, and return a function that waits and tells
+    whether all values are finite.
 
     In a run of several processes, all must call both functions, and all get the same answer.
     """
@@ -100,8 +100,8 @@ def begin_finite_check(leaves: Sequence[Leaf]) -> Callable[[], bool]:
 def _begin_program(
     program: Callable[[list[jax.Array]], jax.Array], leaves: Sequence[Leaf]
 ) -> Callable[[], list[np.ndarray]]:
-    """Start to compute a row of a program for each array;
-    return a function that waits for all rows, in order."""
+    """Start to compute a row of a program for each array, and return a function that waits for the
+    rows and returns them in the order of the arrays."""
     arrays = [jnp.asarray(x) for x in leaves]
     # 1. Arrays of one shape, dtype and sharding share a program.
     kinds: dict[Any, list[int]] = {}
@@ -162,7 +162,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the axes of the devices that hold copies of a shard: the spec leaves them out."""
+    """Return the mesh axes along which devices hold copies of a shard: its spec leaves them out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 

@@ -119,8 +119,8 @@ class Layout:
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf's gradient,
-        and of its moments, as if it were no table."""
+        """Return the PartitionSpec of each leaf's gradient, and of its moments, as if it were no
+        table: here that of the leaf."""
         return self.dense_param_specs(params)
 
     def mark_stacked(self, params: Params) -> Params:
@@ -148,11 +148,12 @@ class Layout:
         return count_devices(self.mesh, self.shard_axes)
 
     def follow(self, params: Params) -> "Layout":
-        """Return the layout for these params: here the same for all params."""
+        """Return the layout for these params: here this layout, whatever the params are."""
         return self
 
     def describe(self, params: Params) -> PyTree:
-        """Return a ParamEntry for each leaf of params; masked leaves stay masked.
+        """Return a tree like params, with a ParamEntry for each array. Masked leaves are returned
+        unchanged.
 
         All questions about a leaf are answered from it. It is made once for params of the same
         structure, shapes and dtypes.
@@ -189,10 +190,11 @@ class Layout:
         return tree.map_named(make, params, *specs)
 
     def _choose_mean_axes(self, size: int, spec: P) -> Axes:
-        """Return the worker axes over which the gather of a leaf averages its gradient.
+        """Return `mean_axes` if a device keeps more than 64 KB a layer of a divided leaf, else no
+        axes.
 
-        They are `mean_axes` for a divided leaf, and none for a whole leaf, and for a leaf of which
-        a device keeps at most 64 KB a layer: the step averages small gradients by one all-reduce.
+        Over these worker axes the gather of the leaf averages its gradient. The step averages small
+        gradients by one all-reduce.
 
         Args:
           size: the bytes of a layer of the leaf.
@@ -205,7 +207,7 @@ class Layout:
         return self.mean_axes if size > SMALL_BYTES * devices else Axes()
 
     def param_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
+        """Return the PartitionSpec of each leaf of params. Masked leaves are returned unchanged."""
         return jax.tree.map(lambda entry: entry.spec, self.describe(params))
 
     def gradient_specs(self, params: Params) -> PyTree:
@@ -213,7 +215,7 @@ class Layout:
         return jax.tree.map(lambda entry: entry.gradient_spec, self.describe(params))
 
     def _entry_of_path(self, params: Params) -> dict[str, ParamEntry]:
-        """Return the entries by path."""
+        """Return the ParamEntry of each leaf of params by its path."""
         return {entry.path: entry for entry in jax.tree.leaves(self.describe(params))}
 
     def state_specs(self, state: OptState, params: Params) -> PyTree:
@@ -262,23 +264,24 @@ class Layout:
         return map_entries(state_spec, state, owners)
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension that N,
-        the number of shards, divides; else P().
+        """Return the spec that divides the first dimension whose size N, the number of shards,
+        divides. If there is none, return P(), which keeps the array whole on every device.
 
         The leading `stacked` axes, which count layers, come last, so that each device has a shard
-        of each layer. P() is whole on every device.
+        of each layer.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes,
-        with these axes; [] if it divides none."""
+        """Return the dimensions that a spec divides over shard axes, with these axes. All other
+        dimensions are left out."""
         return divisions_of(spec, self.shard_axes)
 
     def average_later(self) -> "Layout":
-        """Return the same layout, with which the loss averages no gradient over workers."""
+        """Return this layout without `mean_axes`, so that the step averages all gradients after the
+        loss."""
         return dataclasses.replace(self, mean_axes=Axes()) if self.mean_axes else self
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
@@ -322,8 +325,8 @@ class Layout:
         return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the shard group of a worker, with the specs of its gradients;
-        None if a worker is one device."""
+        """Return the shard group of a worker, with the specs of its gradients. Without worker axes,
+        or if the mesh has no further axes, return None."""
         if not (self.worker_axes and self.inner_axes):
             return None
         by_path = (
@@ -396,8 +399,9 @@ class Layout:
         return lambda params: self.pad_state(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
-        """Raise a ValueError if a transform exchanges over shard axes,
-        or keeps per-worker arrays without worker axes."""
+        """Raise a ValueError if a transform exchanges over shard axes, or keeps per-worker arrays
+        without worker axes. A step that is left to the compiler refuses every exchange and every
+        per-worker array."""
         divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if self.compiler_axes:
             refuse_exchange(state)
@@ -418,7 +422,8 @@ class Layout:
     def _reshape_to_leaves(
         self, init: Callable[[Params], OptState]
     ) -> Callable[[Params], OptState]:
-        """Wrap `init`: reshape flat per-worker arrays to their leaf, so that specs can divide them.
+        """Wrap `init` so that flat per-worker arrays get the shape of their leaf, which specs can
+        divide. Without worker axes or divided arrays, `init` is returned unchanged.
 
         A shard of a leaf is not a contiguous range of the flat array.
         """
@@ -443,24 +448,26 @@ class Layout:
 
 
 class Replicated(Layout):
-    """Params and state are whole on every device of a worker; only rows of tables are divided."""
+    """The layout in which params and state are whole on every device of a worker. Only rows of
+    tables are divided."""
 
 
 def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
-    """Return how many leading axes `shape` has in front of `of`; 0 if it does not end with `of`."""
+    """Return the count of leading axes that `shape` has in front of `of`. It is 0 unless `shape`
+    ends with `of`."""
     extra = len(shape) - len(of)
     return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of one worker's array;
-    `over` is the array's spec over the workers, P() if shared."""
+    """Return the shape of one worker's part of an array of `shape`, which `over` divides over
+    workers. If they share the array, `over` is P(), and `shape` is returned unchanged."""
     return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _join_specs(over: P, spec: P) -> P:
-    """Return the spec of an array divided over workers and by `spec` within each;
-    `spec` if workers share it."""
+    """Return the spec of an array that is divided over workers by `over`, and within each by
+    `spec`. If workers share the array, `over` is P(), and `spec` is returned unchanged."""
     if not any(over):
         return spec
     first, *remaining = spec or (None,)
@@ -468,7 +475,8 @@ def _join_specs(over: P, spec: P) -> P:
 
 
 def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
-    """Raise a ValueError if a spec cannot divide a leaf of this shape; it names all of them."""
+    """Raise a ValueError if a spec has more entries than a leaf has axes, or does not divide an
+    axis evenly. The error names the leaf, its shape and the spec."""
     if len(spec) > len(shape):
         raise ValueError(
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"

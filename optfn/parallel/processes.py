@@ -22,8 +22,8 @@ _COMPARED = 1 << 26
 
 
 def is_on_all_processes(mesh: Mesh | None) -> bool:
-    """Tell whether there are several processes, and each has devices of the mesh;
-    False without a mesh."""
+    """Tell whether there are several processes, and each has devices of the mesh. Without a mesh
+    the answer is False."""
     if mesh is None or jax.process_count() == 1:
         return False
     return _include_all_processes(mesh.devices.flat)
@@ -83,10 +83,11 @@ def broadcast_bytes(source: int, content: bytes) -> bytes:
 
 
 def compare_params(params: Params) -> None:
-    """Raise a ValueError unless all processes have bit-identical params, and the same versions.
+    """Raise a ValueError unless all processes have bit-identical params and the same versions of
+    optfn and JAX.
 
     Leaves that are already divided over processes are compared by shape. Traced params, and a tree
-    without leaves, pass.
+    without leaves, are not compared.
 
     Raises:
       ValueError: the params differ, or the versions of optfn or JAX. Every process raises it, and
@@ -107,8 +108,8 @@ def compare_params(params: Params) -> None:
 
 
 def compare_batch(batch: Batch) -> None:
-    """Raise a ValueError unless all processes pass batches of the same structure and shapes, and
-    host arrays with the same numbers.
+    """Raise a ValueError unless all processes pass batches of the same structure, shapes, dtypes
+    and values.
 
     The devices of a process take their rows of its array, so rows would be lost without a word if
     each process passed the examples that it has read. The first 64 MiB of each array are compared.
@@ -129,7 +130,8 @@ def compare_batch(batch: Batch) -> None:
 
 
 def describe_shapes(values: PyTree) -> str:
-    """Return the name, shape and dtype of each array of a tree in words; "no arrays" for none."""
+    """Return the name, shape and dtype of each array of a tree in words. A tree without arrays
+    gives "no arrays"."""
     words = []
     for name, x in tree.arrays_with_paths(values):
         kind = x.dtype if tree.is_array(x) else type(x).__name__
@@ -138,8 +140,8 @@ def describe_shapes(values: PyTree) -> str:
 
 
 def _check_same(noun: str, text: str) -> None:
-    """Raise a ValueError in every process unless all pass the same text;
-    the error shows this one's text."""
+    """Raise a ValueError in every process unless all pass the same text. The error shows the text
+    of this process."""
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
@@ -149,14 +151,14 @@ def _check_same(noun: str, text: str) -> None:
 
 
 def _list_different(digests: np.ndarray) -> str:
-    """Return in words the numbers of the processes whose row differs from process 0's."""
+    """Return as text the indices of the processes whose row differs from that of process 0."""
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 
 
 def _content(x: Leaf, most: int | None = None) -> bytes:
-    """Return the bytes of a leaf, of a key's data, `most` at most (None: all); b"" if other
-    processes hold shards of it."""
+    """Return at most the first `most` bytes of a leaf, or all for None. A key gives the bytes of
+    its data, and a leaf of which other processes hold shards gives b""."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     host = np.asarray(jax.random.key_data(x) if tree.is_key(x) else x)

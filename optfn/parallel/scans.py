@@ -46,7 +46,8 @@ _recorded: ContextVar[list[RecordedGather] | None] = ContextVar("recorded", defa
 
 @contextlib.contextmanager
 def record_gathers() -> Iterator[list[RecordedGather]]:
-    """Record the gathers of the programs that are traced in this context, in their order."""
+    """Yield a list that collects the gathers of the programs that are traced in this context, in
+    order."""
     found: list[RecordedGather] = []
     token = _recorded.set(found)
     try:
@@ -94,7 +95,8 @@ class LeafShard:
         step: jax.Array,
         counts: jax.Array | None = None,
     ) -> "LeafShard | None":
-        """Return the shard of a leaf; None if shard axes do not divide the leaf."""
+        """Return the LeafShard of a device's array. If shard axes do not divide the leaf, return
+        None."""
         divisions = tuple(layout.divisions(entry.spec))
         if not divisions:
             return None
@@ -111,7 +113,8 @@ class LeafShard:
         return {}
 
     def gather(self, dtype: Any = None) -> jax.Array:
-        """Return the whole array, cast to `dtype` before it is sent; None keeps the dtype.
+        """Gather the whole array in `dtype`, or in its own dtype for None. It is cast before it is
+        sent, but packets are made of the uncast array.
 
         A second call returns the same array, so that its gradient is reduced once.
         """
@@ -134,7 +137,8 @@ class LeafShard:
             return jax.eval_shape(lambda shard: shard.gather(), self)
 
     def divide_layers(self) -> "LeafShard | None":
-        """Return the same array divided within each layer, by an all-to-all if it was by layers.
+        """Return this array divided within each layer. If its layers are divided, an all-to-all
+        exchanges them for a shard of each layer.
 
         A scan needs a shard of each layer. The result is None if the number of shards divides no
         further dimension of a layer: the scan then takes the whole array.
@@ -150,7 +154,7 @@ class LeafShard:
         return dataclasses.replace(self, array=array, divisions=divisions)
 
     def _find_layer_dimension(self) -> int | None:
-        """Return the first dimension of a layer that the devices can divide; None without one."""
+        """Return the first undivided dimension of a layer that the devices can divide, or None."""
         count = count_devices(self.layout.mesh, self.divisions[0].axes)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
@@ -165,7 +169,8 @@ class LeafShard:
         return shards
 
     def group_layers(self, groups: int) -> "LeafShard | None":
-        """Return the array as (groups, layers, …); None if an axis divides the layers."""
+        """Return this array, which is divided within each layer, as (groups, layers of a group, …).
+        If an axis that is left to the compiler divides the layers, return None."""
         if any(entry is not None for entry in self.slices[:1]):
             return None
         array = self.array.reshape(groups, -1, *self.array.shape[1:])

@@ -46,7 +46,7 @@ from optfn.parallel.whole import find_layer_axes
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """How params and state are divided; see `sharded`."""
+    """The choice of how params and state are divided, as `sharded` returns it."""
 
     kind: str | Specs
     axis: Axes | None = None
@@ -70,7 +70,7 @@ class Sharded:
 
 
 def check_reduce_dtype(name: str, dtype: object) -> DType | None:
-    """Return the dtype of an argument, or None for None.
+    """Return an argument as a real floating-point NumPy dtype, or None for None.
 
     Raises:
       TypeError: it is not a real floating-point dtype.
@@ -181,7 +181,8 @@ Kind: TypeAlias = str | Specs | Sharded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """Params are whole on every device; gradients and state are divided (ZeRO-1).
+    """The layout in which params are whole on every device, and gradients and state are divided
+    (ZeRO-1).
 
     It is the base of the ways that divide a leaf along a dimension that fits. They inherit how
     gradients and state are divided, and say how params are (`dense_param_specs`, `keeps_params`).
@@ -209,8 +210,9 @@ class ShardState(Layout):
         return self._divide_leaves(params, self._check_padding)
 
     def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return each leaf's spec: by layers, along the first dimension that fits,
-        or P(); masked leaves stay masked.
+        """Return the spec that divides each leaf by layers, or else along the first dimension that
+        fits. Integers, small leaves and leaves without such a dimension get P(). Masked leaves are
+        returned unchanged.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
@@ -233,8 +235,8 @@ class ShardState(Layout):
         return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Divide a leaf by layers (True), with padding if needed; a ValueError if it is needed and
-        there are worker axes."""
+        """Return True, so that a leaf is divided by layers, with padding if needed. Raise a
+        ValueError if padding is needed and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -245,7 +247,7 @@ class ShardState(Layout):
 
 
 def find_small_leaves(params: Params, count: int) -> set[int]:
-    """Return the numbers of the leaves that are too small to divide over `count` devices.
+    """Return the indices of the leaves that are too small to divide over `count` devices.
 
     A small leaf has at most 64 KB, or at most 64 KB a layer: the time of its collective would be
     latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
@@ -298,11 +300,12 @@ class ShardBySpec(Layout):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the devices of a worker keep shards of arrays."""
+        """Whether the devices of a worker keep shards of arrays: here always True."""
         return True
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of each leaf; P() if a mapping of patterns has none for it."""
+        """Return the spec of each leaf, or P() if no pattern matches it. Masked leaves are returned
+        unchanged."""
         chosen = assign_specs(self.specs, params)
 
         def choose_spec(place: tree.Place, x: Leaf) -> Leaf:

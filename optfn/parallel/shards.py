@@ -56,11 +56,11 @@ def _run_on_compiler_slices(
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return how the compiler's axes divide an array;
-    None for dimensions that data axes divide too.
+    """Return the spec by which the compiler's axes divide an array. A dimension that data axes
+    divide too gets None.
 
-    A dimension that data axes divide as well gets None: if each slice of it were gathered along the
-    data axes, its blocks would stand in another order.
+    If each slice of such a dimension were gathered along the data axes, its blocks would stand in
+    another order.
     """
     left = exclude_axes(layout.mesh.axis_names, layout.data_axes)
     entries: list[Any] = []
@@ -80,7 +80,8 @@ def gather_shard(
     counts: jax.Array | None = None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Gather a whole array from shards; its gradient is the mean over devices, as a shard again.
+    """Gather a whole array from its shards. Its gradient is this device's shard of the mean over
+    devices.
 
     The backward pass reduce-scatters the cotangents of all devices of a shard group, and averages
     the shard over `mean_axes`.
@@ -143,12 +144,11 @@ def scatter_gradients(
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
-    """Return this device's shard of the mean gradient over the shard axes;
-    whole leaves by all-reduce.
+    """Average gradients over the shard axes, and return this device's shard of each mean. The
+    gradient of a leaf that is not divided is averaged by an all-reduce and returned whole.
 
-    Gradients of leaves that stay whole are averaged by all-reduces. Rows of tables, integers, and
-    gradients that already have the shape of the shard pass through: the backward pass of
-    `gather_shard` has taken their mean.
+    Rows of tables, integers, and gradients that already have the shape of the shard are returned
+    unchanged: the backward pass of `gather_shard` has taken the mean of the last.
 
     Args:
       grads: the device's gradients, of whole params or of shards.
@@ -186,12 +186,13 @@ def scatter_gradients(
 
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
-    """Gather new params that are whole in the layout,
-    but whose updates are divided (ZeRO-1); others pass.
+    """Gather each new param that is whole in the layout, but whose update is divided (ZeRO-1).
+    Every other param is returned unchanged, and so are all params without a layout, or if the step
+    is left to the compiler.
 
-    Params that stay divided pass through, and so do padded ones, whose gather is left to the
-    compiler, and all params of a step that is left to it. This runs outside of `shard_map`. On a
-    TPU the compiler's own gather would be an all-reduce of the whole array.
+    Padded params are returned unchanged too: their gather is left to the compiler. This runs
+    outside of `shard_map`. On a TPU the compiler's own gather would be an all-reduce of the whole
+    array.
     """
     if layout is None or not layout.shard_axes or layout.compiler_axes:
         return params

@@ -19,9 +19,8 @@ Specs: TypeAlias = PyTree
 
 
 def list_specs(specs: Specs) -> dict[Any, P]:
-    """Return the PartitionSpec of each pattern, or of each path of a tree; None becomes P().
-
-    Of a NamedSharding only the spec counts.
+    """Return the PartitionSpec of each pattern of a mapping, or of each path of a tree. None
+    becomes P(), and of a NamedSharding only the spec counts.
 
     Raises:
       TypeError: something is neither a PartitionSpec, a NamedSharding, nor None.
@@ -37,7 +36,8 @@ def list_specs(specs: Specs) -> dict[Any, P]:
 
 
 def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
-    """Return the spec of each leaf by path; a leaf that no pattern matches has none.
+    """Return a dict from the path of each leaf to its spec. A leaf that no pattern matches is left
+    out.
 
     A mapping whose keys are paths, or beginnings of paths, and together name all leaves, is read as
     a tree, and any other mapping without nested values as patterns. Both readings agree unless a
@@ -86,7 +86,8 @@ def _find_longest_prefixes(
 
 
 def _list_prefixes(path: str) -> Iterator[str]:
-    """Yield a path and its beginnings, the longest first; the last is "", a leaf without a tree."""
+    """Yield a path and its beginnings, the longest first. The last is "", the path of a leaf
+    without a tree."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -94,7 +95,8 @@ def _list_prefixes(path: str) -> Iterator[str]:
 
 
 def check_specs(specs: Specs, mesh: Mesh | AbstractMesh) -> None:
-    """Raise an error unless each spec is valid on a mesh; it names leaf or pattern, spec and mesh.
+    """Raise a ValueError if a spec names an axis that the mesh does not have, or an axis twice.
+    Raise a TypeError if an entry is no spec.
 
     Raises:
       TypeError: something is no spec.
@@ -124,7 +126,7 @@ def check_workers_are_whole(specs: Specs, workers: Axes) -> None:
 
 
 def _is_entry(x: object) -> bool:
-    """Tell whether `x` says how a leaf is divided; None says that it is whole."""
+    """Tell whether `x` is an entry of specs: a PartitionSpec, a sharding, or None (whole)."""
     return tree.is_masked(x) or isinstance(x, P | jax.sharding.Sharding)
 
 
@@ -136,7 +138,8 @@ def _is_flat(specs: Specs) -> bool:
 
 
 def _to_spec(path: object, x: object) -> P:
-    """Return the PartitionSpec of an entry: its own, a NamedSharding's, P() for a masked leaf."""
+    """Return the PartitionSpec of an entry: itself, that of a NamedSharding, or P() for a masked
+    leaf. Raise a TypeError for any other entry."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

@@ -36,9 +36,9 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
 def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
-    """Return the bytes that a worker sends as "bytes_sent"; {} for rows or unknown traffic.
+    """Return the bytes that a worker sends in a step, as "bytes_sent". Return {} if a gradient is
+    row-sparse, or if a transform does not give its traffic.
 
-    They are not known if a gradient is row-sparse, or if a transform does not give its traffic.
     Over the axes without an exchange, an all-reduce averages each leaf.
 
     Args:

@@ -44,7 +44,7 @@ def find_layer_axes(
 
 
 def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
-    """Return the reason why a leaf cannot be divided by layers; "" if it can."""
+    """Return the reason why a leaf cannot be divided by layers, or "" if it can."""
     if is_table:
         return "a table, whose rows are divided"
     if not stacked:

@@ -20,8 +20,8 @@ Buffers: TypeAlias = dict[str, jax.Array]
 
 
 def find_lengths(trees: Iterable[PyTree]) -> Lengths:
-    """Return by dtype the largest total size among `trees`:
-    buffers of these lengths hold any of them."""
+    """Return by dtype the largest total size among `trees`. Buffers of these lengths hold any of
+    them."""
     longest: Lengths = {}
     for tree in trees:
         lengths: Lengths = {}
@@ -39,8 +39,8 @@ def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def select_inexact(lengths: Lengths) -> Lengths:
-    """Return the lengths of dtypes that can have a gradient,
-    real or complex floating point; drop the others."""
+    """Return the lengths of the dtypes that can have a gradient: real and complex floating
+    point."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 
 

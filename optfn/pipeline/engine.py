@@ -24,9 +24,9 @@ from optfn.pipeline.stage import Context, Stash
 
 
 class Microbatches(NamedTuple):
-    """A worker's share of the batch; leaves of inputs and targets are (m, examples, …).
+    """A worker's share of the batch, with leaves (m, examples, …) of inputs and targets.
 
-    first: the number of the first microbatch, counted over all workers.
+    first: the index of the first microbatch, counted over all workers.
     rng: a random key, or None.
     """
 
@@ -48,8 +48,8 @@ class Carry(NamedTuple):
 
 
 def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
-    """Return the inputs, target and key of one stage on the microbatch at `index`;
-    the key is None without rng."""
+    """Return the inputs, target and key of one stage on the microbatch at `index`. Without a key in
+    `microbatches`, the key is None."""
     model_input, target = _take((microbatches.inputs, microbatches.targets), index)
     key = microbatches.rng
     if key is not None:
@@ -61,7 +61,7 @@ def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> Wo
 class Task(NamedTuple):
     """The work of a device in a tick, and the weights for it.
 
-    chunk: the number of the stage on its device.
+    chunk: the index of the stage on its device.
     valid: whether there is such work; False in the bubble.
     """
 
@@ -73,7 +73,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model and its plan; call `run` inside a shard_map over `axis_name`.
+    """A model and its plan on one device. Call `run` inside a shard_map over `axis_name`.
 
     weights: the weights of the chunks of this device, with leaves (v, …), and the shared ones.
     """
@@ -85,7 +85,8 @@ class Engine:
     microbatches: Microbatches
 
     def run(self) -> tuple[PyTree, Gradient]:
-        """Return the sums over the microbatches of the loss (in the last stage) and gradients."""
+        """Run all ticks, and return the sums over the microbatches of the loss (in the last stage)
+        and of the gradients."""
         carry = self._init_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
@@ -115,8 +116,8 @@ class Engine:
         )
 
     def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
-        """Run the work of a tick, one kind after the other;
-        kinds that are not in `work` are left out."""
+        """Run the kinds of work that `work` has, in the order forward, backward, weight
+        gradient."""
         # Forward first: the backward of the last stage takes the stash of the same tick.
         if "F" in work:
             carry = self._run_forward(carry, tick)
@@ -127,7 +128,7 @@ class Engine:
         return carry, None
 
     def _run_forward(self, carry: Carry, tick: jax.Array) -> Carry:
-        """Run a forward on the received activation, save its stash, and pass the result on."""
+        """Run a forward on the received activation, save its stash, and send the result on."""
         k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
         index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
         task = self._make_task(index, chunk, valid)
@@ -136,8 +137,8 @@ class Engine:
         return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
 
     def _backward(self, carry: Carry, tick: jax.Array) -> Carry:
-        """Run a backward on the received cotangent and its stash,
-        and pass the cotangent of x on."""
+        """Run a backward on the received cotangent and its stash, and send the cotangent of x
+        on."""
         plan = self.plan
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
@@ -168,7 +169,8 @@ class Engine:
         return self._add_gradient(carry, self._make_task(index, chunk, valid), context)
 
     def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
-        """Add the gradient of a task's weights to the sums of its chunk; nothing in the bubble."""
+        """Add the gradient of a task's weights to the sums of its chunk. In the bubble it adds
+        nothing."""
         item, chunk, weights, valid = task
         stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
         sums = carry.gradient
@@ -182,8 +184,8 @@ class Engine:
         return carry._replace(gradient=Gradient(stage_sums, shared_sums))
 
     def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a stage's position in its order of this work,
-        clipped to the order, and False in the bubble."""
+        """Return a stage's position in its order of this work, clipped to the order, and whether it
+        was inside. In the bubble it was not."""
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
@@ -198,8 +200,8 @@ class Engine:
         return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        """Send arrays to the device `distance` stages further along the ring;
-        return the ones that arrive."""
+        """Send arrays to the device `distance` stages further along the ring, and return those that
+        arrive."""
         # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages
@@ -213,13 +215,13 @@ def _take(arrays: PyTree, i: Index) -> PyTree:
 
 
 def _init_ring(shapes: PyTree, slots: int) -> PyTree:
-    """Return zeros with `slots` entries along a leading axis; None without slots."""
+    """Return zeros with `slots` entries along a leading axis, or None without slots."""
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes if slots else None)
 
 
 def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array) -> PyTree:
-    """Write `new` to the ring slot of position k if it is valid;
-    otherwise keep the slot, which may be in use."""
+    """Write `new` to the ring slot of position k if it is valid. Otherwise keep the slot, which may
+    be in use."""
 
     def write(buffer: jax.Array, x: jax.Array) -> jax.Array:
         old = lax.dynamic_index_in_dim(buffer, k % slots, 0, keepdims=False)
@@ -234,8 +236,8 @@ def _zeros_for_sum(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _add(totals: PyTree, terms: PyTree, valid: jax.Array) -> PyTree:
-    """Return totals + terms where they are valid, else the totals;
-    a NaN of the bubble does not get through."""
+    """Return totals + terms if they are valid, else the totals, so that a NaN of the bubble does
+    not get through."""
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         return total + jnp.where(valid, x, 0).astype(total.dtype)

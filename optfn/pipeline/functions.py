@@ -43,8 +43,9 @@ class UserFunctions(NamedTuple):
         loss_fn: LossFn,
         embed: Embedding | None,
     ) -> "UserFunctions":
-        """Return the user's functions, one or a list for the stages;
-        a TypeError names the argument that is no function."""
+        """Return the user's functions, with those of the stages as a tuple. Raise a TypeError that
+        names the argument that is no function, and a ValueError for `embed` beside a list of
+        stages."""
         stages = (stage_fn,) if callable(stage_fn) else stage_fn
         if not (isinstance(stages, list | tuple) and stages and all(map(callable, stages))):
             raise TypeError(
@@ -63,8 +64,8 @@ class UserFunctions(NamedTuple):
         return cls(tuple(stages), loss_fn, callable(stage_fn), embed)
 
     def check_number(self, plan: Plan, axis_name: str) -> None:
-        """Raise a ValueError unless a list of stages has one function for each chunk of the plan;
-        one function passes."""
+        """Raise a ValueError unless a list of stages has one function for each chunk of the plan. A
+        single function fits every plan."""
         needed = plan.num_stages * plan.virtual_stages
         if not self.homogeneous and len(self.stages) != needed:
             raise ValueError(
@@ -74,8 +75,8 @@ class UserFunctions(NamedTuple):
             )
 
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
-        """Raise if no function takes a given `shared` or `rng`,
-        or a function requires further arguments."""
+        """Raise a ValueError if no function takes a given `shared` or `rng`, and a TypeError if a
+        function requires further arguments."""
         given = {"shared"} if has_shared else set()
         if has_rng:
             given.add("rng")
@@ -103,8 +104,8 @@ class UserFunctions(NamedTuple):
         return ModelFunctions([run], lambda x, targets, shared: loss(x.h, targets, shared))
 
     def carry_inputs(self, inputs: PyTree, shared: Params) -> PyTree:
-        """Return what passes from stage to stage: x, and the inputs too if the first stage
-        embeds them."""
+        """Return the value that stages pass on, before the first stage: the inputs, or a `_Carried`
+        with them if the first stage embeds them."""
         if self.embed is None:
             return inputs
         shapes = jax.eval_shape(partial(_call_embedding, self.embed), inputs, shared)
@@ -114,11 +115,12 @@ class UserFunctions(NamedTuple):
 
 
 class _Carried(NamedTuple):
-    """What passes from stage to stage beside an embedding; all have the examples as leading axis.
+    """The value that stages pass on if the first embeds the inputs. Its arrays have the examples as
+    their leading axis.
 
     inputs: the inputs of the model.
     h: x, the hidden values.
-    stage: the number of stages before, of each example.
+    stage: the count of stages before, for each example.
     """
 
     inputs: PyTree
@@ -133,7 +135,8 @@ def _embed_first(
     x: _Carried,
     key: Key,
 ) -> _Carried:
-    """Run a stage, in the first one on the embedding of the inputs."""
+    """Run a stage on the hidden values of the previous one, or the first stage on the embedded
+    inputs."""
     inputs = lax.stop_gradient(x.inputs)
     # A cond, so that other stages look nothing up.
     h = lax.cond(
@@ -158,8 +161,8 @@ _BY_NAME = (
 
 
 def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
-    """Return which of `shared` and `rng` are parameters of a function;
-    none if it has no signature."""
+    """Return which of `shared` and `rng` are parameters of a function, none if it has no
+    signature."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a callable without a signature

@@ -100,8 +100,8 @@ class StashPolicy(NamedTuple):
     def make_stage(
         self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
     ) -> Stage:
-        """Return the stage of `fn` by this policy;
-        weights, x and key are examples, to trace with."""
+        """Return the stage of `fn` by this policy, traced with the examples `weights`, `x` and
+        `key`."""
         stash_input = self.stash == "input"
         if self.splits_backward:
             return make_split_backward_stage(
@@ -113,7 +113,7 @@ class StashPolicy(NamedTuple):
 
 
 def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> PyTree:
-    """Return the shape and dtype of the loss, or of both numbers of a `Mean`.
+    """Return the shape and dtype of the loss, or of the total and the weight of a `Mean`.
 
     Raises:
       TypeError: the loss is not real.
@@ -183,7 +183,8 @@ def make_homogeneous_model(
     weights: Weights,
     item: WorkItem,
 ) -> Model:
-    """Return the model whose `num_stages` stages are one function; only the last computes the loss.
+    """Return the model whose `num_stages` stages are one function. Only the last stage computes the
+    loss.
 
     `weights` and `item` are examples, to trace with.
     """
@@ -222,7 +223,8 @@ def make_homogeneous_model(
 
 
 def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
-    """Wrap `stage_fn` so that it raises if its output has another type than its input."""
+    """Wrap `stage_fn` so that it raises a ValueError if its output has another type than its
+    input."""
 
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
@@ -329,14 +331,15 @@ class _RavelledStages:
         ]
 
     def _unravel_weights(self, i: int, weights: Weights) -> Weights:
-        """Return stage i's weights as the tree that its function takes; shared ones stay."""
+        """Return the weights of stage i as the tree that its function takes, and the shared ones
+        unchanged."""
         return Weights(buffers.unravel(weights.stage, self.params[i]), weights.shared)
 
     def forward(
         self, i: int, item: WorkItem, weights: Weights, received: buffers.Buffers
     ) -> tuple[buffers.Buffers, buffers.Buffers]:
-        """Run stage i on the received activation, the first on the model's input;
-        the last passes zeros on."""
+        """Run stage i on the received activation, or the first stage on the model's input. The last
+        stage returns zeros as its activation."""
         x = item.model_input if i == 0 else buffers.unravel(received, self.inputs[i])
         y, stash = self.stages[i].forward(self._unravel_weights(i, weights), x, item.key)
         # Don't pass on the output of the last stage, which is often the largest of all.
@@ -346,8 +349,8 @@ class _RavelledStages:
     def backward(
         self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
     ) -> BackwardResult:
-        """Run stage i's backward on the received cotangent,
-        the last's on the loss; the first passes zeros on."""
+        """Run the backward of stage i on the received cotangent, or that of the last stage on the
+        loss. The first stage returns zeros as its cotangent."""
         stash = buffers.unravel(stash, self.stashes[i])
         loss, shared_gradient, cotangent, context = self._backward(
             i, item, weights, stash, received
@@ -360,7 +363,7 @@ class _RavelledStages:
     def _backward(
         self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
     ) -> BackwardResult:
-        """Run stage i's backward between trees; `backward` ravels its results."""
+        """Run the backward of stage i, and return trees, which `backward` ravels."""
 
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:

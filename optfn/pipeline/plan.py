@@ -30,7 +30,7 @@ IndexT = TypeVar("IndexT", int, jax.Array)
 
 
 class Phase(NamedTuple):
-    """Ticks [start, stop); all stages do the same kinds of work in them."""
+    """The ticks [start, stop), in which all stages do the same kinds of work."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
 
 def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[IndexT, IndexT | int]:
-    """Return (microbatch, chunk) of a stage's k-th forward; without virtual stages (k, 0).
+    """Return (microbatch, chunk) of a stage's k-th forward, which is (k, 0) without virtual stages.
 
     Each group of p microbatches passes through all chunks before the next group begins.
     """
@@ -61,7 +61,7 @@ def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[Inde
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The costs of a schedule, and the time of each piece of work; see `plan`."""
+    """The costs of a schedule, and the tick of each piece of work, as `plan` returns them."""
 
     num_stages: int
     num_microbatches: int
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def work_items(self) -> int:
-        """Microbatches times chunks: the number of forwards of each device."""
+        """The count of forwards of each device: microbatches times chunks."""
         return self.num_microbatches * self.virtual_stages
 
     def backward_order(self, k: IndexT) -> tuple[IndexT, IndexT | int, IndexT]:
@@ -118,8 +118,8 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The clock, split wherever a window begins or ends,
-        with the work of each span; for 1f1b three phases."""
+        """The clock, split wherever a window begins or ends, with the work of each span. 1f1b has
+        three phases, or one if the model is a single stage."""
         cuts = sorted(set(itertools.chain(*self.windows.values())))
         phases = []
         for start, stop in itertools.pairwise(cuts):
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        """The length of the clock; in a tick a stage does at most one work item of each kind."""
+        """The length of the clock. In a tick a stage does at most one work item of each kind."""
         return max(stop for _, stop in self.windows.values())
 
     @property
@@ -149,21 +149,22 @@ class Plan:
 
     @property
     def stash_slots(self) -> int:
-        """The microbatches that a device saves between forward and backward:
-        all of them for gpipe."""
+        """The count of microbatches that a device saves between forward and backward, all of them
+        for gpipe."""
         if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
     @property
     def context_slots(self) -> int:
-        """The microbatches that a device saves between backward and weight gradient;
-        0 unless zb."""
+        """The count of microbatches that a device saves between backward and weight gradient, 0
+        unless zb."""
         return min(self.work_items, self.num_stages) if self.splits_backward else 0
 
     @property
     def stash(self) -> int:
-        """The microbatches saved per device; their bytes if `activation_bytes` is given."""
+        """The count of microbatches saved per device, or their bytes if `activation_bytes` is
+        given."""
         slots = self.stash_slots + self.context_slots
         return slots if self.activation_bytes is None else slots * self.activation_bytes
 

@@ -92,7 +92,7 @@ def stack_stages(
 
 
 def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
-    """Raise unless stage i has the structure, shapes and dtypes of the first."""
+    """Raise a ValueError unless stage i has the structure, shapes and dtypes of the first."""
     hint = "if your stages differ, pass the pipeline a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", stage, "params[0]", first)
     for place, a, b in tree.items(first, stage):
@@ -106,7 +106,8 @@ def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
 
 
 def unwrap_stacked(stages: Params) -> tuple[Params, int]:
-    """Take params out of the `Stacked` nodes around them; return how many there were."""
+    """Take params out of the `Stacked` nodes around them, and return them with the count of these
+    nodes."""
     count = 0
     while isinstance(stages, Stacked):
         stages, count = stages.layers, count + 1
@@ -125,7 +126,7 @@ def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> lis
 
     Args:
       stacked: a tree with leaves of shape (stages, …), or (v, p, …) if `virtual_stages` = v > 1. A
-        list or tuple of heterogeneous stages is not stacked; use it as it is.
+        list or tuple of heterogeneous stages is not stacked; use it directly.
       virtual_stages: as in `stack_stages`. None: leaves in two `Stacked`, as `stack_stages` returns
         them for v > 1, have v first; other leaves have the stages. Pass 1 if each stage is a
         `Stacked` itself.
@@ -154,7 +155,8 @@ def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> lis
 
 
 def _take_stage(index: tuple[int, ...], x: Leaf) -> Leaf:
-    """Return entry `index` of the leading axes; along explicit axes, on every device."""
+    """Return entry `index` of the leading axes. Along explicit axes of a mesh, every device gets
+    it."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or not sharding.mesh.explicit_axes:
         return x[index]

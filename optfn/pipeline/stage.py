@@ -166,7 +166,7 @@ class _ResidualProgram:
         self.keep_output = keep_output
 
     def forward(self, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
-        """Run the stage; return y, and the residuals that depend on x or the key."""
+        """Run the stage, and return y and the residuals that depend on x or the key."""
         program = self.program
         known = bindings(program.inputs, jax.tree.leaves((weights, x, key)))
         values = program.run(program.equations, known)

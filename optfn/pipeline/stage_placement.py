@@ -54,7 +54,8 @@ class StagePlacement:
     marks: int = 0
 
     def reshard_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
-        """Reshard arrays along the mesh's explicit axes; without any they stay.
+        """Reshard arrays along the mesh's explicit axes. Without such axes they are returned
+        unchanged.
 
         shard_map itself reshards its arguments only along the remaining axes.
 
@@ -72,7 +73,8 @@ class StagePlacement:
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
 
     def check_specs(self, stages: Params, front: int) -> None:
-        """Raise unless `param_specs` fits params whose leaves have `front` leading axes."""
+        """Raise a ValueError unless `param_specs` fits params whose leaves have `front` leading
+        axes."""
         found: Any = jax.tree.structure(self.param_specs, is_leaf=is_spec)
         if found != jax.tree.structure(stages, is_leaf=is_spec):
             raise ValueError(
@@ -85,8 +87,8 @@ class StagePlacement:
                 self._check_fit(str(place), x.shape[front:], spec)
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
-        """Raise unless a PartitionSpec fits a leaf's shape in a stage:
-        as many axes, and evenly divided ones."""
+        """Raise a ValueError unless a PartitionSpec fits a leaf's shape in a stage: it has no more
+        entries than the leaf has axes, and divides them evenly."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
@@ -106,8 +108,8 @@ class StagePlacement:
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
     def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Put the gradients of inexact leaves into a tree like `params`;
-        integer leaves get float0."""
+        """Put the gradients of inexact leaves, and float0 for integer leaves, into a tree like
+        `params`."""
         remaining = iter(gradients)
         return jax.tree.map(
             lambda x: next(remaining) if tree.is_inexact(x) else numerics.float0_zeros(x.shape),
@@ -150,7 +152,8 @@ class StackedStages(StagePlacement):
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Gather weights (v, …) that `param_specs` divides over the data axis; the others stay."""
+        """Gather weights (v, …) that `param_specs` divides over the data axis. All other weights
+        are returned unchanged."""
         if self.param_specs is None or self.data_axis is None:
             return weights
 
@@ -177,8 +180,8 @@ class StackedStages(StagePlacement):
         return means
 
     def _data_divisions(self, spec: P) -> list[Division]:
-        """Return the dimension of a leaf (v, …) that the data axis divides,
-        as a list; [] if it divides none.
+        """Return the dimension of a leaf (v, …) that the data axis divides, as a list, or [] if it
+        divides none.
 
         `spec` is the PartitionSpec of the leaf in a stage, without v.
         """
@@ -186,7 +189,7 @@ class StackedStages(StagePlacement):
         return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
-        """Fold stacked params (p·v, …) to (v, p, …); folded ones stay as they are."""
+        """Fold stacked params (p·v, …) to (v, p, …). Folded params are returned unchanged."""
         self._check_stacked(stages)
         if self._is_folded(stages):
             return stages
@@ -279,7 +282,7 @@ class ListedStages(StagePlacement):
     gradient_specs = weight_specs
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Return the weights as they are: to ravel them has gathered them."""
+        """Return the weights unchanged, because ravelling them has gathered them."""
         return weights
 
     def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:

@@ -162,7 +162,8 @@ def pipeline_value_and_grad(
     def value_and_grad(
         params: Params, inputs: PyTree, targets: PyTree = _WITH_INPUTS, *, rng: Key = None
     ) -> tuple[jax.Array, Updates]:
-        """Return the loss and the gradients of the batch; see `pipeline_value_and_grad`."""
+        """Return the loss and the gradients of the batch, as `pipeline_value_and_grad` describes
+        them."""
         if targets is _WITH_INPUTS:
             if not isinstance(inputs, list | tuple) or len(inputs) != 2:
                 raise TypeError(
@@ -176,8 +177,8 @@ def pipeline_value_and_grad(
 
 
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
-    """Raise unless `mesh` is a mesh with two different axes of these names;
-    `data_axis` may be None."""
+    """Raise a TypeError unless `mesh` is a mesh, and a ValueError unless it has two different axes
+    of these names. `data_axis` may be None."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
@@ -191,8 +192,8 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
 
 
 def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
-    """Raise unless `param_specs` has only PartitionSpecs,
-    over axes of the mesh but not the stage axis."""
+    """Raise a TypeError unless `param_specs` has only PartitionSpecs, and a ValueError unless these
+    are over axes of the mesh besides the stage axis."""
     for path, spec in tree.arrays_with_paths(specs):
         if not is_spec(spec):
             raise TypeError(
@@ -258,7 +259,8 @@ class _Pipeline:
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
-        """Run the pipeline on this device; return the loss and gradients, averaged over the batch.
+        """Run the pipeline on this device, and return the loss and gradients, averaged over the
+        batch. The loss of a `Mean` is both sums over the batch.
 
         `shapes` are the shapes of the params, or of this device's shards of them.
         """
@@ -282,8 +284,8 @@ class _Pipeline:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), loss, model.loss), gradients
 
     def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
-        """Return the homogeneous or heterogeneous model;
-        `weights` and `item` are examples to trace with."""
+        """Return the homogeneous or heterogeneous model, traced with the examples `weights` and
+        `item`."""
         functions, policy = self.functions.bind_keywords(), self.stash_policy
         if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
@@ -293,8 +295,9 @@ class _Pipeline:
     def _average_over_batch(
         self, loss: PyTree, gradient: Gradient, weights: Weights
     ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
-        """Turn this device's sums into means over the batch:
-        over stages, data workers and microbatches; of a `Mean` into sums, and its gradient."""
+        """Turn this device's sums into means over the batch: over stages, data workers and
+        microbatches. For a `Mean` return both sums over the batch, and the gradient of their
+        quotient."""
         # Only the last stage has a loss, and each stage a term of the shared gradient.
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
@@ -320,8 +323,8 @@ class _Pipeline:
         return loss, ([g[:, None] for g in stage], shared)
 
     def _check_bound_axes(self) -> None:
-        """Raise a ValueError if an enclosing training step has bound a data axis,
-        which it averages itself."""
+        """Raise a ValueError if an enclosing training step has bound `data_axis` or an axis of
+        `param_specs`."""
         bound = manual_axes()
         if self.data_axis in bound:
             raise ValueError(

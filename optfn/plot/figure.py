@@ -1,4 +1,4 @@
-"""Helpers of all pictures: axes, checked or new, and curves of any length."""
+"""The parts of all pictures: axes, checked or new, and curves of any length."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +37,8 @@ def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Ax
 def check_mapping(
     argument: str, values: Mapping[str, T], kind: type[T] | None = None
 ) -> dict[str, T]:
-    """Return a mapping from names as a dict; raise if it is empty or has a value of another class.
+    """Return a mapping from names as a dict. Raise a ValueError if it is empty, and a TypeError if
+    it is no mapping or has a value of another class.
 
     Args:
       argument: the name of the argument, for errors.
@@ -57,7 +58,8 @@ def check_mapping(
 
 
 def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
-    """Draw a curve; a long one as the means of intervals, with a band from minimum to maximum.
+    """Draw a curve. One of more than MAX_POINTS points is drawn as the means of intervals, with a
+    band from minimum to maximum.
 
     Points that are not finite are left out, and so are intervals that contain one.
     """
@@ -76,7 +78,7 @@ def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: An
 def scale_axis(ax: "Axes", *curves: np.ndarray) -> None:
     """Make the y axis logarithmic if all finite values are positive and span a factor above 100.
 
-    Otherwise it stays linear.
+    Otherwise its scale does not change.
     """
     values = np.concatenate([np.ravel(y) for y in curves])
     values = values[np.isfinite(values)]

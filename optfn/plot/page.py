@@ -104,7 +104,7 @@ def environment() -> dict[str, str]:
 
 
 def _format_page(title: str, body: Iterable[str]) -> str:
-    """Return an HTML page with the lines of its body; its policy forbids it to load anything."""
+    """Return an HTML page with the lines of its body, whose policy forbids it to load anything."""
     head = (
         '<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -129,7 +129,8 @@ _HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not fi
 
 
 def _summarize_series(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
-    """Return a row of the table of numbers for each array; leave out arrays without entries."""
+    """Return a row of the table of numbers for each array that has entries, without the steps of
+    evaluations."""
     rows = []
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
         if name == "evaluation_step" or not values.size:
@@ -152,7 +153,7 @@ def _format_number(x: float) -> str:
 
 
 def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    """Return an HTML table of numbers; the first cell of each row is its name."""
+    """Return an HTML table of numbers, in which the first cell of each row is its name."""
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:

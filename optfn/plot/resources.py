@@ -87,7 +87,7 @@ def recompute(
 
 
 def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
-    """Return (bytes, FLOPs) as floats; raise a ValueError unless both are positive."""
+    """Return (bytes, FLOPs) as floats. Raise a ValueError unless both are positive."""
     if np.shape(pair) != (2,) or not np.all(np.asarray(pair) > 0):
         raise ValueError(f"{name} must be (bytes, FLOPs), both > 0; got {pair!r}")
     size, flops = pair
@@ -97,7 +97,7 @@ def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
 def _merge_marks(
     named: Mapping[str, tuple[float, float]], near: tuple[float, float]
 ) -> dict[tuple[float, float], list[str]]:
-    """Group names by point; a mark that would overlap an earlier one joins it."""
+    """Group names by point. A mark that would overlap an earlier one joins its group."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, (x, y) in named.items():
         there = [(u, v) for u, v in places if abs(x - u) <= near[0] and abs(y - v) <= near[1]]

@@ -178,9 +178,9 @@ def _draw_series(
 
 
 def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
-    """Return a history as NumPy arrays; raise unless it has "loss" and all `needed`.
+    """Return a history as NumPy arrays. Raise a ValueError unless it has "loss" and all `needed`.
 
-    Each array must have one number per step, or per evaluation.
+    Each array must have one value per step, or per evaluation.
     """
     arrays = {name: np.asarray(x) for name, x in check_mapping("history", history).items()}
     arrays.pop("stopped", None)  # a word
@@ -203,7 +203,7 @@ def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
 
 
 def _points(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps after which a series was recorded, and its numbers."""
+    """Return the steps after which a series was recorded, and its values."""
     y = series[name]
     return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y
 

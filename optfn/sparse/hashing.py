@@ -15,7 +15,7 @@ _NUM_BYTES = np.uint32(8)
 
 
 def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
-    """Return a row of a table for each id, so that a table of fixed size takes any ids.
+    """Hash each id to a row of a table, so that a table of fixed size takes any ids.
 
     The row is a hash of the id, so ids need not be known in advance. Different ids may share a row:
     with n ids in R rows, an id shares its row with another with probability
@@ -66,8 +66,8 @@ def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
 
 
 def _split_words(ids: Leaf) -> tuple[Leaf, Leaf]:
-    """Split integers into low and high 32 bits, uint32;
-    narrower ones are sign-extended to 64 bits."""
+    """Split integers into their low and high 32 bits, uint32. Narrower integers are first
+    sign-extended to 64 bits."""
     if ids.dtype.itemsize == 8:
         return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
     return ids.astype(np.uint32), np.uint32(0) - (ids < 0).astype(np.uint32)

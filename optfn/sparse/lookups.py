@@ -65,7 +65,8 @@ class _Lookup(NamedTuple):
         return any(map(stops_gradient, self.source.casts))
 
     def ids(self, table: Any, indices: list[Value]) -> jax.Array:
-        """Return the ids, int32; those out of range stay out of range, at the same end.
+        """Return the ids that the equation looks up, as int32. An id out of range remains out of
+        range, at the same end of the table.
 
         Args:
           table: the table, (R, …), or its shape and dtype.
@@ -85,7 +86,8 @@ class _Lookup(NamedTuple):
         return ids
 
     def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return the rows of a table, or of its shards, (*ids.shape, …)."""
+        """Fetch the rows of `ids` from a table, or from the owners of its shards, (*ids.shape, …).
+        Ids out of range are read as the mode of the equation says."""
         row, fill = table.shape[1:], self.how.fill
         if owners is None:
             last = tuple(range(ids.ndim, ids.ndim + len(row)))
@@ -113,8 +115,8 @@ class _Lookup(NamedTuple):
         return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), places)
 
     def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
-        """Return for each id the row that gets its gradient: the nearest for `CLIP`; in any other
-        mode `num_rows`, which is padding, for ids out of range."""
+        """Return for each id the row that gets its gradient. For an id out of range this is the
+        nearest row in mode `CLIP`, and in any other mode `num_rows`, which is padding."""
         if self.how.mode == GatherScatterMode.CLIP:
             return jnp.clip(ids, 0, num_rows - 1)
         return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
@@ -158,7 +160,8 @@ class TracedLoss:
         self._lookups = _find_lookups(self._program, live, self._sources, path_of)
 
     def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup, by the equations that these depend on."""
+        """Run the equations that the lookups depend on, and return the ids and the rows of each
+        lookup."""
         ids, rows = [], []
 
         def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
@@ -186,7 +189,8 @@ class TracedLoss:
         return self._program.structure.unflatten(outputs)
 
     def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[int, Rows]:
-        """Return the gradient of each table by its number, from the gradients of its rows."""
+        """Join the gradients of rows into the Rows of each table, by the index of its input. A
+        lookup behind a stopped gradient adds no rows."""
         found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
         for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
             if not x.is_constant:
@@ -205,7 +209,8 @@ class TracedLoss:
 
 
 def _within(ids: jax.Array, count: int) -> jax.Array:
-    """Return ids as int32; in other dtypes those out of range become −1 or `count`."""
+    """Return int32 ids unchanged. Ids of another dtype are converted, and those out of range become
+    −1 or `count`."""
     if ids.dtype == jnp.int32:
         return ids
     limits = jnp.iinfo(ids.dtype)
@@ -219,7 +224,7 @@ def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Va
 
 
 def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
-    """Return the variables of a program that are tables or casts of tables."""
+    """Map each variable of a program that is a table, or a cast of one, to its `_Source`."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
         if keeps_entries(equation) and (used := _find_used_tables(equation, found)):
@@ -239,7 +244,8 @@ def _find_lookups(
     sources: dict[Variable, _Source],
     path_of: dict[Variable, str],
 ) -> list[_Lookup]:
-    """Return the equations that look up rows; raise a TypeError if a table is used otherwise.
+    """Return a `_Lookup` for each equation that looks up rows of a table. Raise a TypeError if a
+    table is used in another way.
 
     Args:
       program: the program.
@@ -288,7 +294,8 @@ def _make_dense_use_error(path: str, use: str) -> TypeError:
 def _with_lookups_before_checkpoints(
     program: Equations, paths: Sequence[str | None], values: Sequence[Any]
 ) -> Equations:
-    """Return a program that looks rows up before its checkpoints, which then get no table.
+    """Retrace a program so that it looks rows up before its checkpoints, which then get no table. A
+    program whose checkpoints use no table is returned unchanged.
 
     The arguments are the same as for `TracedLoss`.
     """
@@ -307,7 +314,8 @@ def _with_lookups_before_checkpoints(
 def _run_checkpoint_on_rows(
     checkpoint: Checkpoint, paths: Sequence[str | None], *operands: Value
 ) -> list[Value]:
-    """Return the results of a checkpoint; its lookups run first, so that it gets rows as inputs."""
+    """Run the lookups of a checkpoint, then the checkpoint with their rows as inputs, and return
+    its results."""
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(checkpoint.body, ())), *operands)
     inner = TracedLoss(body, paths, operands)
     dense = [i for i, path in enumerate(paths) if path is None]
@@ -324,7 +332,8 @@ def _run_checkpoint_on_rows(
 
 
 def _join_rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
-    """Return the row-sparse gradient of a table, from all its lookups; one row of padding for none.
+    """Return the row-sparse gradient of a table, which has the rows of all its lookups. Without a
+    lookup it is one row of padding.
 
     Args:
       table: the shape and dtype of the table.

@@ -31,7 +31,8 @@ from optfn.sparse.tables import count_rows, send_gradients
 
 
 class LossProgram:
-    """A loss as a program on its params; a loss of whole arrays alone runs as it is.
+    """A loss as a program on its params, traced once. Without tables and ShardedParams the loss
+    function is called instead.
 
     Args:
       loss_fn: params -> loss, or (loss, aux).
@@ -78,10 +79,9 @@ class LossProgram:
         return program
 
     def _trace(self, params: Params, tables: Pattern | None) -> tuple[Equations, TracedLoss | None]:
-        """Return the loss as equations, and how it runs on tables and shards.
-
-        That is None for a loss with neither tables nor scans, which runs on gathered params.
-        """
+        """Trace the loss, and return its equations and the TracedLoss that runs them on tables and
+        shards. For a loss with neither tables nor scans over arrays the second is None, and the
+        loss runs on gathered params."""
         whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
         chosen = patterns.match_names(tables, whole, "tables")
 
@@ -169,7 +169,8 @@ class LossProgram:
 
 
 def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
-    """Return gradients where `counts`, else zeros; as they are if it is None."""
+    """Replace gradients by zeros unless `counts` is true. Integers, and all gradients if `counts`
+    is None, are returned unchanged."""
 
     if counts is None:
         return grads
@@ -183,7 +184,8 @@ def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
 
 
 def _whole_shape(x: Leaf) -> Leaf:
-    """Return the shape and dtype of the whole array of a ShardedParam; another leaf as it is."""
+    """Return the shape and dtype of the whole array of a ShardedParam. Any other leaf is returned
+    unchanged."""
     return x.shard.whole_type() if isinstance(x, ShardedParam) else x
 
 

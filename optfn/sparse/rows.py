@@ -21,7 +21,8 @@ MOST_ROWS = 2**31 - 1
 
 
 def check_num_rows(subject: str, num_rows: int) -> None:
-    """Raise a ValueError that begins with `subject` if int32 does not number so many rows."""
+    """Raise a ValueError that begins with `subject` if `num_rows` exceeds 2³¹ − 1, too many for
+    int32."""
     if num_rows > MOST_ROWS:
         raise ValueError(
             f"{subject} {num_rows:,} rows, and indices are int32: a table has at most "
@@ -93,8 +94,8 @@ class Rows(LeafKind):
         return dataclasses.replace(self, view=shape)
 
     def check(self, subject: str) -> None:
-        """Raise an error that begins with `subject` unless indices are int32 (k,), values (k, …),
-        and the rows of the table can be numbered in int32."""
+        """Raise a TypeError unless the indices are int32, and a ValueError unless they are (k,),
+        the values (k, …), and `num_rows` at most 2³¹ − 1. The errors begin with `subject`."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{subject} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps "
@@ -109,8 +110,8 @@ class Rows(LeafKind):
             )
 
     def merge(self) -> "Rows":
-        """Return the same array with each index once, in rising order;
-        freed places become padding of zeros."""
+        """Add up the rows of each index, and return each index once, in rising order, with padding
+        of zeros in freed places. Rows that are marked `unique` are returned unchanged."""
         return self if self.unique else _merge(self)
 
     def dense(self) -> jax.Array:
@@ -140,8 +141,8 @@ class Rows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to each distinct row and to the same rows of the arrays;
-        all other rows stay."""
+        """Apply a rule to each distinct row and to the same rows of the arrays. Return the update,
+        and the accumulators if there are any, whose other rows are unchanged."""
         once = self.merge()
         rows = (take_rows(x, once) for x in (*accumulators, *params))
         result = rule(once.values, *rows, **scalars)
@@ -255,14 +256,15 @@ def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def put_rows(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x` with x[rows.indices] = values in its dtype;
-    padding is ignored, no index may be repeated."""
+    """Return `x` with x[rows.indices] = values in its dtype. Padding is ignored, and no index may
+    be repeated."""
     result = _view_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
-    """Add rows to x, block by block; indices out of range are dropped."""
+    """Add rows to x, block by block, and return the sum. Rows whose index is out of range are
+    dropped."""
     # A block has no index twice, so the order of the blocks decides the order of each sum, on all
     # devices alike: they get the same bits.
     if rows.parts == 1:

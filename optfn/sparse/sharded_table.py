@@ -34,7 +34,7 @@ _OF_STORED = ("shape", "dtype", "ndim", "size", "sharding", "addressable_shards"
 @traits(transparent=True)
 @jax.tree_util.register_pytree_with_keys_class
 class ShardedTable:
-    """A table whose rows are dealt out to the devices in turn; you read it in natural order.
+    """A table that is read in natural order, and whose rows are dealt out to the devices in turn.
 
     It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
     `table[ids]` returns rows, and it has the attributes of the table; only `sharding` and
@@ -76,7 +76,8 @@ class ShardedTable:
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
-        """Return rows for integer ids, as an array does; any key may index the table."""
+        """Return the rows of integer ids, read from the stored rows with the rules of an array. Any
+        other key indexes the table in natural order."""
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
@@ -105,8 +106,8 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
-    """Wrap each table of params in a ShardedTable,
-    its rows dealt out to the owners; other leaves stay.
+    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners. Every
+    other leaf is returned unchanged.
 
     Args:
       params: the params.
@@ -124,7 +125,8 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 
 def unwrap_tables(values: PyTree) -> PyTree:
-    """Replace each ShardedTable of a tree by its stored array; other nodes stay."""
+    """Replace each ShardedTable of a tree by its stored array. Every other leaf is returned
+    unchanged."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
@@ -139,7 +141,8 @@ def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
 
 
 def to_logical(values: PyTree) -> PyTree:
-    """Replace each ShardedTable by an array with its rows in order of their ids; other nodes stay.
+    """Replace each ShardedTable by an array with its rows in the order of their ids. Every other
+    leaf is returned unchanged.
 
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
@@ -171,7 +174,7 @@ def to_physical(like: PyTree, values: PyTree) -> PyTree:
 
 
 def check_tables(params: PyTree, are_tables: PyTree) -> None:
-    """Raise a TypeError unless each table of params is a ShardedTable; see `divide_tables`."""
+    """Raise a TypeError unless each table of params is a ShardedTable, made by `divide_tables`."""
 
     values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
     for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):
@@ -183,8 +186,8 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
 
 
 def check_rows(state: PyTree) -> None:
-    """Raise a ValueError if a sharded table's state has an array without an axis of rows;
-    scalars and per-worker ones pass."""
+    """Raise a ValueError if the state of a sharded table has an array without an axis of rows.
+    Scalars and per-worker arrays need none."""
 
     def is_per_worker(x: object) -> bool:
         return isinstance(x, PerWorker)  # flat or of all workers
@@ -205,13 +208,14 @@ Exchange = Callable[[jax.Array, Devices], jax.Array]
 
 
 def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
-    """Return the first axis that counts rows, or rows of all workers; None if there is none."""
+    """Return the first axis whose size is a multiple of `num_rows`, or None. It counts the rows of
+    the table, or those of all workers."""
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 
 
 def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
-    """Return an array with its rows in the other order;
-    without rows, or on one device, as it is."""
+    """Bring the rows of an array from natural to stored order or back, as `exchange` says. An array
+    without an axis of rows, or with a single owner, is returned unchanged."""
     axis = _find_row_axis(x.shape, node.num_rows)
     if axis is None or node.owners.size == 1:
         return x
@@ -223,8 +227,8 @@ def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
 
 
 def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
-    """Return the mesh axes that divide an axis of an array;
-    none if its sharding is unknown, as of a traced one."""
+    """Return the mesh axes that divide an axis of an array. An array that is traced, or has no
+    NamedSharding, gives none."""
     lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
     if not isinstance(lies, NamedSharding):
         return Axes()
@@ -290,8 +294,8 @@ def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
 def _pair_places(
     owners: Devices, owner: Any, device: Any, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the places of the rows that `owner` keeps and `device`'s natural block contains;
-    `count` for none.
+    """Return the places of the rows that `owner` keeps and `device`'s natural block contains. Where
+    there is no such row, both places are `count`.
 
     The first result has their places at the owner, the second their places in the block. `count` is
     the number of rows of a device.
@@ -307,7 +311,8 @@ def _pair_places(
 
 
 def _send_rows(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
-    """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`; others are 0."""
+    """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`. All other rows of
+    the result are 0."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
     return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

@@ -30,8 +30,8 @@ def count_rows(owners: Devices, shard: Leaf) -> int:
 
 
 def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
-    """Return the place of each row among all stored rows;
-    padding, the id `num_rows`, stays as it is.
+    """Return the place of each row of `ids` among all stored rows. Padding, the id `num_rows`, is
+    returned unchanged.
 
     All stored rows are one array, with the rows of owner 0 first.
     """
@@ -40,8 +40,8 @@ def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
 
 
 def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-    """Run `fn` on each owner's shards of the arguments,
-    and return whole arrays; scalars are the same on all.
+    """Run `fn` on each owner's shards of the arguments, and return the whole arrays of the results.
+    All owners get the same scalars.
 
     Inside the `shard_map` of further axes `fn` must not close over arrays, whose types name the
     axes bound outside.
@@ -83,8 +83,8 @@ def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
-    """Send each row's gradient to its owner; return the mean over devices of the gradients of the
-    rows that this device keeps.
+    """Send each row's gradient to its owner, and return the mean over devices of the gradients of
+    the rows that this device keeps.
 
     It runs inside `shard_map`.
 
@@ -182,16 +182,14 @@ class _Rounds(NamedTuple):
         return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
     def find_positions(self, first: jax.Array, size: int) -> jax.Array:
-        """Return the positions of each owner's ids from number `first` on, n where there is none.
-
-        The result is (N, size).
-        """
+        """Return for each owner the positions of up to `size` of its ids, from index `first` on,
+        (N, size). Where there is no such id, the position is n."""
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)[None]
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:
-        """Return the ids at these positions, numbered within their owner's rows;
-        `per_owner` for none."""
+        """Return the ids at these positions as indices of their owner's rows. Where there is no id,
+        the index is `per_owner`."""
         padding = np.int32(self.per_owner * at.shape[0])
         ids = self.ids.at[at].get(mode="fill", fill_value=padding)
         first = np.arange(at.shape[0], dtype=np.int32)[:, None] * np.int32(self.per_owner)
@@ -199,8 +197,8 @@ class _Rounds(NamedTuple):
 
 
 def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible numbers of ids for an owner in a round: up to eight equal steps to the
-    capacity, of some eight ids or more.
+    """Return the possible counts of ids for an owner in a round. They are equal steps to the
+    capacity, one for each eight ids or part of eight, but at most eight.
 
     If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
     itself, and a difference of fewer than eight ids is not worth a program.
@@ -283,7 +281,7 @@ class OwnedRows(LeafKind):
             )
 
     def merge(self) -> "OwnedRows":
-        """Return these rows: none is repeated."""
+        """Return these rows unchanged, because none is repeated."""
         return self
 
     @property
@@ -292,7 +290,8 @@ class OwnedRows(LeafKind):
         return self.owners.axes
 
     def sum_leading(self) -> "OwnedRows":
-        """Return the sum over the leading axis of its arrays; inside `shard_map` over owners."""
+        """Return the sum over the leading axis of indices and values. It runs inside `shard_map`
+        over the owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
         size = self.num_rows // self.owners.size
         once = Rows(self.indices.reshape(-1), values, size).merge()
@@ -311,7 +310,8 @@ class OwnedRows(LeafKind):
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, computed by each worker on its rows; in place if p is donated."""
+        """Return p + self, which each worker computes on its rows. If p is donated, the sum is
+        written in place."""
         total: jax.Array = run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
@@ -324,8 +324,8 @@ class OwnedRows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows on the workers that keep them;
-        return the update and the accumulators."""
+        """Apply a rule to the rows on the workers that keep them, and return the update and the
+        accumulators. Without accumulators return the update alone."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
         values, *new = run_on_owners(
             self.owners, run, self.indices, self.values, *accumulators, *params, **scalars
@@ -342,8 +342,8 @@ class OwnedRows(LeafKind):
         *arrays: jax.Array,
         **scalars: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Apply a rule to one worker's rows, `at_a_time` of them at a time;
-        return the update and the accumulators."""
+        """Apply a rule to one worker's rows, `at_a_time` of them at a time, and return the update
+        and the accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
         chunk = self.at_a_time
         size = self.num_rows // self.owners.size

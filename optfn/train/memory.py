@@ -124,9 +124,9 @@ def plan_memory(
     assert layout is not None
     parts = devices * microbatches * local_steps
     if loss_fn is None:
-        rows = patterns.match_names(tables, params, "tables") if lookups else ()
-        ids = dict.fromkeys(rows, (lookups or 0) // microbatches)
-        loss, model_state = plan_any_loss(layout, params, ids, parts), None
+        rows = patterns.match_names(tables, params, "tables")
+        ids = dict.fromkeys(rows, lookups // microbatches) if lookups else {}
+        loss, model_state = plan_any_loss(layout, params, ids, rows, parts), None
     else:
         loss = plan_users_loss(loss_fn, params, model_state, batch, layout, parts)
     step = TrainStep(_with_loss(options, loss, value_and_grad))

@@ -1,7 +1,7 @@
 """The loss of a plan: the user's, or one that reads each leaf once; and which leaves it gathers."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ def plan_users_loss(
 
 
 def plan_any_loss(
-    layout: Layout, params: Params, ids: Mapping[str, int], parts: int
+    layout: Layout, params: Params, ids: Mapping[str, int], tables: Collection[str], parts: int
 ) -> PlannedLoss:
     """Return a loss that reads each leaf once: stacked leaves in a scan, and rows of tables.
 
@@ -78,6 +78,7 @@ def plan_any_loss(
       layout: how params are divided; it tells which leaves are stacked.
       params: the shapes of params.
       ids: how many ids a device looks up for a microbatch, by the path of the table.
+      tables: the paths of all tables; a table without ids is not read.
       parts: into how many microbatches of a device the batch is divided.
     """
     stacked = {entry.path for entry in jax.tree.leaves(layout.describe(params)) if entry.stacked}
@@ -89,6 +90,8 @@ def plan_any_loss(
         for path, x in tree.arrays_with_paths(params):
             if path in ids:
                 total += _sum_squares(x[batch[path]])
+            elif path in tables:
+                continue
             elif path in stacked:
                 total = scan_layers(lambda layer, total: total + _sum_squares(layer), x, total)
             elif tree.is_inexact(x):

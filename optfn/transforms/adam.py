@@ -56,7 +56,7 @@ def adam_rule(
 def adam_direction(
     m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
 ) -> jax.Array:
-    """Return scale·m/(root·√v + eps); a denominator of 0 gives NaN or ∞."""
+    """Return scale·m/(root·√v + eps), which is NaN or ∞ where the denominator is 0."""
     denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
     return numerics.scalar(scale, v) * m / denominator
 
@@ -75,8 +75,8 @@ def adam_factors(
 
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
-    """Return the state (step 0, first moment, second moment), moments zero;
-    the second is real for complex leaves too."""
+    """Return the state of step 0 with two moments of zeros. The second moment of a complex leaf is
+    real."""
     zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
     return state_type(core.first_step(), *zeros)
 
@@ -84,9 +84,9 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
 def next_count(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and the numbers by name that `of_step` gives for it.
+    """Return the count one step later, and by name the values that `of_step` gives for it.
 
-    A number is a scalar, or a PerLeaf if the moments of some leaves began late.
+    A value is a scalar, or a PerLeaf if the moments of some leaves began late.
     """
     if isinstance(step, tuple):
         return _count_by_leaf(of_step, step, like)
@@ -97,8 +97,8 @@ def next_count(
 def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later and numbers by leaf,
-    for a state with leaves that began late."""
+    """Return the count one step later, and values by leaf, for a state with leaves that began
+    late."""
     # Imported here: a first use of adam has no late leaves, and need not read about them.
     from optfn.transforms.late_steps import advance_by_leaf
 

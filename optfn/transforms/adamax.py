@@ -64,7 +64,7 @@ def adamax_moments(
 
 
 def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar) -> jax.Array:
-    """Return scale·m/u; g is not used, but `quantize_moments` passes it."""
+    """Return scale·m/u. The gradient g, which `quantize_moments` passes, is not used."""
     del g
     return numerics.scalar(scale, m) * m / u
 

@@ -29,8 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Append axes of size 1 to an array with a number per row,
-    so that it broadcasts to `like`; a float stays."""
+    """Append axes of size 1 to an array with a value per row, so that it broadcasts to `like`. A
+    float is returned unchanged."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
@@ -56,7 +56,8 @@ def catch_up_adam_rule(
     eps: Scalar,
     eps_hat: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return (direction of this and all missed steps, m, v, step); see `scale_by_catch_up_adam`."""
+    """Return (direction of this and all missed steps, m, v, step), as `scale_by_catch_up_adam` has
+    them."""
     missed = step - 1 - last
     n = missed.astype(m.dtype)
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))

@@ -100,7 +100,8 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
 def _make_clip_link(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
-    """Return the link of a clip, (updates, max_norm) -> (updates, factor); ∞ changes nothing."""
+    """Return the link of a clip (updates, max_norm) -> (updates, factor). If `max_norm` is ∞, the
+    link returns its updates unchanged."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:

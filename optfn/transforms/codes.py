@@ -5,7 +5,7 @@
 A moving average in few bits does not change if its steps are smaller than half the distance between
 two codes. Stochastic rounding rounds up with the probability that makes the mean exact, so the
 average changes by the right amount in expectation (Gupta et al. 2015, arXiv 1502.02551).
-The random bits are a hash of the element's number and a seed, which costs a few integer operations
+The random bits are a hash of the element's index and a seed, which costs a few integer operations
 per element and needs no state.
 """
 
@@ -67,7 +67,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 
 @functools.partial(_compiled, static_argnums=0)
 def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return 32 random bits for each element of `shape`: a hash of its number and a uint32 seed.
+    """Return 32 random bits for each element of `shape`: a hash of its index and a uint32 seed.
 
     Source: the mixing constants come from Wellons' "prospector" (triple32's first two rounds).
     """
@@ -105,8 +105,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @_compiled
 def row_max(x: jax.Array) -> jax.Array:
-    """Return the largest element of each row of x ≥ 0,
-    in the shape of the scales; 0 for an empty row."""
+    """Return the largest element of each row of x ≥ 0, in the shape of the scales. It is 0 for an
+    empty row."""
     lead = len(scale_shape(x.shape))
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
@@ -118,8 +118,8 @@ def _broadcast_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
-    """Return the code of x/scale·largest, int32, for x ≥ 0;
-    rows of scale 0 have code 0, and the largest code bounds all."""
+    """Return the code of x/scale·largest, rounded by the noise, int32, for x ≥ 0. Rows of scale 0
+    have code 0, and no code exceeds `code.top`."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
     shifted = x * _broadcast_scale(factor, x.shape) + code.smallest
     fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
@@ -128,7 +128,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
 
 
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
-    """Return the numbers of codes ≥ 0 (int32): code 0 is 0, code `top` is the scale."""
+    """Return the float32 values of codes ≥ 0 (int32): code 0 is 0, code `top` is the scale."""
     magnitude = _from_bits((k + code.start) << 20)
     x = (magnitude - code.smallest) * _broadcast_scale(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
@@ -158,7 +158,7 @@ def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 @_compiled
 def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return uint8 codes of float32 x in [0, scale]; only zero is encoded as zero.
+    """Return uint8 codes of float32 x in [0, scale], of which only x = 0 has code 0.
 
     A positive number below the smallest positive code is rounded up to it, because the result is
     used as a denominator.
@@ -187,8 +187,8 @@ def _is_nan(bits: jax.Array) -> jax.Array:
 
 
 def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
-    """Return the bits of x, int32; with bits=24 rounded to 24 by the noise,
-    or to nearest, so that the last 8 are zero."""
+    """Return the bits of x, int32. With bits=24 they are rounded to 24 bits, by the noise or to
+    nearest, so that the last 8 are zero."""
     exact = _int_bits(x)
     if bits == 32:
         return exact
@@ -225,8 +225,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the e, int8 or int16, that brings `join_float32(p,
-    e)` nearest to x; 0 if either is NaN."""
+    """Return the remainder e, int8 or int16, that brings `join_float32(p, e)` nearest to x. It is 0
+    if p or x is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)

@@ -32,7 +32,8 @@ class FtrlProximalState(NamedTuple):
 def ftrl_accumulate(
     g: jax.Array, n: jax.Array, *, rate: Scalar, factor: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (g, n + g²), with g = 0 where n + g² overflows; where rate·factor is 0, n stays."""
+    """Return (g, n + g²), with g = 0 where g is finite and n + g² overflows. Where rate·factor is
+    0, n is returned unchanged."""
     # A finite gradient with an infinite square counts as 0: σ would be infinite.
     counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
     is_zero = numerics.scalar(rate * factor, g) == 0
@@ -49,8 +50,8 @@ def ftrl_linear(
     factor: Scalar,
     lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, n, z') with z' = z + g − σ·p;
-    where rate·factor is 0, z' = z. n is returned as it was."""
+    """Return (g, n, z') with z' = z + g − σ·p, or z' = z where rate·factor is 0. The returned g and
+    n are the given ones."""
     lr = numerics.scalar(rate * factor, g)
     is_zero = lr == 0
     counted, new_n = ftrl_accumulate(g, n, rate=rate, factor=factor)
@@ -84,7 +85,8 @@ def ftrl_minimiser(
 def _minimise_leaf(
     g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
-    """Return (p' − p, n, z), as `leafwise.apply` wants it; g is not used."""
+    """Return (p' − p, n, z), the results of a rule for `leafwise.apply`. The gradient g is not
+    used."""
     return ftrl_minimiser(n, z, p, **scalars), n, z
 
 

@@ -18,8 +18,8 @@ def run_in_passes(
     *reads: PyTree,
     due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after each of `fns`;
-    on a CPU one pass over the arrays after the other, else one program.
+    """Run `fns` in order on the carry and return it. On a CPU each runs in its own pass over the
+    arrays, elsewhere all are one program.
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
     place; see `run_if`. All other platforms get the plain expressions, which they fuse themselves.
@@ -44,7 +44,8 @@ def run_if(
     carry: tuple[PyTree, ...],
     *reads: PyTree,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after each of `fns` if `due`, a bool scalar, is true, else `carry` as it is.
+    """Return the carry after each of `fns` if `due`, a bool scalar, is true, else `carry`
+    unchanged.
 
     Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
     the carry in place. One loop waits for the other, so an array that one function reads may be
@@ -70,8 +71,8 @@ Fns: TypeAlias = tuple[Callable[..., Any], ...]
 def _close_over(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
 ) -> tuple[Fns, PyTree, PyTree, PyTree]:
-    """Make the arrays that `fns` close over arguments:
-    return the functions, carry, reads, and these arrays."""
+    """Return functions that take the arrays that `fns` close over as arguments, and carry, reads,
+    and these arrays."""
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 
@@ -79,8 +80,8 @@ def _close_over(
 def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
-    """Return the carry after each of `fns`, run in order;
-    `owns` are the constants of each, none if missing."""
+    """Run `fns` in order on the carry and return it. `owns` are the constants of each function,
+    None if there are none."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -88,8 +89,8 @@ def _run(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
-    """Run the functions on a CPU in loops, if `due`, and plainly elsewhere; the derivative is the
-    plain functions'."""
+    """Run the functions in loops on a CPU, in one loop on a TPU if `due` is given, and plainly
+    elsewhere. The derivative is that of the plain functions."""
 
     # XLA would inline a loop with a known count, and fuse the passes again.
     in_loops = partial(_run_in_loops, fns, xla.hide_constant(True) if due is None else due)
@@ -105,8 +106,8 @@ def _run_in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
-    """Run the functions in loops, each of one iteration if `due`, else of none; the derivative is a
-    cond's."""
+    """Run the functions in loops, each of one iteration if `due`, else of none. The derivative is
+    that of a cond."""
     return _run_in_loops(fns, due, *arguments)
 
 

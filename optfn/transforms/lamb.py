@@ -130,11 +130,12 @@ def _update(
     """
 
     def advance(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
-        """Pass 1: the new moments; q stays."""
+        """Return the new moments, and q unchanged, in pass 1."""
         return *leafwise.apply(moments, g, m, v)[1:], q
 
     def ratios(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
-        """Pass 2: q of each tensor, from the norms of p and r; moments stay."""
+        """Return the moments unchanged, and q of each tensor from the norms of p and r, in pass
+        2."""
         own = {k: tensors.combine(jnp.multiply, q, x) for k, x in scalars.items()}
         r_norms = tensors.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
         q = tensors.combine(trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
@@ -155,5 +156,6 @@ def _update(
 def _scale_direction(
     g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array, *, factor: Scalar, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
-    """Return (factor·r/scale, m, v), as `leafwise.apply` wants it; g is not used."""
+    """Return (factor·r/scale, m, v), the results of a rule for `leafwise.apply`. The gradient g is
+    not used."""
     return numerics.scalar(factor, m) * lamb_direction(m, v, p, **scalars), m, v

@@ -36,23 +36,24 @@ Steps: TypeAlias = jax.Array | LateStepsState
 
 
 def advance(step: Steps) -> Steps:
-    """Return the count one step later; in a LateStepsState the counts when leaves began stay."""
+    """Return the count one step later. A LateStepsState keeps the steps at which its leaves
+    began."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
     return core.next_step(step)
 
 
 def global_count(step: Steps) -> jax.Array:
-    """Return the number of steps that the state has made:
-    of a LateStepsState, the steps of its oldest leaves."""
+    """Return the count of steps that the state has made, which in a LateStepsState is the count of
+    its oldest leaves."""
     return step.step if isinstance(step, LateStepsState) else step
 
 
 def evaluate_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> dict[str, Any]:
-    """Return the numbers of a step by name:
-    scalars, or a PerLeaf by each leaf's count if some leaves began late.
+    """Return the values of `of_step` by name, as scalars. If some leaves began late, each is a
+    PerLeaf by the counts of the leaves.
 
     Args:
       of_step: from the number of steps, int32, to scalars by name.
@@ -74,14 +75,14 @@ def evaluate_by_leaf(
 def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and `evaluate_by_leaf` of it; see `adam.next_count`."""
+    """Return the count one step later, and `evaluate_by_leaf` of it, as `adam.next_count` does."""
     step = advance(step)
     return step, evaluate_by_leaf(of_step, step, like)
 
 
 def copy_counts(state: PyTree, counted: OptState) -> PyTree:
-    """Give `state` a LateStepsState, with all leaves beginning at its step,
-    wherever `counted` has one.
+    """Return `state` with a LateStepsState, whose late leaves begin at its step, wherever `counted`
+    has one.
 
     Args:
       state: a tree of the structure that `tx.init` gives.

@@ -21,7 +21,7 @@ from optfn.core.types import OptState, Params, Stepped, Updates
 
 @traits(words=("step", "learning_rate"))
 class LearningRateState(NamedTuple):
-    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes.
+    """A rate that `set_learning_rate` may change: int32 step and float32 rate, 8 bytes.
 
     The rate is float64 where `jax_enable_x64` is set at init.
     """
@@ -63,15 +63,16 @@ RateState = LearningRateState | GivenLearningRateState
 
 
 def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
-    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule, else raise."""
+    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule. Otherwise raise
+    a TypeError or a ValueError."""
     if callable(learning_rate):
         return learning_rate
     return checks.nonnegative("learning_rate", learning_rate)
 
 
 def init(learning_rate: Scalar | Schedule) -> RateState:
-    """Return the initial state, which shows the rate of step 0; its type tells whether a number
-    sets the rate, or a schedule or an array.
+    """Return the initial state, which shows the rate of step 0. Its type tells whether a number, a
+    schedule or an array sets the rate.
 
     Raises:
       ValueError: a schedule is negative or not finite at step 0, or an array is.
@@ -108,8 +109,8 @@ def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[ja
 
 
 def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
-    """Return the factor of each leaf's rate by its path, as a PerLeaf;
-    1.0 if `param_attrs` gives none."""
+    """Return the factor of each leaf's rate by its path, as a PerLeaf, or 1.0 if `factors` is
+    None."""
     if factors is None:
         return 1.0
     from optfn.leaves import tensors

@@ -62,7 +62,7 @@ _MOMENTUM_STATES = {"bfloat16": ScaleByNarrowMomentumState, "int8": ScaleByInt8M
 def momentum_rule(
     g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (update, v) with v = μv + g; the update is v, or g + μv with nesterov."""
+    """Return (update, v) with v = μv + g and the update v, or g + μv with nesterov."""
     v = numerics.scalar(momentum, g) * v + g
     return momentum_direction(g, v, momentum=momentum, nesterov=nesterov), v
 
@@ -75,8 +75,8 @@ def momentum_direction(
 
 
 def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Unchecked:
-    """Return the unchecked transform of `scale_by_momentum`,
-    which keeps v also for a momentum of 0."""
+    """Return the unchecked transform of `scale_by_momentum`, which keeps v also for a momentum of
+    0."""
     leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
@@ -94,7 +94,9 @@ def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) ->
 def scale_by_momentum(
     momentum: Number, *, nesterov: bool = False, moment_dtype: str | None = None
 ) -> core.Unchecked:
-    """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
+    """Accumulate the gradients in a velocity.
+
+        v = μv + g;  u = v, or g + μv with nesterov
 
     There is no dampening. If the learning rate is part of the velocity (LARS, RMSProp), put this
     transform after `scale_by_learning_rate`.
@@ -131,7 +133,7 @@ class ScaleByAdagradState(NamedTuple):
 
 
 def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array, jax.Array]:
-    """Return (g/(√m + eps), m) with m = m + |g|²; g where the divisor is 0."""
+    """Return (g/(√m + eps), m) with m = m + |g|². Where the divisor is 0, the quotient is g."""
     m = m + numerics.abs_squared(g)
     # Where all gradients so far were 0, the direction is 0 and not NaN.
     divisor = jnp.sqrt(m) + numerics.scalar(eps, g)
@@ -142,7 +144,9 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
 def scale_by_adagrad(
     *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
 ) -> core.Unchecked:
-    """Divide by the root of the sum of squares: m = m + |g|²; u = g/(√m + eps).
+    """Divide the gradient by the root of the sum of its squares.
+
+        m = m + |g|²;  u = g/(√m + eps)
 
     Args:
       eps: ≥ 0, outside the root; with 0, u = 0 where all gradients so far are 0, as in optax.
@@ -178,7 +182,9 @@ def decayed_adagrad_rule(
 
 @core.transform(complex_leaves=True)
 def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
-    """Divide by the root of the mean of squares: m = d·m + (1 − d)|g|²; u = g/(√m + eps).
+    """Divide the gradient by the root of the moving average of its squares.
+
+        m = d·m + (1 − d)|g|²;  u = g/(√m + eps)
 
     Args:
       decay: d, in [0, 1).

@@ -88,8 +88,8 @@ class ScaleByMuonState(NamedTuple):
 
 
 def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `matrices` selects;
-    for None, of all unmasked leaves with two axes beside stacked ones.
+    """Return the paths of the leaves that `matrices` selects. None selects all unmasked leaves with
+    two axes beside stacked ones.
 
     Raises:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
@@ -116,8 +116,8 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
-    """Return a triple for each step: a name's, three numbers five times,
-    or triples as given; else raise."""
+    """Return the triple of each step: those of a name, three numbers for five steps, or a triple
+    for each step. Raise a ValueError for anything else."""
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
         return tuple(COEFFICIENTS[coefficients])
@@ -132,8 +132,8 @@ def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
 
 
 def check_scale(scale: str | Scale) -> Scale:
-    """Return the function (rows, columns) -> factor:
-    a callable as it is, else the function of this name."""
+    """Return the function (rows, columns) -> factor of this name. A callable is returned unchanged,
+    and an unknown name raises a ValueError."""
     return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
 
 
@@ -149,7 +149,8 @@ def scale_by_muon(
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
 ) -> core.Unchecked:
-    """Orthogonalize the velocity of each matrix; other leaves pass through unchanged.
+    """Orthogonalize the velocity of each matrix. The updates of all other leaves are returned
+    unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
         x = m/(‖m‖ + eps);  x = a·x + (b·A + c·A²)·x,  A = x·xᵀ, five times: near U·Vᵀ of m = U·S·Vᵀ

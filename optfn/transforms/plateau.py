@@ -37,7 +37,7 @@ class EvaluationPlateauState(ReduceOnPlateauState):
 
 
 class RisingEvaluationPlateauState(EvaluationPlateauState):
-    """The same where a larger evaluation is better."""
+    """The state of a plateau that watches evaluations, where a larger one is better."""
 
     __slots__ = ()
     sign = -1.0
@@ -149,7 +149,7 @@ def reduce_on_plateau(
 
 
 class _Plateau(NamedTuple):
-    """When and how the rate falls; see `reduce_on_plateau`.
+    """The rule by which the rate falls, with the options of `reduce_on_plateau`.
 
     sign: 1 where a smaller metric is better, else −1; `best` and `value` are multiplied by it.
     """
@@ -165,8 +165,8 @@ class _Plateau(NamedTuple):
     def record_value(
         self, state: ReduceOnPlateauState, value: jax.Array | None
     ) -> ReduceOnPlateauState:
-        """Return the state with the rate's step counted and `value` noted for the next update;
-        None notes that there is none."""
+        """Return the state with the rate's step counted and `value` noted for the next update. None
+        notes that this update has no value."""
         rate = state.rate._replace(step=core.next_step(state.rate.step))
         state = state._replace(rate=rate, observed=jnp.asarray(value is not None))
         if value is None:
@@ -174,8 +174,9 @@ class _Plateau(NamedTuple):
         return state._replace(value=self.sign * _check_scalar(value).astype(jnp.float32))
 
     def judge_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
-        """Apply the metric of the previous update: reduce the rate after `patience` bad values;
-        without a metric the state stays."""
+        """Return the state with the metric of the previous update judged, and the rate reduced if
+        more than `patience` metrics were bad. Without such a metric the state is returned
+        unchanged."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
         # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better.
         better = jnp.isinf(state.best) | (state.value < state.best - gap)
@@ -244,7 +245,7 @@ def _choose(
 
 
 def _check_scalar(value: Number) -> jax.Array:
-    """Return a metric as an array; raise a ValueError unless it is a scalar."""
+    """Return a metric as an array. Raise a ValueError unless it is a scalar."""
     array = jnp.asarray(value)
     if array.shape != ():
         raise ValueError(f"value must be a scalar; got an array of shape {array.shape}")

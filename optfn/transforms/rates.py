@@ -34,7 +34,7 @@ def _is_driven(x: RateState) -> bool:
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
-    """Return the learning rate of the last update in a state; after init the rate of step 0.
+    """Return the learning rate of the last update in a state, or after init the rate of step 0.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -61,15 +61,16 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
 
 
 def largest_rate(opt_state: OptState) -> jax.Array:
-    """Return the largest learning rate of the last update in a state; 1 if the state has none."""
+    """Return the largest learning rate of the last update in a state, or 1 if the state has
+    none."""
     found = _find_rates(opt_state).values()
     values = [_rate_of_workers(x.learning_rate) for x in found]
     return functools.reduce(jnp.maximum, values) if values else jnp.ones(())
 
 
 def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
-    """Return `opt_state` with another learning rate, of all rates if `path` is None;
-    nothing is recompiled.
+    """Return `opt_state` with the rate at `path`, or all rates without a path, set to `value`. A
+    compiled step is not compiled again.
 
     Args:
       opt_state: the state of an optimizer, however wrapped. If you have a TrainState, of optfn or
@@ -102,8 +103,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 
 
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
-    """Return by name the rates whose name has `path` as whole words;
-    for None all rates of the main state. None found raises."""
+    """Return by name the rates whose name has `path` as whole words, or for None all rates of the
+    main state. Raise a ValueError if there are none."""
     if not state_names.is_state(opt_state):
         opt_state = getattr(opt_state, "opt_state", opt_state)  # flax's TrainState
     if path is None:
@@ -138,8 +139,12 @@ def _find_label(name: str) -> str:
 
 
 def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the rates of the main state for the metrics of a step: "learning_rate" if it has one,
-    and "learning_rate/<label>" for each of several, as a partition has; {} without a rate."""
+    """Return the rates of the main state by their names in the metrics of a step, {} without a
+    rate.
+
+    Equal rates, or a single one, are "learning_rate". Of different rates, as a partition has them,
+    each is "learning_rate/<label>".
+    """
     found = _find_rates(state_names.find_main_state(opt_state))
     values = {name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()}
     if _are_same(values.values()):
@@ -154,8 +159,8 @@ def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
 def numbers_of_rates(
     opt_state: OptState, kind: type[RateState] = LearningRateState
 ) -> dict[str, float]:
-    """Return by name the learning rates that were given as numbers;
-    other kinds and traced ones are left out.
+    """Return by name, as floats, the rates of one kind, by default those that were given as
+    numbers. Rates of other kinds and traced ones are left out.
 
     Schedules, arrays and `reduce_on_plateau` determine the other kinds. If workers have different
     rates, it is the largest of this process.
@@ -179,7 +184,7 @@ def _rate_of_workers(rate: PyTree) -> jax.Array:
 
 
 def take_largest(rate: jax.Array) -> jax.Array:
-    """Return the largest of an array of rates; a scalar as it is."""
+    """Return the largest of an array of rates. A scalar is returned unchanged."""
     return jnp.max(rate) if rate.ndim else rate
 
 
@@ -190,5 +195,6 @@ def _are_same(values: Iterable[jax.Array]) -> bool:
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:
-    """Tell whether two rates are equal; if either is traced, whether they are one array."""
+    """Tell whether two rates are equal. If either is traced, tell whether they are the same
+    array."""
     return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

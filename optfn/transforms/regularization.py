@@ -81,7 +81,8 @@ class AddDecayedWeightsState(NamedTuple):
 
 
 def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar | Schedule:
-    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule, else raise."""
+    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule. Otherwise raise
+    a TypeError or a ValueError."""
     return weight_decay if callable(weight_decay) else checks.nonnegative(argument, weight_decay)
 
 
@@ -91,7 +92,7 @@ def is_zero(coeff: Scalar | Schedule) -> bool:
 
 
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
-    """Return the coefficient of a step: a schedule's value, a scalar; a number as it is."""
+    """Return the coefficient of a step: the value of a schedule, and anything else unchanged."""
     if callable(coeff):
         return evaluate_schedule(argument, coeff, step, numerics.scalar_dtype())
     return coeff
@@ -104,8 +105,8 @@ def decay_rule(
     states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
 ) -> core.Unchecked:
-    """Return an unchecked transform that decays by `update`;
-    it counts steps only if `coeff` is a schedule.
+    """Return an unchecked transform that decays by `update`. It counts steps only if `coeff` is a
+    schedule.
 
     Args:
       argument: the name of the coefficient in errors.

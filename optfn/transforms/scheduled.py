@@ -13,8 +13,8 @@ from optfn.core.checks import Scalar, Schedule
 def evaluate_schedule(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Return a schedule's value at `step`, or an array,
-    as a new real scalar of `dtype`; anything else raises."""
+    """Return a schedule's value at `step`, or an array, as a new real scalar of `dtype`. Raise a
+    TypeError unless it is a number or an array, and a ValueError unless it is a real scalar."""
     try:
         number = value(step) if callable(value) else value
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
@@ -36,8 +36,8 @@ def evaluate_schedule(
 
 
 def first_rate(rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Return the rate of a schedule or an array at the first step;
-    raise if it is known and negative or not finite.
+    """Return the rate of a schedule or an array at the first step. Raise a ValueError if it is
+    known to be negative or not finite.
 
     Raises:
       ValueError: it is negative or not finite, where its value is known.

@@ -25,7 +25,7 @@ MOMENT_DTYPES = ("bfloat16", "int8")
 
 
 def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
-    """Return `moment_dtype` if it is None, "bfloat16" or "int8", else raise."""
+    """Return `moment_dtype` if it is None, "bfloat16" or "int8", else raise a ValueError."""
     if moment_dtype is None:
         return None
     return checks.choice(argument, moment_dtype, MOMENT_DTYPES)
@@ -44,7 +44,7 @@ def declare_uint8_codes(field: str) -> Encoded:
 
 
 class Part(NamedTuple):
-    """An array of a moment: its dtype, and whether it has one number per element, or per row."""
+    """An array of a moment: its dtype, and whether it has one value per element, or per row."""
 
     dtype: DType
     per_element: bool = True

@@ -20,13 +20,13 @@ from optfn.wrappers.attributes import without_frozen
 
 @traits(link="accumulate", passes_own_gradients=True, reports={"excess": None})
 class AccumulateState(NamedTuple):
-    """State of `accumulate`: 4 bytes per parameter, two numbers, and the inner state.
+    """State of `accumulate`: 4 bytes per parameter, two scalars, and the inner state.
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
     own_total: sums per worker, for leaves whose gradients the inner optimizer exchanges itself.
       Scalars have shape (1,), because a PerWorker is divided along its first axis.
-    excess: by how much the sum of the calls' weights is above their number.
+    excess: by how much the sum of the calls' weights is above their count.
     """
 
     micro_step: jax.Array
@@ -135,8 +135,8 @@ def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWor
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Split one tree of totals into the two trees of `state`;
-    a leaf stays masked where it is masked there."""
+    """Split one tree of totals into the two trees of `state`. In each of them, a leaf is masked
+    where it is masked in `state`."""
 
     def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
@@ -158,8 +158,8 @@ def _add_to_total(
     private: Leaf,
     g: Leaf,
 ) -> Leaf:
-    """Return a leaf's total plus weight·g, or weight·g at the first micro-step, times `share`; a
-    leaf that is not summed keeps its total."""
+    """Return (total + weight·g)·share, with a total of 0 at the first micro-step. The total of a
+    leaf that is not summed is returned unchanged."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
@@ -171,15 +171,15 @@ def _add_to_total(
 
 
 def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
-    """Return total/every in the gradient's shape; g itself where gradients are not summed."""
+    """Return total/every in the gradient's shape, or g itself if the leaf's gradients are not
+    summed."""
     return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split extra arguments into trees of arrays and static ones;
-    `grad` and `value_fn` are dropped.
+    """Split extra arguments into trees of arrays and static values, and drop `grad` and `value_fn`.
 
-    The dropped ones concern only one gradient, not the mean of several.
+    Those two concern only one gradient, not the mean of several.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -200,7 +200,7 @@ def _step_if(
     """Return (updates, totals, inner_state) after `step` if `due`, else −0.0 and both unchanged.
 
     The updates overwrite the totals, because new arrays would be allocated in every call. Updates
-    of integer leaves are zero in both cases, and stay outside the conditional.
+    of integer leaves are zero in both cases, and are made outside of the conditional.
     """
     # The dtypes of the updates: the conditional returns them in the dtypes of the totals.
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
@@ -220,6 +220,6 @@ def _step_if(
 
 
 def _overwrite(total: Leaf, u: Leaf) -> Leaf:
-    """Return an update in the total's shape and dtype, whose memory it overwrites;
-    for integer updates the total."""
+    """Return an update in the total's shape and dtype, so that it overwrites the total's memory. If
+    the update has integers, return the total."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total

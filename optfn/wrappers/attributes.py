@@ -85,7 +85,8 @@ class ParamAttr:
 
 
 def _check_factor(name: str, of: str, factor: object) -> None:
-    """Raise unless a factor is a Python number ≥ 0 and finite."""
+    """Raise a TypeError unless a factor is a Python number, and a ValueError unless it is ≥ 0 and
+    finite."""
     if not checks.is_host_number(factor):
         raise TypeError(
             f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
@@ -99,7 +100,8 @@ DEFAULT = ParamAttr()
 
 
 def check_param_attrs(param_attrs: object) -> ParamAttrs:
-    """Return `param_attrs` as a dict if it maps patterns to ParamAttrs, {} for None; else raise."""
+    """Return `param_attrs` as a dict, {} for None. Raise a TypeError unless it maps patterns of
+    paths to ParamAttrs."""
     if param_attrs is None:
         return {}
     if not isinstance(param_attrs, Mapping):
@@ -129,8 +131,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 
 
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
-    """Return by path the attributes that an optimizer gives to leaves of `params`;
-    {} if it gives none.
+    """Return by path the attributes that an optimizer gives to leaves of `params`, {} if it has
+    none.
 
     It finds optimizers inside wrappers and chains of optfn, but not inside wrappers of other
     libraries.
@@ -146,8 +148,8 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects;
-    all other updates pass unchanged.
+    """Return `tx`, limited to the leaves whose attributes `choose` selects. All other updates are
+    returned unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -177,7 +179,7 @@ def apply_to_trained(
     Args:
       name: the optimizer's name in errors.
       tx: the optimizer.
-      param_attrs: attributes by pattern; without any, `tx` is returned as it is.
+      param_attrs: attributes by pattern; without any, `tx` is returned unchanged.
     """
     if not param_attrs:
         return tx
@@ -210,7 +212,8 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
-    """Mask the gradients of the leaves that an optimizer freezes; buffers of a Packed stay."""
+    """Mask the gradients of the leaves that an optimizer freezes. Gradients in a Packed are
+    returned unchanged."""
     if not _freezes(tx) or is_packed(grads):
         return grads
     return Selection(_find_trained(tx, grads)).keep(grads)
@@ -230,9 +233,12 @@ def _find_trained(tx: optax.GradientTransformation, values: PyTree) -> frozenset
 def without_frozen(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformation]:
-    """Decorate a factory whose calls are recorded, of wrappers or chains, so that a leaf that a
-    transformation inside freezes is frozen for the whole: it has no state, and its gradient may be
-    anything."""
+    """Decorate a factory of wrappers or chains, so that a leaf that a transformation inside freezes
+    is frozen for the whole.
+
+    Such a leaf has no state, and its gradient may have any value. The calls of the factory must be
+    recorded, as by `core.record_call`.
+    """
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
@@ -255,8 +261,8 @@ def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Replace untrained gradients by the update of a frozen leaf,
-    −0.0 or integer zeros; others stay."""
+    """Replace untrained gradients by the update of a frozen leaf, −0.0 or integer zeros. All other
+    gradients are returned unchanged."""
     return _freeze(_find_untrained(param_attrs, updates), updates, params)
 
 
@@ -277,8 +283,8 @@ def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
 def _mark_stacked_leaves(
     tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> core.Unchecked:
-    """Return `tx` on trees whose leaves with `stacked` axes are in a `Stacked`;
-    without any, trees stay."""
+    """Return `tx` on trees whose leaves with `stacked` axes are in a `Stacked`. Trees without such
+    leaves reach `tx` unchanged."""
 
     def mark(values: PyTree) -> PyTree:
         return _mark_stacked(values, resolve(param_attrs, values))
@@ -292,7 +298,8 @@ def _mark_stacked_leaves(
 
 
 def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
-    """Put each leaf whose attribute has `stacked` axes into a `Stacked`; without any, pass them."""
+    """Put each leaf whose attribute has `stacked` axes into a `Stacked`. Without such attributes
+    the tree is returned unchanged."""
     if not any(attr.stacked for attr in attrs.values()):
         return values
     for path, run in contents.runs_by_name(values).items():
@@ -304,8 +311,8 @@ def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
 def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params) -> Params:
     """Put each leaf that the attributes of an optimizer call stacked into a `Stacked`.
 
-    The leaves, their order and their paths stay. Packed params pass: their shards are parts of a
-    buffer, and not of layers.
+    The leaves, their order and their paths do not change. Packed params are returned unchanged,
+    because their shards are parts of a buffer, and not of layers.
     """
     if tx is None or is_packed(params):
         return params
@@ -313,7 +320,8 @@ def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params)
 
 
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
-    """Raise if `stacked` exceeds the number of a leaf's axes; a scalar passes."""
+    """Raise a ValueError if `stacked` exceeds the count of a leaf's axes, unless the leaf is a
+    scalar."""
     if attr.stacked > len(shape) > 0:
         raise ValueError(
             f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
@@ -366,7 +374,8 @@ def apply_attributes(
 def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return a transform per distinct penalty, limited to its leaves; [] if no leaf has any.
+    """Return a transform for each distinct penalty, limited to its leaves, or [] if no leaf has
+    one.
 
     A leaf without a penalty of its own has the optimizer's, `regularization`; None is no penalty.
     """

@@ -59,14 +59,15 @@ class ModelAverageState(NamedTuple):
 
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
-    """Return the parameters after the update, rounded as `apply_updates` rounds;
-    integer leaves are masked."""
+    """Return the parameters after the update, rounded as `apply_updates` rounds. Integer leaves are
+    masked."""
     core.check_params_given(name, params)
     return leafwise.keep_inexact(apply_updates(params, updates))
 
 
 def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
-    """Return the floating-point arrays of the model state that a step passes; others are masked."""
+    """Return the model state that a step passes, with all but its floating-point arrays masked.
+    Raise a ValueError if the step passes none."""
     if "model_state" not in extra:
         raise ValueError(
             "an average of the model state needs the new one: call update(..., model_state=)"
@@ -77,7 +78,8 @@ def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
 def add_statistics(
     opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
 ) -> OptState:
-    """Let each average in a state of step 0 average the model state too, with its own weights.
+    """Return a state of step 0 in which each average also averages the model state, by its own
+    weights.
 
     Args:
       opt_state: the state of an optimizer.
@@ -104,7 +106,8 @@ def has_statistics(opt_state: OptState) -> bool:
 
 
 def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
-    """Return the model state with the average of its floating-point arrays, if `state` has one."""
+    """Return the model state with the average of its floating-point arrays. Without such an average
+    in `state` it is returned unchanged."""
     if state.statistics is None:
         return model_state
     if isinstance(state, ExponentialMovingAverageState):
@@ -114,7 +117,8 @@ def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
 
 
 def _widen_param(p: jax.Array) -> jax.Array:
-    """Return p in float32 or wider; bfloat16 is rounded again, so that XLA keeps the rounding."""
+    """Return p in float32 or wider. A bfloat16 p is rounded once more, so that XLA keeps the
+    rounding."""
     # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
@@ -210,7 +214,7 @@ def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array
 
 
 def _warn_above_one(rate: Scalar) -> None:
-    """Warn of a rate above 1, if it is a known number."""
+    """Warn of a rate above 1. An array, which may be traced, is not compared."""
     if isinstance(rate, float) and rate > 1:
         checks.warn(
             f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
@@ -299,8 +303,8 @@ def is_average(x: object) -> bool:
 
 
 def read_average(state: OptState, params: Params) -> Params:
-    """Return the average in `state` as a tree like `params`, in its dtypes;
-    before the first update a copy of `params`.
+    """Return the average in `state` as a tree like `params`, in its dtypes. Before the first update
+    it is a copy of `params`.
 
     A leaf without an average is a copy of the parameter, so the result shares no buffer with its
     arguments. Wrappers around leaves are kept.

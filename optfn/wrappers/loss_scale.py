@@ -32,7 +32,7 @@ class DynamicLossScaleState(NamedTuple):
 
     @property
     def skipped(self) -> jax.Array:
-        """The number of steps left out, which `skip_nonfinite` inside counts (int32)."""
+        """The count of skipped steps, which `skip_nonfinite` inside keeps (int32)."""
         skipped: jax.Array = self.inner_state.skipped
         return skipped
 
@@ -62,7 +62,7 @@ def dynamic_loss_scale(
     they differentiate, and report the unscaled loss. In a loop that you write, multiply the loss by
     `loss_scale(opt_state)`. Put everything that reads gradients, such as a clip or
     `record_metrics`, inside; only `accumulate` may also go around it. g/scale is float32 or wider.
-    If a larger scale would overflow, the scale stays.
+    If a larger scale would overflow, the scale does not grow.
 
     Args:
       tx: an optimizer of optfn or optax; it is wrapped in `skip_nonfinite`, to skip bad gradients.
@@ -117,8 +117,8 @@ def dynamic_loss_scale(
 
 
 def _unscale(grads: Updates, scale: jax.Array) -> Updates:
-    """Divide gradients by the scale, in float32 or wider;
-    integer and masked leaves pass as they are."""
+    """Divide gradients by the scale, in float32 or wider. Integer and masked leaves are returned
+    unchanged."""
 
     def unscale(g: Leaf) -> Leaf:
         if isinstance(g, LeafKind):
@@ -132,7 +132,8 @@ def _unscale(grads: Updates, scale: jax.Array) -> Updates:
 
 
 def _cast_update(like: Leaf, u: Leaf) -> Leaf:
-    """Cast an update to the dtype of the gradient `like`; the update of an integer leaf stays."""
+    """Cast an update to the dtype of its gradient, `like`. The update of an integer leaf is
+    returned unchanged."""
     return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
 
 
@@ -150,12 +151,12 @@ def loss_scale(opt_state: OptState) -> jax.Array:
 
 
 def has_scale(opt_state: OptState) -> bool:
-    """Tell whether a state has the scale of a `dynamic_loss_scale`, of each worker too."""
+    """Tell whether a state has the scale of a `dynamic_loss_scale`, or one for each worker."""
     return bool(find_nodes(DynamicLossScaleState, opt_state))
 
 
 def scale_of(opt_state: OptState) -> jax.Array | None:
-    """Return the scale in a state; None if it has no `dynamic_loss_scale`.
+    """Return the scale in a state, or None if it has no `dynamic_loss_scale`.
 
     Raises:
       ValueError: there are several scales, or one for each worker.

@@ -34,9 +34,11 @@ from optfn.wrappers.moved_params import error_of_moved, first_moved, raise_if_mo
     },
 )
 class MasterWeightsState(NamedTuple):
-    """State of `master_weights`: 4 bytes per narrow parameter, the inner state, and a number.
+    """State of `master_weights`: 4 bytes per narrow parameter, the inner state, and `moved`, 4
+    bytes.
 
-    moved: 1 + the number of the leaf that was found not to be its master, rounded; 0 if none was.
+    moved: 1 + the index, among leaves with a master, of the leaf that was found not to be its
+      master, rounded; 0 if none was.
     """
 
     master: Params
@@ -102,7 +104,7 @@ def master_weights(
     parameter by hand, or a link behind the masters changed the update, `make_train_step`,
     `minimize` and eager updates raise a ValueError that names the leaf, and so does a jitted loop
     of your own on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`, and
-    `metrics` raises it. No update is changed. With a remainder your change stays, and M is the
+    `metrics` raises it. No update is changed. With a remainder your change is kept, and M is the
     edited parameter moved by e, which is at most half a unit of its last place.
 
     Args:
@@ -209,7 +211,7 @@ def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
     """Return the form of masters that are arrays of `dtype`."""
 
     def write(p: jax.Array, master: jax.Array, moved: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (u, M), so that p + u, rounded, is M rounded; `moved_params` proves it."""
+        """Return (u, M), so that p + u, rounded, is M, rounded. `moved_params` has the proof."""
         wide = p.astype(dtype)
         reached = wide + (master - wide)
         is_exact = reached.astype(p.dtype) == master.astype(p.dtype)
@@ -260,8 +262,8 @@ def _make_remainder_form(bits: int) -> MasterForm:
 
 
 def _wide_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return float32 or float64, the dtypes that masters may have;
-    any other raises a ValueError."""
+    """Return `dtype` as NumPy's. Raise a ValueError unless it is float32 or float64, the dtypes of
+    masters."""
     wide = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
     try:
         if dtype is not None and jnp.dtype(dtype) in wide:
@@ -289,8 +291,8 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
 def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
-    """Return the wrapper for `multi_precision`:
-    copies for True, remainders for 32 or 24, none for False."""
+    """Return the wrapper for `multi_precision`: masters as copies for True, as remainders for 32 or
+    24, and none for False. Raise a TypeError for any other value."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):

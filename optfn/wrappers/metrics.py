@@ -56,7 +56,7 @@ class RecordMetricsState(NamedTuple):
 
     @property
     def ratios(self) -> PyTree:
-        """update_norm/param_norm for each pattern."""
+        """The ratio update_norm/param_norm of each pattern, {} without `per`."""
         norms = dict(self.groups).get
         return jax.tree.map(jnp.divide, norms("update_norm", {}), norms("param_norm", {}))
 
@@ -129,8 +129,8 @@ def record_metrics(
 
 
 def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
-    """Return the patterns as a list without repeats;
-    [] for None, and a TypeError for anything but text."""
+    """Return the patterns as a list without repeats, [] for None. Raise a TypeError unless `per` is
+    a string, a sequence of strings or None."""
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -151,8 +151,8 @@ def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> R
 
 
 def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
-    """Return the norm over all leaves of each tree, float32;
-    repeated rows are merged, or they would count apart."""
+    """Return the float32 norm over all leaves of each tree. Repeated rows of a leaf are merged
+    first, because they would count separately."""
     squares: list[list[jax.Array]] = [[] for _ in trees]
     for row in zip(*(tree.leaves(leafwise.merge_rows(x)) for x in trees), strict=True):
         present = [i for i, x in enumerate(row) if not tree.is_masked(x)]
@@ -164,7 +164,7 @@ def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
 
 
 def _shape_and_axes(x: jax.Array) -> tuple[Any, ...]:
-    """Return what arrays of one reduction have in common."""
+    """Return the shape and the varying mesh axes of x, which the arrays of one reduction share."""
     return x.shape, varying_axes(x)
 
 
@@ -226,8 +226,8 @@ def _is_recorder(x: object) -> bool:
 
 
 def _combine_workers(name: str, node: object) -> jax.Array:
-    """Return a recorded scalar; for an array with a number per worker,
-    the root mean square of norms, else the least.
+    """Return the recorded scalar `name`. If each worker has its own, return the root mean square of
+    a norm, and the smallest of any other value.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

@@ -34,8 +34,8 @@ MOST_ENTRIES = 1024
 
 
 def sample(x: jax.Array) -> jax.Array:
-    """Return at most 1,024 entries of an array:
-    every s-th of its first row, the whole row if short; a scalar stays.
+    """Return at most 1,024 entries of an array: every s-th of its first row, s = ⌈length/1024⌉. A
+    scalar is returned unchanged.
 
     Where devices divide x, each takes these entries from its own shard: XLA would send whole shards
     for entries side by side, and for a row that is not the first one.
@@ -47,11 +47,11 @@ def sample(x: jax.Array) -> jax.Array:
 
 
 def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Tell for each entry whether p is within half a unit of its last place of the master;
-    NaN and ∞ count as such.
+    """Tell for each entry whether p is its master, rounded: within half a unit of the last place of
+    p. An entry with a NaN, or whose p is ±∞, counts as rounded.
 
-    The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞ are
-    no change from outside.
+    The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞
+    come from the update, and are no change from outside.
     """
     info, wide = jnp.finfo(p.dtype), p.astype(master.dtype)
     # XLA may flush subnormal numbers of either dtype to 0, so the unit is a normal number.
@@ -61,9 +61,10 @@ def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
 
 
 def first_moved(masters: Params, params: Params) -> jax.Array:
-    """Return 1 + the number of the first leaf that is not its master rounded, int32; 0 if none is.
+    """Return 1 + the index of the first leaf that is not its master, rounded, or 0 if every leaf is
+    (int32).
 
-    Only leaves with a master are counted and numbered.
+    The index counts only leaves with a master. Of each leaf, the entries of `sample` are compared.
     """
     moved = []
     for _, master, p in tree.items(masters, params):
@@ -76,13 +77,14 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
 
 
 def error_of_moved(masters: Params, number: int) -> ValueError:
-    """Return the error that names leaf `number`, counted from 1 over leaves with a master."""
+    """Return the ValueError that names the moved leaf: leaf `number`, counted from 1, of those with
+    a master."""
     return _error(_names(masters), number)
 
 
 def _names(masters: Params) -> list[str]:
-    """Return the paths of the leaves that have a master;
-    of a packed buffer, of all leaves in it."""
+    """Return the path of each leaf that has a master. A packed buffer has one text that lists the
+    paths in it."""
     pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
     return [tree.list_names(names) for names, x in pairs if not tree.is_masked(x)]
 
@@ -100,8 +102,10 @@ def _error(names: list[str], number: int) -> ValueError:
 
 
 def raise_if_moved(masters: Params, number: jax.Array) -> None:
-    """Raise an error that names the moved leaf, also in a jitted program on a CPU; in a program for
-    a TPU or GPU do nothing. `number` is the leaf's number from 1, 0 for none.
+    """Raise a ValueError that names the moved leaf, also from a jitted program on a CPU. A jitted
+    program for a TPU or GPU raises nothing.
+
+    `number` counts the leaves with a master from 1, and is 0 if no leaf moved.
 
     Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
     one, and a GPU would wait for the host in each step. There the number waits in the state until

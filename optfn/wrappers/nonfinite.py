@@ -46,8 +46,8 @@ class SkipNonfiniteState(NamedTuple):
 def select_unless_skipped(
     skip: jax.Array, updates: Updates, after: OptState, before: OptState
 ) -> tuple[Updates, OptState]:
-    """Return updates and the state after them;
-    if `skip`, updates of −0.0 and the state before. Integers stay."""
+    """Return the updates and the state after them, or, if `skip`, updates of −0.0 and the state
+    before. Updates of integers are returned unchanged in both cases."""
 
     def update(u: Leaf) -> Leaf:
         if isinstance(u, LeafKind):
