@@ -80,7 +80,8 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
-    """Return an array's sharding in pinned host memory; without such memory, its own sharding."""
+    """Return an array's sharding with pinned host memory as its memory kind. If its devices lack
+    such memory, the array's own sharding is returned."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding

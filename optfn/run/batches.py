@@ -20,7 +20,8 @@ from optfn.run.position import (
 
 
 class _Drawn(NamedTuple):
-    """A batch, the number of its pass, and its tokens and checksum, None if nothing needs them."""
+    """A batch, the index of its pass, from 1, and its tokens and checksum, None if nothing needs
+    them."""
 
     epoch: int
     batch: Batch
@@ -89,7 +90,8 @@ class Remaining:
             )
 
     def _draw(self) -> Batch:
-        """Take and count the batch read ahead; raise an error read instead."""
+        """Take the batch that was read ahead, count it, and return it. If reading it raised an
+        error, that error is raised now."""
         drawn = self._ahead.pop()
         if isinstance(drawn, Exception):
             raise drawn
@@ -99,7 +101,8 @@ class Remaining:
         return drawn.batch
 
     def _draw_next(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> list[_Drawn]:
-        """Draw the next batch and place it; an empty list at the end.
+        """Draw the next batch, place it, and return it as a list of one. At the end of the batches
+        the list is empty.
 
         Tokens are counted before: on a device, the count would wait for the step that runs there.
         """
@@ -109,14 +112,15 @@ class Remaining:
         ]
 
     def _count(self, batch: Batch) -> int | None:
-        """Return the tokens of a batch; None if nothing counts them."""
+        """Call the user's `count_tokens` on a batch, and return the count. Without such a function
+        it returns None."""
         if self._count_tokens is None:
             return None
         found = self._count_tokens(batch)
         return checks.count("count_tokens(batch)", found, low=0, hint="wrap it in int()")
 
     def _look_ahead(self) -> bool:
-        """Draw the next batch unless one is drawn already; tell whether there is one."""
+        """Draw the next batch, unless one is drawn already, and tell whether there is one."""
         self._ahead = self._ahead or [*self._draw_next()]
         return bool(self._ahead)
 
@@ -139,7 +143,8 @@ class Remaining:
             self._before_ahead = self._position()
 
     def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
-        """Return an iterator restored at a position; None if it cannot be restored there."""
+        """Return a new iterator, restored at a saved position. If it has no `set_state`, or refuses
+        the state, which a warning says, None is returned in its place."""
         self._set_epoch(found.epoch)
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
@@ -157,17 +162,20 @@ class Remaining:
         return iterator
 
     def position(self) -> TakenPosition | None:
-        """Return the iterator's position after the last batch; None if it has no state."""
+        """Return the iterator's position after the last batch of the run. If the iterator has no
+        state, it returns None."""
         return self._before_ahead if self._ahead else self._position()
 
     def _position(self) -> TakenPosition | None:
-        """Return the iterator's position after its last batch; None if it has no state."""
+        """Return the iterator's position after the last batch that it gave. If the iterator has no
+        state, it returns None."""
         if isinstance(self._iterator, StatefulIterator):
             return take_position(self._pass, self._iterator.get_state())
         return None
 
     def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
-        """Yield (epoch, batch) from the current epoch on; `begun` is its iterator, if restored.
+        """Yield (epoch, batch) from the current epoch on. If `begun`, a restored iterator, is
+        given, it gives the batches of the first of these epochs.
 
         An empty first epoch ends the iteration; a later empty one is an error.
         """
@@ -189,8 +197,9 @@ class Remaining:
                 )
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell a loader, or the sampler of one of torch, the number of its pass, from 0; without
-        `epochs` it decides itself."""
+        """Call `set_epoch` of a loader and of its samplers, as torch has them, with the index of
+        the pass, from 0. Without `epochs` nothing is called, and the loader decides its epoch
+        itself."""
         if self.epochs is None:
             return
         samplers = (getattr(self.batches, name, None) for name in ("sampler", "batch_sampler"))
@@ -211,14 +220,16 @@ class Remaining:
         return not isinstance(following, Exception) and following.epoch != self.epoch
 
     def last_step(self) -> int | None:
-        """Return `steps`, else epochs × batches × local_steps; None without a length."""
+        """Return `steps`, or else epochs × batches × local_steps. Without `steps`, and without
+        `epochs` or a length of the batches, it returns None."""
         if self.steps is None and self.epochs is not None and isinstance(self.batches, Sized):
             with contextlib.suppress(TypeError):  # a DataLoader over a stream
                 return self.epochs * len(self.batches) * self.local_steps
         return self.steps
 
     def check(self) -> None:
-        """Raise if there were too few batches for `steps` or the used ones; pass a finished run."""
+        """Raise a ValueError if there were fewer batches than `steps` or the used batches need. A
+        run that had made all its steps before is not checked."""
         needed = max(self.used, 1) if self.most is None else self.most
         if self.is_finished or self.given >= needed:
             return

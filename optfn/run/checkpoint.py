@@ -424,8 +424,8 @@ def restore_newest(
 
 
 def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
-    """Warn of the first learning rate that differs from the checkpoint's, whose rate counts if it
-    is a number; if it is an array, the rate of tx counts.
+    """Warn of the first learning rate that differs between a checkpoint and tx, and say which
+    counts. The checkpoint's counts if the rate is a number, and that of tx if it is an array.
 
     Args:
       given: the template, with the rates of tx.
@@ -449,8 +449,8 @@ def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
 def _find_changed_rates(
     kind: type[RateState], given: PyTree, found: PyTree
 ) -> Iterator[tuple[float, float]]:
-    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs; a template
-    of zeros has no rate of tx."""
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs. A rate of 0
+    in the template does not count, because a template of zeros has no rate of tx."""
     new, old = (numbers_of_rates(x, kind) for x in (given, found))
     for name in new.keys() & old.keys():
         if new[name] not in (0, old[name]):

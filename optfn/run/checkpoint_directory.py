@@ -80,7 +80,8 @@ class OrbaxDirectory:
     def writer(
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Begin to copy a state and its checksums; return a function that writes them."""
+        """Begin to copy a state to the host and to compute its checksums, and return the function
+        that writes both."""
         ocp = _import_orbax()
         arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
         cut = [name for name in arrays if name.endswith("/")]
@@ -142,7 +143,8 @@ class OrbaxDirectory:
             self.remove(aside)
 
     def _write_remote(self, path: Path, saved: Any, marks: list[str]) -> None:
-        """Write a directory in an object store; an earlier one of this name is first copied aside.
+        """Write a directory in an object store. If one of this name exists, the new one is first
+        written aside as well.
 
         Otherwise a process that is killed would leave none, since orbax removes the earlier one.
         """

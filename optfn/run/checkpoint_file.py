@@ -34,7 +34,8 @@ class NpzFile:
     def writer(
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Begin to copy a state, whole in each process; return a function that writes it."""
+        """Begin to copy a whole state to the host in each process, and return the function that
+        writes it."""
         names = list(snapshot.arrays)
         whole = copy_to_host(list(map(_gather_leaf, snapshot.arrays.values())))
 
@@ -90,7 +91,8 @@ class NpzFile:
 
 
 def _gather_leaf(x: Leaf) -> Leaf:
-    """Gather an array if this process holds only a shard of it; return anything else as it is."""
+    """Gather an array of which this process holds only a shard. Of an array that is replicated it
+    returns this process's first copy, and any other leaf is returned unchanged."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -99,7 +101,8 @@ def _gather_leaf(x: Leaf) -> Leaf:
 
 
 def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file as a whole, by a temporary name; on an OSError nothing of it is left."""
+    """Write a file under a temporary name, and rename it once all of it is on the disk. After an
+    OSError nothing of it is left."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
@@ -119,7 +122,8 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an entry of a zip file; raise unless it has as many bytes as its npy header says."""
+    """Return an entry of a zip file as an array. Raise a ValueError if it has objects, or another
+    count of bytes than its npy header says."""
     # The header first: read_array allocates as much as the header says, before it reads any data.
     with file.open(name) as stream:
         is_first = npy.read_magic(stream) == (1, 0)

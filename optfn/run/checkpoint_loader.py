@@ -35,7 +35,7 @@ Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Loads checkpoints into a template; `strict` and `only` are as in `restore_checkpoint`.
+    """Loads checkpoints into a template. `strict` and `only` are as in `restore_checkpoint`.
 
     prefix: words in front of names of the checkpoint that the names of the template lack.
     """
@@ -47,7 +47,7 @@ class Loader:
 
     @functools.cached_property
     def like(self) -> Snapshot:
-        """The arrays of the template by name; rows of divided tables are in stored order."""
+        """The arrays of the template by name. Rows of divided tables are in stored order."""
         return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
@@ -101,7 +101,7 @@ class Loader:
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
     def _select(self, path: Path, names: Sequence[str]) -> set[str]:
-        """Return the names that are loaded; raise an OtherRun if there are none."""
+        """Return those of the names that are loaded. Raise an OtherRun if there are none."""
         chosen = {*filter(self.is_selected, names)}
         if chosen:
             return chosen
@@ -128,7 +128,9 @@ class Loader:
         return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
 
     def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
-        """Warn of changed names where loading is not strict; return the state and the history.
+        """Warn of changed names if loading is not strict or `only` is given, and return (state,
+        history). If the checkpoint has checksums of frozen params, the template's params are first
+        compared.
 
         Raises:
           ValueError: the checkpoint lacks its frozen params, and the template's differ from them.
@@ -159,8 +161,8 @@ def _public_name(name: str) -> str:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return the hint which argument loads the arrays that fit; "" if no argument avoids the
-    error."""
+    """Return the hint that names the argument with which the arrays that fit are loaded. If no
+    argument avoids the error, the hint is ""."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:
@@ -169,9 +171,9 @@ def _remedy(error: ValueError) -> str:
 
 
 def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Rescale the per-worker arrays of a mapping to the number of workers of a template.
+    """Rescale the per-worker arrays of a mapping to the count of workers of a template.
 
-    If the numbers agree, or one of them is unknown, the mapping passes unchanged.
+    If the counts agree, or one of them is unknown, the mapping is returned unchanged.
     """
     if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping

@@ -97,7 +97,8 @@ def _store_bytes(store: Any) -> int:
 
 
 def _begin_read(store: Any, template: Leaf) -> _Finish:
-    """Begin to read an array as its template lies; return a function that waits for it.
+    """Begin to read an array with the sharding of its template, and return a function that waits
+    for it.
 
     An array that is small, or does not fit its template, is read as a whole.
     """

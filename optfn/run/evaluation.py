@@ -75,8 +75,8 @@ class Evaluator:
             self._record(int(n), float(value), is_extra=int(n) == self.provisional)
 
     def go_on(self) -> bool:
-        """Drop the provisional evaluation, which an unbroken run does not make; tell whether there
-        was one."""
+        """Drop the provisional evaluation, which an unbroken run does not make, and tell whether
+        there was one."""
         if self.provisional is None:
             return False
         self.history.drop_last_evaluation()
@@ -86,11 +86,12 @@ class Evaluator:
 
     @property
     def worst(self) -> float:
-        """The worst number that there is."""
+        """The worst value that there is: ∞, or −∞ with `mode="max"`."""
         return self.sign * math.inf
 
     def is_better(self, value: float, than: float) -> bool:
-        """Tell whether one monitored number is better than another; NaN never is."""
+        """Tell whether one monitored value is better than another. If one of them is NaN, it
+        returns False."""
         return self.sign * value < self.sign * than
 
     def is_due(self, n: int, ends_epoch: Callable[[], bool]) -> bool:
@@ -116,7 +117,8 @@ class Evaluator:
         return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
 
     def __call__(self, n: int, state: TrainState) -> dict[str, float]:
-        """Evaluate the state after step n; return the numbers by their names in the history.
+        """Evaluate the state after step n, record the result, and return its values by their names
+        in the history.
 
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
@@ -128,22 +130,24 @@ class Evaluator:
         return values
 
     def tell_plateaus(self, n: int, state: TrainState) -> TrainState:
-        """Return the state after step n, with its evaluation for a plateau that watches it."""
+        """Return the state after step n, with its evaluation for a plateau that watches it. Without
+        such a plateau the state is returned unchanged."""
         if not self.has_plateau:
             return state
         return state._replace(opt_state=record_evaluation(state.opt_state, self.monitored[n]))
 
     def has_been_due(self, n: int) -> bool:
-        """Tell whether n steps contain a multiple of `evaluate_every`, if it is a number."""
+        """Tell whether n steps contain a multiple of `evaluate_every`, if it is an integer."""
         every = self.options.evaluate_every
         return isinstance(every, int) and n >= every
 
     def record_first(self, state: TrainState) -> None:
-        """Compare the state that the run begins with; the history has evaluations of steps only."""
+        """Evaluate the state that the run begins with, and compare it with the evaluations so far.
+        It is not in the history, which has evaluations of steps only."""
         self._record(int(state.step), self._numbers(state)[self.key], is_extra=True)
 
     def _numbers(self, state: TrainState) -> dict[str, float]:
-        """Return the numbers of a state by their names in the history.
+        """Call `evaluate` on a state, and return the values by their names in the history.
 
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
@@ -190,7 +194,7 @@ class Evaluator:
             self.best, self.best_step, self.no_better = value, n, 0
 
     def warn_of_mode(self) -> None:
-        """Warn if the monitored number went the wrong way in all of three or more evaluations, and
+        """Warn if the monitored value went the wrong way in all of three or more evaluations, and
         `mode` does not say which way is right: a run may overfit from the first step on."""
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
@@ -240,7 +244,8 @@ def _check_average(state: TrainState, average: bool | str) -> None:
 
 
 def _select_params(state: TrainState, average: bool | str) -> Params:
-    """Return the params that are evaluated: the average, on the devices of the params; or params.
+    """Return the params that are evaluated. With `average` they are the averaged params, with the
+    shardings that params have on a mesh, and otherwise the params of the state.
 
     Args:
       state: the state that is evaluated.
@@ -265,7 +270,8 @@ def _read_average(state: TrainState, average: bool | str) -> Params:
 
 
 def _check_number(who: str, key: str, value: Any) -> float:
-    """Return a number that `who` returned as a float; raise a TypeError if it is not a scalar."""
+    """Return as a float the scalar that `who` returned, or the quotient of a `Mean`. Raise a
+    TypeError if the value is neither."""
     if is_mean(value):
         total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
         return total / weight if weight else math.nan
@@ -333,7 +339,8 @@ def over_batches(
 
 
 def _check_num_examples(batch: Batch) -> int:
-    """Return the length of the leading axis of a batch; a ValueError if its arrays differ."""
+    """Return the length that the leading axes of a batch have in common. Raise a ValueError if they
+    differ."""
     count = count_examples(batch)
     if count is None:
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
@@ -345,14 +352,15 @@ def _check_num_examples(batch: Batch) -> int:
 
 
 def _numbers_by_key(who: str, result: object) -> dict[str, float]:
-    """Return the numbers that a function returned by key, or by "" for a single number."""
+    """Return the values that a function returned, as floats by key. A single value has the key
+    ""."""
     named = result if isinstance(result, Mapping) else {"": result}
     return {str(key): _check_number(who, str(key), value) for key, value in named.items()}
 
 
 def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
-    """Return (total, weight) of each number that `fn` returned, by key; a plain number is a mean
-    over the examples of the batch."""
+    """Return (total, weight) by key for each value that `fn` returned. A plain number is a mean
+    over the examples of the batch, whose count is its weight."""
     who = "over_batches: fn"
     if isinstance(result, tuple) and not is_mean(result):
         raise TypeError(
@@ -374,7 +382,8 @@ def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
 
 
 def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[str, float]:
-    """Return ∑ total / ∑ weight by key, NaN for 0/0; a single number without key."""
+    """Return ∑ total / ∑ weight by key, with NaN for 0/0. If "" is the only key, its value is
+    returned alone."""
     if not any(weight for row in rows for _, weight in row.values()):
         raise ValueError("over_batches: batches has no examples, or all weights are 0")
     first = rows[0]

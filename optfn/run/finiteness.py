@@ -104,8 +104,9 @@ class LossWatch:
         """Do nothing, as a target of a log."""
 
     def check(self) -> None:
-        """Warn once of the first loss that is not finite, or raise if `stops`; nothing happens if
-        none has been read, or the optimizer leaves such steps out.
+        """Warn once of the first loss that is not finite, or raise a FloatingPointError if `stops`.
+        It does neither if no such loss has been read, or if the optimizer leaves such steps out. A
+        first loss without weight is warned of in any case.
 
         Raises:
           FloatingPointError: there is such a loss, and it ends the run.

@@ -54,7 +54,7 @@ class FrozenParams:
 
 
 def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the dtype, shape and checksum of each array; all processes must call it."""
+    """Return the dtype, shape and checksum of each array by name. All processes must call it."""
     sums = fingerprints(list(arrays.values())).tolist()
     return {
         name: [str(x.dtype), list(x.shape), row]
@@ -63,7 +63,8 @@ def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dict[str, Any]:
-    """Return the arrays of a template that a checkpoint left out, by name; {} if it left out none.
+    """Return by name the arrays of a template that a checkpoint left out as frozen. If it left out
+    none, the dict is empty.
 
     Args:
       saved: the arrays of the checkpoint by name.
@@ -83,7 +84,8 @@ def compare_frozen(
     is_selected: Callable[[str], bool],
     shown: Callable[[str], str],
 ) -> None:
-    """Raise unless the frozen params of a template have the checksums that a checkpoint lists.
+    """Raise a ValueError unless the frozen params of a template have the checksums that a
+    checkpoint lists.
 
     In a run of several processes, all must call it.
 

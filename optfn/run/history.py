@@ -38,15 +38,14 @@ class History:
         return self._nonfinite is not None
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        """Return the number, from 0, and the loss of the first call whose loss is not finite.
-
-        It reads all losses; None if all are finite.
-        """
+        """Move all losses to the host, and return the index, from 0, and the loss of the first call
+        whose loss is not finite. If all are finite, or had no weight, it returns None."""
         self._move_to_host()
         return self._nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step that the history keeps; they stay on the device for a while."""
+        """Add those metrics of a step that the history keeps. They are moved to the host later,
+        together with those of many other steps."""
         if len(self.steps) == _CHUNK:
             self._move_to_host()
         kept = {k: x for k, x in metrics.items() if k.partition("/")[0] in PER_STEP or is_curve(k)}
@@ -59,7 +58,8 @@ class History:
         return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
     def last_evaluation(self) -> int | None:
-        """Return the step of the last evaluation of an earlier part of the run, if there is one."""
+        """Return the step of the last evaluation of an earlier part of the run. If there is none,
+        it returns None."""
         steps = self.earlier.get("evaluation_step", np.zeros(0))
         return int(steps[-1]) if len(steps) else None
 
@@ -100,7 +100,8 @@ def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def _join_tables(
     first: dict[str, np.ndarray], then: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Join two tables by column; where a table lacks the column, its rows are NaN."""
+    """Join two tables by column, the rows of `first` before those of `then`. Where a table lacks a
+    column, its rows are NaN."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
     return {
@@ -110,7 +111,8 @@ def _join_tables(
 
 
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the scalars among metrics by path, such as "aux/accuracy"; leave arrays out."""
+    """Return the scalars among metrics by path, such as "aux/accuracy". Arrays with axes are left
+    out."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))
@@ -119,7 +121,7 @@ def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics by name, as Python numbers."""
+    """Return the scalars among metrics by path, as Python numbers."""
     return {name: np.asarray(x).item() for name, x in _scalars_by_name(metrics).items()}
 
 

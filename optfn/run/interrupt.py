@@ -24,7 +24,8 @@ class Interrupt:
         )
 
     def is_due(self, call: int) -> bool:
-        """Tell whether the run ends after this call; all processes get the same answer."""
+        """Tell whether a signal ends the run after this call, with the same answer in all
+        processes."""
         if self.of_all_processes:
             if not multihost_utils.reached_preemption_sync_point(call):
                 return False
@@ -34,7 +35,8 @@ class Interrupt:
 
 @contextlib.contextmanager
 def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
-    """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
+    """Set handlers, and yield an object that records the first SIGINT or SIGTERM. The next signal
+    acts as usual.
 
     Signals that the program handles itself are left to it. In a run of several processes, JAX takes
     SIGTERM as a notice of preemption, and the processes agree on the step to stop after; SIGINT is

@@ -21,7 +21,7 @@ class SummaryWriter(Protocol):
     """A writer of files for TensorBoard, such as SummaryWriter of torch and tensorboardX."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write one number of a step."""
+        """Write one value of a step."""
 
     def flush(self) -> object:
         """Write the buffered values to the disk."""
@@ -32,7 +32,7 @@ class FlaxSummaryWriter(Protocol):
     """A writer of files for TensorBoard, from flax.metrics.tensorboard."""
 
     def scalar(self, tag: str, value: float, step: int) -> object:
-        """Write one number of a step."""
+        """Write one value of a step."""
 
     def flush(self) -> object:
         """Write the buffered values to the disk."""
@@ -43,14 +43,14 @@ class TrackedRun(Protocol):
     """A run of Weights & Biases, or what has its method `log`."""
 
     def log(self, data: dict[str, Any], *, step: int) -> object:
-        """Write the numbers of a step."""
+        """Write the values of a step."""
 
 
 class Sink(Protocol):
     """A target of a log."""
 
     def write(self, n: int, numbers: dict[str, float]) -> object:
-        """Write the numbers of step n."""
+        """Write the values of step n."""
 
     def close(self) -> object:
         """End the log."""
@@ -99,7 +99,8 @@ class RunLog:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], work: Work) -> None:
-        """Add metrics of step n, which did this work; a step that already has metrics gets more.
+        """Add the metrics of step n, which did this work, to those that are to be written. If step
+        n already has metrics there, these are merged into them. Without a target nothing happens.
 
         They are written once the device has computed them.
         """
@@ -113,7 +114,8 @@ class RunLog:
         self.waiting.append((n, dict(metrics), work))
 
     def drop_evaluation(self, n: int) -> None:
-        """Take the evaluation of step n out of the files; other targets cannot forget a number."""
+        """Take the evaluation of step n out of the files. Other targets keep it, because they
+        cannot forget a value."""
         for sink in self.sinks:
             if isinstance(sink, _Lines):
                 sink.drop_evaluation(n)
@@ -134,7 +136,8 @@ class RunLog:
 
 
 def _parse_target(log: Log) -> "Path | _Scalars | _Tracked":
-    """Return the Path of a file, or the functions of a writer or a run; refuse anything else."""
+    """Return the Path of a file, or the functions of a writer or a run. Raise a TypeError for
+    anything else."""
     if isinstance(log, SummaryWriter):
         return _Scalars(log.add_scalar, log.flush)
     if isinstance(log, FlaxSummaryWriter):
@@ -208,7 +211,7 @@ class _Tracked:
 
 
 def _is_earlier(line: str, done: int) -> bool:
-    """Tell whether a line is of a step up to `done`; a part of a line is not."""
+    """Tell whether a line is of a step up to `done`. For a part of a line it returns False."""
     try:
         return bool(json.loads(line)["step"] <= done)
     except (ValueError, KeyError, TypeError):  # a killed process may leave half a line

@@ -147,7 +147,8 @@ class _Run:
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
     def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
-        """Take all steps; return the last state, or the best one, and the history."""
+        """Take all steps, and return the last state, or the best one with `keep_best`, and the
+        history."""
         options, per_call = self.options, self.step.local_steps
         with (
             Progress(
@@ -191,7 +192,8 @@ class _Run:
         return self.best.choose(self.state), history
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
-        """Take a step on a batch, and evaluate if that is due; return the numbers of both."""
+        """Take a step on a batch, evaluate the state if that is due, and return the metrics of
+        both."""
         self.state, metrics = self.step.dispatch(self.state, batch)
         self.n += self.step.local_steps
         # Before anything waits for the step, so that its devices and the loader work together.
@@ -211,7 +213,7 @@ class _Run:
         return metrics
 
     def _evaluate(self, *, is_provisional: bool = False) -> dict[str, float]:
-        """Evaluate the state, keep it if it is the best so far, and return the numbers."""
+        """Evaluate the state, keep it if it is the best so far, and return the values."""
         values = self.evaluator(self.n, self.state)
         self.best.consider(self.state, is_provisional=is_provisional)
         if not is_provisional:
@@ -219,7 +221,8 @@ class _Run:
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
-        """Call the callback, if there is one; tell whether it returned True.
+        """Call the callback, and tell whether it returned True. Without a callback it returns
+        False.
 
         Raises:
           TypeError: it returned a state, which would have no effect.
@@ -242,8 +245,8 @@ class _Run:
         return answer is True
 
     def _end(self, lines: RunLog) -> dict[str, float]:
-        """Check the last state, evaluate it if no evaluation has seen it, and save it; return the
-        numbers of that evaluation."""
+        """Check the last state, evaluate it if no evaluation has seen it, and save it. Return the
+        values of that evaluation, or {} without one."""
         self.step.check(self.state)
         self._read_losses()
         warn_of_bad_batches(self.history.arrays())
@@ -263,7 +266,8 @@ class _Run:
         return values
 
     def _read_losses(self) -> None:
-        """Read the losses that a save, or the end of the run, reads in any case; check them."""
+        """Move the losses to the host, which a save or the end of the run does in any case, and
+        check them."""
         self.history.first_nonfinite()
         self.watch.check()
 
@@ -272,7 +276,7 @@ class _Run:
         self.saver.save(self.state, self.history, self.remaining)
 
     def _name_end(self, by_signal: str) -> str:
-        """Return what ended the run, in one word."""
+        """Return one word for the cause of the end of the run, such as "steps" or "signal"."""
         if by_signal:
             return "signal"
         if self.evaluator.gave_up:
@@ -282,8 +286,8 @@ class _Run:
         return "batches" if self.options.steps is None else "steps"
 
     def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
-        """Show that the run has ended early, took no step, or leaves gradients unused; that a
-        signal has ended it even without progress."""
+        """Show a line if the run has ended early, took no step, or leaves gradients unused. The
+        line about a signal is shown even without progress."""
         if by_signal:
             bar.say(early, always=True)
         elif self.n == self.saver.resumed:
@@ -297,7 +301,7 @@ class _Run:
             )
 
     def _describe_early_end(self, by_signal: str) -> str:
-        """Return in words how the run ended early; "" if it made all its steps."""
+        """Return in words how the run ended early. If it made all its steps, the text is ""."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:

@@ -50,7 +50,7 @@ def _step_of(path: Path) -> int:
 
 def remove_oldest(path: Path, keep: int) -> None:
     """Remove the oldest finite checkpoints beyond `keep`, all that are not finite, and the remains
-    of killed processes; `path`, just written, stays in any case.
+    of killed processes. The checkpoint at `path`, just written, is never removed.
 
     `path` may not be the newest, if the run went back to an earlier step. A checkpoint that is not
     finite does not count, so that it never displaces a finite one.
@@ -96,7 +96,8 @@ def is_finite(path: Path) -> bool:
 def find_newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
-    """Return the path of the newest intact checkpoint, and the result of `read`; None without any.
+    """Return the path of the newest intact checkpoint, and the result of `read`. If there is no
+    checkpoint, it returns None.
 
     A warning names each checkpoint that is passed over. An intact one from another run ends the
     search, because earlier ones are of that run too. One that is not finite is read only if no
@@ -154,7 +155,8 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has; processes without its file write a copy.
+    """Return the newest checkpoint that any process has. A process without its file writes a copy,
+    and reads that.
 
     Raises:
       ValueError: it is a directory that some processes cannot see.

@@ -38,15 +38,15 @@ _RISING = {
 
 
 def _count_examples(batch: Batch) -> int | None:
-    """Return the length of the leading axes of a batch, by the shapes that its arrays have; None
-    if they differ."""
+    """Return the length of the leading axes of a batch, from the leaves that have a shape. If the
+    lengths differ, or no leaf has a leading axis, it returns None."""
     shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
     lengths = {shape[0] for shape in shapes if len(shape)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _find_sizes(batches: object) -> set[int]:
-    """Return the numbers of examples of the batches that are known before the first is drawn."""
+    """Return the counts of examples in a batch that are known before the first batch is drawn."""
     if isinstance(batches, Shuffled):
         return batches.sizes
     if isinstance(batches, list | tuple):
@@ -203,8 +203,9 @@ class FitArguments(LoopOptions):
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
-        """Raise an error for an option of evaluations that is wrong, or useless without `evaluate`;
-        warn if `monitor` looks like a number that should rise, and `mode` is not given."""
+        """Raise a TypeError or a ValueError for an option of evaluations that is wrong, or useless
+        without `evaluate`. Warn if `monitor` looks like a value that should rise, and `mode` is not
+        given."""
         if self.mode is not None:
             checks.choice("mode", self.mode, ("min", "max"))
         words = set(re.split(r"[^a-z0-9]+", str(self.monitor).lower()))
@@ -234,9 +235,10 @@ class FitArguments(LoopOptions):
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
     def check_batches(self) -> None:
-        """Raise an error unless `batches` can be iterated, as often as `epochs` says.
+        """Raise a TypeError unless `batches` is an iterable of batches. Raise a ValueError unless
+        it can be iterated as often as `epochs` says.
 
-        Rounds of `local_steps` must divide `steps`.
+        Rounds of `local_steps` must divide `steps`, and workers the batches whose sizes are known.
         """
         batches, local_steps = self.batches, self.step.local_steps
         if self.steps is not None and self.steps % local_steps:

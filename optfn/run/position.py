@@ -53,7 +53,8 @@ class TakenPosition(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a checkpoint has of the data and the random numbers of a run; None for what is unknown.
+    """The data and the random numbers of a run, as far as a checkpoint has them. A field of which
+    it has nothing is None.
 
     position: the position of this process.
     checksum: the checksum of the last batch of this process, by `find_checksum`.
@@ -74,7 +75,8 @@ def encode_position(
     checksum: int | None = None,
     rng: list[int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return what a checkpoint keeps of the data of all processes as one entry; {} for nothing.
+    """Return one entry of a checkpoint, by name, with the position, checksum and key of each
+    process. If there are none of these, the dict is empty.
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
@@ -102,10 +104,11 @@ def encode_position(
 
 
 def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
-    """Return what the entry of `encode_position` has of this process.
+    """Return the position, checksum and key that the entry of `encode_position` has of this
+    process. Without such an entry it returns NOTHING.
 
-    Without an entry that is nothing. If the number of processes has changed, it is the position if
-    all had the same, and no checksum.
+    If the count of processes has changed, the checksum is None, and so is the position unless all
+    processes had the same.
     """
     if BATCHES not in history:
         return NOTHING

@@ -128,13 +128,15 @@ class Progress:
 
 
 def count_examples(batch: Batch) -> int | None:
-    """Return the length of the leading axis of a batch, 0 for scalars; None if leaves differ."""
+    """Return the length that the leading axes of a batch have in common, 0 for scalars. If its
+    leaves differ, or it has none, it returns None."""
     lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return epoch, loss, rate, bytes per step and evaluations as text; leave out other metrics."""
+    """Return epoch, loss, rate, bytes per step and evaluations as text. Other metrics are left
+    out."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:
@@ -153,7 +155,7 @@ def has_evaluation(metrics: dict[str, Any]) -> bool:
 
 
 def format_bytes(x: float) -> str:
-    """Return a number of bytes as text with three significant digits, such as "1.23 MB"."""
+    """Return a count of bytes as text with three significant digits, such as "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if x < 999.5:
             return f"{x:.3g} {unit}"
@@ -162,6 +164,7 @@ def format_bytes(x: float) -> str:
 
 
 def format_number(x: Any) -> str:
-    """Return a number as text with five significant digits; NaN and infinity as their names."""
+    """Return a value as text with five significant digits. NaN and infinity are given as their
+    names."""
     x = float(x)
     return f"{x:#.5g}" if math.isfinite(x) else str(x)

@@ -91,7 +91,8 @@ class Saver:
             )
 
     def _check_directories(self, state: TrainState) -> None:
-        """Raise in every process if several of them write files into the same directory.
+        """Raise a ValueError in every process if several of them write files into the same
+        directory.
 
         Each writes its file under the same names, so one removes what another is writing. The
         processes compare what they see, because paths do not tell which disks they share.
@@ -129,7 +130,8 @@ class Saver:
     def _restore_newest(
         self, directory: str | os.PathLike[str], state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
-        """Return the newest checkpoint, or None; if the run must not resume, one is an error."""
+        """Return the newest checkpoint in a directory, or None if there is none. If the run must
+        not resume, an existing checkpoint raises a ValueError."""
         if to_path(directory).is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
@@ -199,7 +201,8 @@ def _warn_of_other_directories(directory: Path | None) -> None:
 
 
 def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:
-    """Return the numbers of the key of `rng=`, which a checkpoint can keep; None without a key."""
+    """Return the data of the key of `rng=` as a list of integers, which a checkpoint can keep.
+    Without a key it returns None."""
     key = make_key(rng)
     return None if key is None else np.ravel(read_local(jax.random.key_data(key))).tolist()
 
@@ -221,7 +224,8 @@ class _Clock:
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:
-        """Tell whether the interval has passed; to be called once after each call of the step."""
+        """Count a call of the step, and tell whether the interval has passed. It must be called
+        once after each call of the step."""
         self.calls += 1
         if self.calls < self.next_look:
             return False
@@ -299,7 +303,8 @@ class Best:
                 )
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the kept state, or else the last; warn if a better one was not kept."""
+        """Return the kept state, or else the last one. Warn if the state of a better evaluation was
+        not kept."""
         state = last if self.state is None else self.state
         evaluator = self.evaluator
         if self.is_kept and evaluator.is_better(evaluator.best, self.value):

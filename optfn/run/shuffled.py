@@ -90,7 +90,7 @@ class Shuffled:
 
     @property
     def sizes(self) -> set[int]:
-        """The numbers of examples of the batches."""
+        """The counts of examples that the batches have."""
         last = self.count % self.size
         return {self.size} if self.drop_last or not last else {min(self.size, self.count), last}
 
@@ -117,11 +117,12 @@ class _Pass:
         return jax.tree.map(lambda x: x[chosen], self.batches.arrays)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position, and what decides the order."""
+        """Return the epoch, the index of the next batch, and the values that decide the order."""
         return {"epoch": self.epoch, "next": self.next, **self._fixed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position; a ValueError if it is one in another order."""
+        """Continue at a position. Raise a ValueError if examples, size or seed are others, and so
+        the order."""
         for name, x in self._fixed.items():
             if state.get(name) != x:
                 raise ValueError(f"{name} was {state.get(name)}, and is {x} now")

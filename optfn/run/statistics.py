@@ -103,7 +103,7 @@ def estimate_statistics(
 
 
 def _select_arrays(model_state: PyTree, only: Pattern | None) -> dict[int, str]:
-    """Return the numbers and the paths of the arrays that are estimated."""
+    """Return the paths of the arrays that are estimated, by their index among the leaves."""
     names = None if only is None else match_names(only, model_state, "only")
     named = enumerate(tree.arrays_with_paths(model_state))
     return {

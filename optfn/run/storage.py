@@ -30,7 +30,7 @@ class Backend(Protocol):
     def writer(
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Return a function that writes a checkpoint as a whole; any thread may call it.
+        """Return a function that writes a checkpoint as a whole. Any thread may call that function.
 
         Args:
           path: where; if there is a checkpoint, it is replaced.
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """
 
     def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a checkpoint by name; None for those that are not read.
+        """Return the arrays of a checkpoint by name, with None for those that are not read.
 
         Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
         template may have the template's sharding; all others are host arrays. Arrays without
@@ -57,16 +57,15 @@ class Backend(Protocol):
         """
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a checkpoint lacks the mark; nothing else of it is read."""
+        """Tell whether a checkpoint lacks the mark. Nothing else of it is read."""
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, finished or not."""
 
 
 def to_path(directory: object) -> Path:
-    """Return the user's directory as an absolute Path, since the program may change its working
-    directory during a run; or as a path of etils for an address with "://".
-    """
+    """Return the user's directory as an absolute Path, because the program may change its working
+    directory during a run. An address with "://" becomes a path of etils."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.show(directory)}"
@@ -93,7 +92,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk; do nothing on Windows."""
+    """Flush a file, or the names in a directory, to the disk. On Windows it does nothing."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -33,8 +33,8 @@ class Changes:
 
 
 def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
-    """Return a clause per list of names, "missing …" and "not expected …";
-    none for an empty list."""
+    """Return a clause for each list of names, "missing …" and "not expected …". An empty list has
+    no clause."""
     found = {"missing": missing, "not expected": superfluous}
     return [f"{word} {tree.list_names(names)}" for word, names in found.items() if names]
 

@@ -44,7 +44,7 @@ def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
     """Make an objective return gradients that are divided as the layout says.
 
     Otherwise the compiler may keep whole gradients of params that are whole, although the state is
-    divided. Rows and gradients of integers pass through.
+    divided. Rows and gradients of integers are returned unchanged.
     """
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:

@@ -53,7 +53,8 @@ def compose_step(
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> StepFn:
-    """Compose the step of all devices, (state, batch) -> (state, metrics); it is not yet compiled.
+    """Compose the step of all devices, (state, batch) -> (state, metrics), which is not yet
+    compiled.
 
     Args:
       loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
@@ -99,7 +100,7 @@ def compile_step(
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> Any:
-    """Return the jitted step (state, batch) -> (state, metrics); see `compose_step`.
+    """Compose a step by `compose_step`, and return it jitted, (state, batch) -> (state, metrics).
 
     If params keep their placement, it takes their layout as well: (state, batch, layout).
     """
@@ -220,7 +221,7 @@ def make_objective(
     layout: Layout | None,
     accumulates: bool,
 ) -> Objective:
-    """Return the objective of one device; or of all devices along shard axes, if there are any.
+    """Return the objective of one device. With shard axes it is that of all devices along them.
 
     Args:
       loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
@@ -266,7 +267,8 @@ def make_objective(
 
 
 def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> Layout:
-    """Return the layout with which gathers of params average their gradients over the workers.
+    """Return the layout with which gathers of params average their gradients over the workers. With
+    microbatches, or a loss that does not gather by itself, the layout is returned unchanged.
 
     The backward pass of a gather does so right after it has reduced the gradient to a shard, so
     that the mean of a layer runs beside the products of the next. With microbatches it would send
@@ -282,7 +284,8 @@ def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> La
 def make_local_steps(
     options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return the round of local steps that the options ask for; None if a call is one step.
+    """Return the round of local steps that the options ask for. If a call is one step, it returns
+    None.
 
     Raises:
       ValueError: params or state are divided over all data axes, so that no worker has all of them.

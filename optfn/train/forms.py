@@ -48,7 +48,7 @@ class LinkKind(NamedTuple):
 
 
 def _keep_forms(*forms: str) -> dict[str, str]:
-    """Return the `takes` of a link that takes these forms and leaves them as they are."""
+    """Return the `takes` of a link that takes these forms, and gives each of them unchanged."""
     return {form: form for form in forms}
 
 
@@ -175,8 +175,8 @@ WRAPPERS = (
 
 
 def _find_optax_kinds() -> dict[type, str]:
-    """Return the kind of link by state type of optax;
-    types that this version lacks are left out."""
+    """Return the kind of link by state type of optax. Types that the installed version lacks are
+    left out."""
     names: dict[str, str] = {
         "moments": "ScaleByAdam ScaleByAdamax ScaleByAmsgrad ScaleByBelief ScaleByLion ScaleByRms "
         "ScaleByRss ScaleByRStdDev ScaleByAdaDelta ScaleByAdan ScaleByNovograd ScaleBySM3 Factored "

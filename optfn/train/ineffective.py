@@ -34,7 +34,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 
 def _find_frozen(tx: object, params: Params) -> set[str]:
     """Return the paths of leaves that attributes freeze, by trainable=False or a rate factor of 0,
-    in an optimizer, its chain or its wrappers; other libraries' optimizers freeze none."""
+    in an optimizer, its chain or its wrappers. Optimizers of other libraries freeze none."""
     if not isinstance(tx, core.Transform):
         return set()
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
@@ -70,8 +70,8 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int = 0) -> None:
-    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run, or 0
-    in all of its steps.
+    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run. In a
+    run that begins after step 0, also warn if it is 0 in all of the run's steps.
 
     A warm-down that goes on below zero turns the direction round. A schedule goes on from the step
     of the state, so the schedule of a second phase may be over before it begins. We try nine steps,
@@ -98,7 +98,7 @@ def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int =
 def _warn_of_schedule(
     name: str, schedule: Callable[[np.int32], Any], steps: int, begin: int
 ) -> None:
-    """Warn of one schedule; see `warn_of_schedules`."""
+    """Warn of one schedule as `warn_of_schedules` does."""
 
     def values(count: int) -> dict[int, float]:
         tried = {begin + int(k * (steps - 1 - begin) / (count - 1)) for k in range(count)}
@@ -154,8 +154,8 @@ def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bo
 
 
 def count_waiting_gradients(opt_state: OptState) -> int:
-    """Return how many gradients an accumulation has summed that its next step will use; 0 without
-    one. If there are several accumulations, it is the largest number."""
+    """Return the count of gradients that an accumulation has summed, and that its next step will
+    use. Without an accumulation it is 0, and of several accumulations it is the largest."""
 
     def find_counter(x: object) -> jax.Array | None:
         if isinstance(x, optax.MultiStepsState):

@@ -16,7 +16,8 @@ from optfn.train.loss_form import Inputs
 
 
 def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
-    """Fold the number of the worker into each typed key; other leaves, and one worker's, pass.
+    """Fold the index of the worker into each typed key. Other leaves are returned unchanged, and so
+    is the whole model state if there is only one worker.
 
     Args:
       model_state: the arrays of a model besides params; None if it has none.
@@ -37,7 +38,8 @@ def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
 
 
 def fold_device(inputs: Inputs, names: Axes) -> Inputs:
-    """Fold the number of the device along `names` into all keys; a key of None stays None."""
+    """Fold the index of the device along `names` into the key of the loss, and into the keys of the
+    model state if there are several devices. If the loss has no key, its key remains None."""
     model_state = fold_worker_into_keys(inputs.model_state, names)
     if inputs.key is None:
         return inputs._replace(model_state=model_state)
@@ -46,8 +48,8 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
 
 
 def restore_unchanged_keys(new: PyTree, folded: PyTree, old: PyTree) -> PyTree:
-    """Undo the fold of each key that the loss returned unchanged: return the key from before it;
-    other leaves stay.
+    """Return the new model state, with the key from before the fold in place of each key that the
+    loss returned unchanged. All other leaves are as the loss returned them.
 
     Args:
       new: the model state that the loss returned.

@@ -142,8 +142,8 @@ def load_named(
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
-    """Raise unless it is a Mapping and its format is not newer than VERSION;
-    without a version it passes."""
+    """Raise a TypeError unless it is a Mapping, and a ValueError if its format is newer than
+    VERSION. A mapping without a version is accepted."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -159,12 +159,12 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
 
 def _resize(value: Leaf, leaf: Leaf, entry: Entry, stacked: int) -> Leaf:
     """Return a saved array in the template's shape: reshape a per-worker one, replace a sliced
-    one's padding, fold the axes of stages, keep any other.
+    one's padding, and fold the axes of stages.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
     is padded for the number of workers. In an array with `stacked` leading axes, stages are in the
     order of the model, however these axes are folded (`stack_stages`). All other arrays, and arrays
-    that do not fit, stay as they are.
+    that do not fit, are returned unchanged.
     """
     shape = np.shape(value)
     rest = leaf.shape[stacked:]
@@ -180,7 +180,7 @@ def _resize(value: Leaf, leaf: Leaf, entry: Entry, stacked: int) -> Leaf:
 
 
 def _count_stacked_axes(state: PyTree) -> list[int]:
-    """Return the number of `Stacked` around each array of a state."""
+    """Return the count of `Stacked` around each array of a state."""
     counts = []
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Stacked)):
         is_stacked = isinstance(node, Stacked)
@@ -191,10 +191,11 @@ def _count_stacked_axes(state: PyTree) -> list[int]:
 def _take_one_replica(
     entries: Sequence[tuple[Entry, Leaf]], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the arrays of one replica, if the mapping has the state of a pmap; else the mapping.
+    """Return the arrays of one replica, if the mapping has the state of a pmap. Otherwise it
+    returns the mapping itself.
 
     There each shared array has one more axis in front, with a copy for each worker; the counters of
-    steps show it. Arrays that are a worker's own stay, since they have that axis anyway.
+    steps show it. Arrays that are a worker's own keep that axis, which they have anyway.
 
     Raises:
       ValueError: the copies of an array differ.
@@ -267,8 +268,8 @@ def _find_late_leaves(
 
 
 def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the step count when each leaf began, without leaves that began at 0;
-    {} with a warning if unreadable here.
+    """Return the step count at which each leaf began, by path, without leaves that began at 0. If a
+    count cannot be read here, it warns, and returns {}.
 
     Args:
       step: the count of the template.
@@ -304,7 +305,8 @@ def to_host(x: Leaf) -> np.ndarray:
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Give states their step counts by leaf; a state without late leaves gets a plain count."""
+    """Give states the step counts by leaf that `late` has for them. A state whose entry has no
+    leaves gets a plain count, and a state without an entry is returned unchanged."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
@@ -369,8 +371,8 @@ def _has_params(has_weights: bool, x: object) -> bool:
 
 
 def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
-    """Return in words the names that are missing or not expected;
-    names that only report are allowed."""
+    """Return in words the names that are missing or not expected. Names that only report on a run
+    are left out."""
     is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
@@ -393,8 +395,8 @@ def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _place_like(like: OptState, state: OptState) -> OptState:
-    """Give packed buffers and padded arrays the shardings that they have in `like`;
-    all other nodes stay."""
+    """Give packed buffers and padded arrays the shardings that they have in `like`. All other nodes
+    are returned unchanged."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_packed_or_padded(like):
@@ -405,9 +407,8 @@ def _place_like(like: OptState, state: OptState) -> OptState:
 
 
 def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return a value with the dtype and sharding of a leaf, and ""; if it does not fit, the leaf
-    and the reason.
-    """
+    """Return a value with the dtype and sharding of a leaf, and "". If it does not fit, the second
+    result is the reason, and the first one has no meaning."""
     if tree.is_key(leaf):
         data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem

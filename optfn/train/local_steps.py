@@ -75,7 +75,7 @@ class LocalSteps(NamedTuple):
     layout: Layout
 
     def init(self, params: Params) -> InnerAndOuter:
-        """Return the state of one worker at step 0; each leaf that may vary is in a PerWorker.
+        """Return the state of one worker at step 0, with each leaf that may vary in a PerWorker.
 
         Raises:
           ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
@@ -141,8 +141,9 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Return params, outer state and model state after an outer step, or from `state` if the
-        pseudo-gradient of any worker is not finite; and the bytes sent, as metrics."""
+        """Take an outer step, and return params, outer state and model state after it, and the
+        bytes sent, as metrics. If the pseudo-gradient of any worker is not finite, the three are
+        those of `state`."""
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
@@ -158,8 +159,8 @@ class LocalSteps(NamedTuple):
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise unless a state was made for these local steps (None if there are none) and for as many
-    workers.
+    """Raise a TypeError unless a state was made for these local steps (None if there are none).
+    Raise a ValueError unless it was made for as many workers.
 
     We compare the number of workers only if its value is ready, so that no call waits for a step
     that is still running: the state that such a step returns has the right number anyway.
@@ -226,7 +227,8 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
 
 
 def _make_gradient(p: Leaf) -> Leaf:
-    """Return an array that depends on p, to stand for its gradient; float0 for an integer leaf."""
+    """Return an array that depends on p, to stand for its gradient. For an integer leaf it is
+    float0."""
     return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
@@ -257,7 +259,7 @@ def _is_made_of_params(x: object) -> bool:
 
 
 def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
-    """Wrap each leaf that varies in a PerWorker; all other leaves stay as they are.
+    """Wrap each leaf that varies in a PerWorker. All other leaves are returned unchanged.
 
     A scalar becomes an array of shape (1,), because a PerWorker is divided along its first axis.
     """
@@ -274,7 +276,8 @@ def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
 
 
 def _subtract(start: Leaf, end: Leaf) -> Leaf:
-    """Return start − end in float32 or wider; float0 for an integer leaf."""
+    """Return start − end in float32 or wider. For an integer leaf it returns zeros of dtype
+    float0."""
     if not tree.is_inexact(start):
         return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
@@ -282,7 +285,7 @@ def _subtract(start: Leaf, end: Leaf) -> Leaf:
 
 
 def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
-    """Reduce the metrics of a round's steps to one number each, over steps and workers.
+    """Reduce the metrics of a round's steps to one value each, over steps and workers.
 
     Loss and aux are means over steps and workers, by weight if the loss is a `Mean`; the rate is
     the last step's. Numbers that wrappers report combine as each of them says (`Report.rounds`).

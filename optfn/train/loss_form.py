@@ -80,7 +80,8 @@ class LossForm:
         return f"(loss, {rest})" if rest else "loss"
 
     def check_result(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Check the results of a function, and return them as Values; a missing one is None.
+        """Check the results of a function, and return them as Values. A result that this form lacks
+        is None.
 
         Args:
           who: the function's name in errors.
@@ -115,7 +116,7 @@ class LossForm:
         return Values(_check_loss(who, loss), new, _check_means(who, aux))
 
     def _check_pair(self, who: str, returned: Any) -> Any:
-        """Return a pair as it is; raise a TypeError for anything else."""
+        """Return a pair unchanged. Raise a TypeError for anything else."""
         if isinstance(returned, tuple) and len(returned) == 2 and not is_mean(returned):
             return returned
         flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
@@ -134,7 +135,8 @@ def _describe(returned: Any) -> str:
 
 
 def _check_loss(who: str, loss: Any) -> Any:
-    """Return the loss as an array, or a Mean of arrays; raise unless it is a real scalar."""
+    """Return the loss as an array, or as a Mean of arrays. Raise a TypeError or a ValueError unless
+    it is a real scalar."""
     if isinstance(loss, Mean):
         mean = check_mean(who, loss)
         return Mean(_check_loss(f"{who}, in a Mean,", mean.total), mean.weight)
@@ -151,7 +153,8 @@ def _check_loss(who: str, loss: Any) -> Any:
 
 
 def _check_aux_leaves(who: str, aux: PyTree) -> None:
-    """Raise a TypeError unless the leaves of aux are arrays and numbers; None has no leaves."""
+    """Raise a TypeError unless the leaves of aux are arrays and numbers. None is accepted, because
+    it has no leaves."""
     for path, x in tree.arrays_with_paths(aux):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""

@@ -43,8 +43,8 @@ for _kind, _bits in (
 def convert_masters(
     state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Convert the masters of a mapping to a state's form;
-    return the mapping itself if they have it.
+    """Convert the masters of a mapping to the form that they have in a state. If all of them have
+    it, the mapping itself is returned.
 
     Args:
       state: the template.
@@ -80,7 +80,8 @@ def _convert_each(
     by_name: Mapping[str, Leaf],
     mapping: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Convert the saved masters of one form to another; return them by the path of their parameter.
+    """Convert the saved masters of one form to another, and return them by the path of their
+    parameter.
 
     Args:
       saved: the names of the saved masters in the mapping, by path.
@@ -108,8 +109,8 @@ def _convert_each(
 def _find_saved_param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return the saved parameter as bfloat16;
-    None if template or mapping lacks it or the shape differs."""
+    """Return the saved parameter as bfloat16. If the template or the mapping lacks it, or its shape
+    differs, it returns None."""
     name = tree.join("train/params", path)
     if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
         return None

@@ -228,8 +228,8 @@ def _count_gradients(
 
 
 def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Return the paths of leaves whose gradients the update reads, by tracing it;
-    of all leaves if it cannot be traced.
+    """Trace the update, and return the paths of the leaves whose gradients it reads. If it cannot
+    be traced, the paths of all leaves with gradients are returned.
 
     An exchange cannot be traced outside of a mesh.
     """

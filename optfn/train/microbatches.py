@@ -108,7 +108,8 @@ def check_slices(batch: Batch, count: int, argument: str) -> None:
 def average_microbatches(
     objective: Objective, count: int, split: SplitExamples = split_in_order
 ) -> Objective:
-    """Split the batch of an objective into `count` microbatches; for 1, it stays as it is.
+    """Make an objective split its batch into `count` microbatches, and average its results over
+    them. For a count of 1 the objective is returned unchanged.
 
     Loss, gradients and floating-point aux are means over the microbatches, by weight if the loss is
     a `Mean`; integers in aux are summed. Each microbatch passes the model state to the next, and
@@ -180,15 +181,16 @@ def _select_microbatch(
 
 
 def _make_total(g: Leaf) -> Leaf:
-    """Return zeros in float32 or wider, like g; None if g has rows, or is an integer's gradient."""
+    """Return zeros of the shape of g, in float32 or wider. If g has rows, or is an integer's
+    gradient, it returns None."""
     if isinstance(g, LeafKind) or not tree.is_inexact(g):
         return None
     return make_zeros(g.shape, numerics.accumulator_dtype(g.dtype), g)
 
 
 def _add_gradient(weight: jax.Array | None, total: Leaf, g: Leaf) -> Leaf:
-    """Return total + weight·g in the dtype of the total, without a weight total + g; None for a
-    gradient that is not added up."""
+    """Return total + weight·g in the dtype of the total, and without a weight total + g. For a
+    gradient that is not added up it returns None."""
     if total is None:
         return None
     g = leafwise.cast(g, total.dtype)

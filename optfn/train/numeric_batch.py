@@ -13,7 +13,8 @@ _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, byt
 
 
 def convert_batch(batch: Batch) -> Batch:
-    """Convert arrays of other libraries in a batch to NumPy's; arrays of JAX and NumPy stay.
+    """Check a batch, and convert arrays of other libraries in it to NumPy arrays. Arrays of JAX,
+    and of NumPy in native byte order, are returned unchanged.
 
     Others are in the memory of the host, such as tensors of torch or TensorFlow, and `np.asarray`
     takes them without a copy. Numbers in another byte order are converted.
@@ -53,7 +54,7 @@ def convert_batch(batch: Batch) -> Batch:
 
 
 def _name_leaf(batch: Batch, i: int) -> str:
-    """Return in words which leaf of a batch is the one of number i."""
+    """Return the words that name leaf i of a batch in an error."""
     path = tree.array_paths(batch)[i]
     return f"leaf {path!r} of the batch" if path else "the batch"
 
@@ -94,7 +95,7 @@ def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
 
 def _convert_leaf(place: tree.Place, x: Leaf) -> Leaf:
     """Return a tensor of another library as a NumPy array, and a NumPy array in the byte order of
-    this machine; any other leaf as it is."""
+    this machine. Any other leaf is returned unchanged."""
     if _is_swapped(x):
         return x.astype(x.dtype.newbyteorder("="))
     if not _is_tensor(x):

@@ -94,7 +94,7 @@ def differentiate(
     axes: Axes,
     in_parts: bool,
 ) -> Objective:
-    """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.
+    """Make the objective of a loss function by `jax.value_and_grad`. Tables get rows as gradients.
 
     The loss factor in the inputs multiplies the gradients, but not the loss.
 
@@ -189,7 +189,8 @@ def wrap_value_and_grad(
 
 
 def gather_once(objective: Objective, gather: Gather | None) -> Objective:
-    """Make an objective gather all params before it runs; without `gather`, leave it as it is.
+    """Make an objective gather all params before it runs. Without `gather` the objective is
+    returned unchanged.
 
     Its gradients are with respect to whole params, so each device still has its own.
     """
@@ -251,7 +252,8 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
 
 
 def _double_batch_shape(x: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array of a batch with twice the examples; a scalar stays a scalar."""
+    """Return the shape and dtype of an array of a batch with twice the examples. A scalar has its
+    own."""
     shape = jnp.shape(x)
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
 
@@ -322,7 +324,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
 
 def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
-    """Return means over the devices; keys and integers of the model state are the first device's.
+    """Return values as means over the devices. Keys and integers of the model state are those of
+    the first device.
 
     A key that the loss has not changed is the key of `inputs`, in which no device is folded.
     """

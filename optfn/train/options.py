@@ -261,13 +261,15 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 
 def _show_option(option: str, given: Mapping[str, Any]) -> str:
-    """Return "name=value" for numbers and words; only the name of an option with another value."""
+    """Return "name=value" for an option whose value is a number or a word. For any other value it
+    returns the name alone."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 
 
 def _check_mesh(mesh: object, data_axis: AxisName) -> None:
-    """Raise unless `mesh` is None, or a Mesh that has all axes of `data_axis`."""
+    """Raise a TypeError unless `mesh` is None or a Mesh, and a ValueError unless it has all axes of
+    `data_axis`."""
     # A plan has an AbstractMesh, which `make_train_step` refuses.
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(

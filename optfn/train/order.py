@@ -152,7 +152,8 @@ class _Walk:
     def _follow_link(
         self, kind: forms.LinkKind, state: OptState, before: FormsByPath, text: str
     ) -> FormsByPath:
-        """Return the forms after a link of a known kind; report each form that it cannot take."""
+        """Return the forms after a link of a known kind, and report each form that it cannot
+        take."""
         link = text or _show_link(state)
         rate, sets_rate = _find_rate(state), kind is forms.KINDS["rate"]
         after = {}
@@ -261,8 +262,8 @@ class _Walk:
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:
-        """Return unknown forms for all leaves of an unknown link; report it behind an average, and
-        the problems of states inside it.
+        """Report an unknown link behind an average, and the problems of states inside it. Return
+        unknown forms for all its leaves.
 
         A link behind an average probably changes the update. About any other form nothing can be
         said.
@@ -283,8 +284,8 @@ class _Walk:
 def _find_problem(
     kind: forms.LinkKind, x: UpdateForm, is_of_optimizer: bool
 ) -> tuple[str, str] | None:
-    """Return the warning of a link that cannot take an update,
-    and the earlier link that caused it; else None.
+    """Return the warning of a link that cannot take an update, and the earlier link that caused it.
+    If it can take the update, it returns None.
 
     An unknown form fits every link.
 
@@ -308,8 +309,8 @@ def _find_problem(
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
-    """Return the problem of `reduce_on_plateau` behind a rate that is a number other than 1,
-    else None.
+    """Return the warning of `reduce_on_plateau` behind a learning rate other than 1, and the link
+    with that rate. Otherwise it returns None.
 
     A schedule before it is no problem: its rate may be multiplied.
     """
@@ -324,14 +325,16 @@ def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str]
 
 
 def _mark_optimized(x: UpdateForm) -> UpdateForm:
-    """Mark an update OPTIMIZED if it is a step and was adapted; any other stays as it is."""
+    """Mark an update OPTIMIZED if it is a step and was adapted. Any other update is returned
+    unchanged."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
 
 
 def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
-    """Return the form that masters give, a difference; it stays uphill if the update inside was."""
+    """Return the form that masters give, a difference. It is marked as uphill if the update inside
+    was."""
     marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
     return UpdateForm(forms.DIFFERENCE, link, (*marks.items(),))
 
@@ -342,8 +345,8 @@ def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
 
 
 def _find_links(tx: Any) -> list[Any]:
-    """Return the links of a chain, or what is inside a wrapper, where the transformation shows
-    it."""
+    """Return the links of a chain, or the transformation inside a wrapper, where `tx` shows
+    them."""
     if isinstance(tx, core.Transform):
         return tx.inner
     updates = find_closed_over(tx).get("update_fns", ())
@@ -363,12 +366,14 @@ def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
 
 
 def _find_kind(state: OptState) -> str:
-    """Return the kind of link that a state declares, or that optax's has; "" if it is unknown."""
+    """Return the kind of link that a state declares, or that optax's has. For an unknown link it is
+    ""."""
     return traits_of(state).link or forms.OPTAX.get(type(state), "")
 
 
 def _find_wrapper(state: OptState) -> tuple[str, str] | None:
-    """Return the effect of a wrapper and the field with its inner state; None for a link."""
+    """Return the effect of a wrapper and the field with its inner state. For a link it returns
+    None."""
     if traits_of(state).link in forms.WRAPPERS and "inner_state" in state._fields:
         return traits_of(state).link, "inner_state"
     return forms.OPTAX_WRAPPERS.get(type(state))
@@ -381,7 +386,8 @@ def _is_wrapper(tx: core.Transform, state: OptState) -> bool:
 
 
 def _show_call(tx: core.Transform) -> str:
-    """Return a call as the user wrote it; "name(…)" if it is long or has arguments without repr."""
+    """Return a call as the user wrote it. If it is long, or has arguments without repr, it is
+    "name(…)"."""
     text = repr(tx)
     return text if "<" not in text and len(text) < 80 else f"{tx.call[0]}(…)"
 
@@ -394,7 +400,8 @@ def _show_link(state: OptState) -> str:
 
 
 def _find_rate(state: OptState) -> float | None:
-    """Return the learning rate that a link keeps as a number; None for a schedule, or no rate."""
+    """Return the learning rate that a link keeps as a number. For a schedule, or no rate, it
+    returns None."""
     rate = getattr(state, "rate", None)
     if type(rate) is not rates.LearningRateState or checks.is_traced(rate.learning_rate):
         return None

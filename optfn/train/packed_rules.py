@@ -44,8 +44,8 @@ _LEAST_TOLERANCE = 1e-5
 
 
 def refuse_changed_rules(argument: str, tx: optax.GradientTransformation, params: Params) -> None:
-    """Raise if packing `params` changes the rule of `tx`. A rule that cannot run outside of a
-    training step, draws random numbers, or has moments in 8 bits is not judged.
+    """Raise a ValueError if packing `params` changes the rule of `tx`. A rule that cannot run
+    outside of a training step, draws random numbers, or has moments in 8 bits is not judged.
 
     Two steps run on a CPU, eagerly and in float64, on the tree and on its buffers, with params and
     gradients of the true shapes and of drawn values. A rule that changes only later is not seen.
@@ -92,7 +92,8 @@ def _on_cpu() -> Any:
 
 
 def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
-    """Return what packing `params` changes about `tx`, with the leaf; "" if nothing is known."""
+    """Return the change that packing `params` makes to updates of `tx`, with the leaf. If none is
+    found, the text is ""."""
     for is_wide in (True, False):
         with jax.enable_x64(True) if is_wide else nullcontext():
             trial = _Trial(optax.with_extra_args_support(tx), params, is_wide)
@@ -152,8 +153,8 @@ class _Trial:
         return ""
 
     def _draw(self, decades: tuple[float, float], is_gradient: bool = False) -> list[Leaf]:
-        """Return leaves of NumPy whose elements lie in some decades; a leaf that is in no buffer is
-        0, and its gradient float0 where it has none."""
+        """Return leaves of NumPy whose elements lie in some decades. A leaf that is in no buffer is
+        0, and its gradient is float0 where it has none."""
         drawn: list[Leaf] = [
             numerics.float0_zeros(jnp.shape(x))
             if is_gradient and not tree.is_inexact(x)
@@ -205,8 +206,8 @@ class _Trial:
     def _describe_difference(
         self, on_tree: Sequence[Leaf], on_buffers: Sequence[Leaf], tolerance: float
     ) -> str:
-        """Return the leaf whose updates differ by more than a part of their largest element, with
-        an element of both; "" if all agree."""
+        """Return the first leaf whose updates differ by more than a part of their largest element,
+        with an element of both. If all agree, the text is ""."""
         for i in self.compared:
             a, b = on_tree[i], on_buffers[i]
             if not np.issubdtype(a.dtype, np.complexfloating):
@@ -232,5 +233,5 @@ def _tolerance_of(state: OptState) -> float:
 
 
 def _to_device(x: Leaf) -> Leaf:
-    """Return an array of JAX; float0 stays."""
+    """Return a leaf as an array of JAX. A leaf of dtype float0 is returned unchanged."""
     return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)

@@ -36,7 +36,8 @@ def is_packed_or_padded(x: object) -> bool:
 
 
 def make_placeholders(state: OptState) -> OptState:
-    """Replace arrays by host arrays of their shapes that take no memory; typed keys stay."""
+    """Replace arrays by host arrays of their shapes that take no memory. Typed keys are returned
+    unchanged."""
 
     def placeholder(x: Leaf) -> Leaf:
         return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
@@ -91,12 +92,13 @@ def _has_local_buffers(x: object) -> bool:
 
 
 def _unwrap(arrays: Sequence[Leaf]) -> list[Leaf]:
-    """Take arrays out of their PerWorkers; others stay."""
+    """Take arrays out of their PerWorkers. Other arrays are returned unchanged."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
 def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
-    """Pad or pack leaves like `like`; leave them if they are so already, or if `like` is neither.
+    """Pad or pack leaves like `like`. If they are so already, or if `like` is neither, or cannot be
+    unpacked, they are returned unchanged.
 
     Args:
       workers: the number of workers if the arrays of `like` are per-worker, else 0.
@@ -121,9 +123,10 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
 def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Unpack a Packed of per-worker buffers, each (workers·size,); any other node stays.
+    """Unpack a Packed of per-worker buffers, each (workers·size,). Any other node is returned
+    unchanged.
 
-    A Packed without a number for each element of its leaves stays as it is too.
+    So is a Packed without a value for each element of its leaves.
 
     Args:
       workers: the number of workers.

@@ -1,4 +1,5 @@
-"""The loss of a plan: the user's, or one that reads each leaf once; and which leaves it gathers."""
+"""The loss of a plan, and the leaves that it gathers whole. The loss is the user's, or one that
+reads each leaf once."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,7 +43,7 @@ def plan_users_loss(
     loss_fn: Callable[..., Any], params: Params, model_state: PyTree, batch: Batch,
     layout: Layout, parts: int,
 ) -> PlannedLoss:  # fmt: skip
-    """Return the user's loss, with a batch that can be divided.
+    """Trace the user's loss, and return it with a batch that can be divided.
 
     Args:
       loss_fn: the loss of the user.
@@ -107,7 +108,7 @@ def _sum_squares(x: jax.Array) -> jax.Array:
 
 
 def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a part of an array's examples; a scalar has no parts."""
+    """Return the shape and dtype of a part of an array's examples. A scalar has its own."""
     shape = jnp.shape(x)
     first = [-(-shape[0] // parts)] if shape else []
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
@@ -123,7 +124,8 @@ def _shape_of_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct
 def _trace_loss(
     loss_fn: Callable[..., Any], params: Params, arguments: Sequence[PyTree], layout: Layout
 ) -> Equations:
-    """Trace the loss; if that fails without a batch, raise an error that asks for one."""
+    """Trace the loss, and return its equations. If that fails without a batch, a ValueError asks
+    for one."""
     types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
     mesh = layout.mesh.abstract_mesh.update_axis_types(types)
     try:
@@ -144,8 +146,8 @@ def _trace_loss(
 def find_whole_gathers(
     program: Equations, paths: Sequence[str], divided: Sequence[str], gathers: list[RecordedGather]
 ) -> dict[str, str]:
-    """Return the line of the loss that needs a leaf as a whole, by path; leaves that only scans
-    take are not in it.
+    """Return the line of the loss that needs a leaf as a whole, by path. Leaves that only scans
+    take are left out.
 
     Args:
       program: the equations of the loss.
@@ -177,7 +179,8 @@ def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]
 
 
 def _find_line(info: source_info_util.SourceInfo) -> str:
-    """Return the innermost line outside of libraries, or else of a library; "" without a line."""
+    """Return the innermost line outside of libraries, or else of a library. Without a line it is
+    ""."""
     lines = source_info_util.summarize(info, num_frames=1000).splitlines()[::-1]
     own = str(Path(__file__).parents[1])
     lines = [line for line in lines if not line.startswith(own)]

@@ -7,7 +7,7 @@ from optfn.core import numerics
 
 
 def scale_gradient(loss: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Multiply the gradient of a loss by a factor, and leave the loss itself as it is.
+    """Return the loss, with its gradient multiplied by a factor.
 
     The result is float32 or wider, so that the factor fits its dtype; without a factor, it is the
     loss in its own dtype.

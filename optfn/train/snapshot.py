@@ -79,7 +79,8 @@ class Snapshot(NamedTuple):
 
 
 def check_leaves(who: str, state: PyTree) -> None:
-    """Raise an error unless every leaf of a state is an array, and has a path to be named by."""
+    """Raise a TypeError unless every leaf of a state is an array, and a ValueError if one has no
+    path to be named by."""
     check_arrays(who, state)
     for name, x in tree.arrays_with_paths(state):
         if tree.is_array(x) and not name:
@@ -92,7 +93,8 @@ def check_leaves(who: str, state: PyTree) -> None:
 
 
 def to_key_data(x: Leaf) -> Leaf:
-    """Return the data of a typed PRNG key, because files keep no keys; any other leaf as it is."""
+    """Return the data of a typed PRNG key, because files keep no keys. Any other leaf is returned
+    unchanged."""
     return jax.random.key_data(x) if isinstance(x, jax.Array) and tree.is_key(x) else x
 
 

@@ -1,4 +1,4 @@
-"""The state of a training run; checks, copies and shardings of the arrays that begin it."""
+"""The state of a training run, and checks, copies and shardings of the arrays that begin it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -43,7 +43,8 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 
 def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
-    """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes.
+    """Raise a TypeError unless params are arrays, and one of them can be trained. An empty tree is
+    accepted.
 
     Args:
       params: the params.
@@ -143,7 +144,7 @@ def replicate_counters(state: TrainState) -> TrainState:
     """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
 
     Otherwise the first step would replicate them, and the second would be compiled again for the
-    new sharding. If params lie on no mesh or on several, or are traced, the state stays as it is.
+    new sharding. If params lie on no mesh or on several, or are traced, it changes nothing.
     """
     leaves = jax.tree.leaves(state.params)
     if checks.is_traced(leaves):

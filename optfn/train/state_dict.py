@@ -40,7 +40,7 @@ from optfn.wrappers.averaging import is_average, read_average, read_statistics
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name, for saving; `load_state_dict` is the way back.
+    """Return the arrays of a state by name, for saving. `load_state_dict` is the way back.
 
     Names do not change when you insert a transform in the chain, replace a number as learning rate
     by a schedule, or pack the params. You can save all of it by `numpy.savez(file, **d)`: arrays
@@ -71,7 +71,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def _host_copy(leaf: Leaf) -> Leaf:
-    """Return a copy of an array on the host, a key's data; a traced one, or a shard's, as it is."""
+    """Return a copy of an array on the host, and of a key its data. A traced array, and one that
+    this process holds only a shard of, is returned unchanged."""
     # Neither has a value here; the caller's program or orbax deals with it.
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
@@ -99,7 +100,8 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
 
 def averaged_model_state(opt_state: OptState, model_state: PyTree, name: str | None) -> PyTree:
     """Return the model state with the average of its floating-point arrays, where a step made with
-    `average_model_state=True` keeps it; else as it is. `name` is as in `averaged_params`."""
+    `average_model_state=True` keeps it. Otherwise the model state is returned unchanged. `name` is
+    as in `averaged_params`."""
     return read_statistics(_find_average(opt_state, name), model_state)
 
 
@@ -206,7 +208,8 @@ def _make_layout(
 
 
 def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tuple[str, str]]:
-    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
+    """Return for each leaf the mesh axes that divide it and its bytes on a device, and then the
+    sum."""
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -233,7 +236,7 @@ def _leaf_bytes(leaf: Leaf) -> int:
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
-    """Return the bytes of state by the path of the parameter; counters and rates count for none."""
+    """Return the bytes of state by the path of the parameter. Counters and rates are left out."""
     kept = dict.fromkeys(names, 0)
     for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
@@ -253,7 +256,7 @@ def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set
 
 
 def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
-    """Return in words how a leaf is treated; [] if by the optimizer's defaults."""
+    """Return in words how a leaf is treated. If by the optimizer's defaults, the list is empty."""
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:

@@ -73,7 +73,7 @@ _STEPS_AHEAD = 3
 
 
 class TrainStep:
-    """A compiled training step; see `make_train_step`.
+    """A compiled training step, as `make_train_step` returns it.
 
     loss_fn, tx, options: the arguments of `make_train_step`.
     layout: how the state is divided over the mesh; None without a mesh.
@@ -99,19 +99,20 @@ class TrainStep:
         return f"TrainStep({', '.join([name, show_transform(self.tx), *given])})"
 
     def list_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        """Return the arguments of `compiled`: the layout too, if params stay where they come."""
+        """Return the arguments of `compiled`, (state, batch). If params keep their placement, the
+        layout of this placement is the third."""
         if isinstance(self.layout, AsPlaced):
             return state, batch, self.layout.follow(state.params)
         return state, batch
 
     @property
     def local_steps(self) -> int:
-        """The number of steps in a call: H in a round of H local steps, else 1."""
+        """The count of steps in a call: H in a round of H local steps, else 1."""
         return self.options.local_steps
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the step runs on; None without one."""
+        """The mesh that the step runs on, None without one."""
         return None if self.layout is None else self.layout.mesh
 
     def init(self, params: Params, model_state: PyTree = None) -> TrainState:
@@ -189,7 +190,8 @@ class TrainStep:
     def _add_statistics(
         self, opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
     ) -> OptState:
-        """Let the averages in a state average the model state too, if the step is to."""
+        """Let the averages in a state average the model state too, if the step is to. Otherwise the
+        state is returned unchanged."""
         if not self.options.average_model_state:
             return opt_state
         added = add_statistics(opt_state, model_state, place)
@@ -258,7 +260,7 @@ class TrainStep:
         return state, batch
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        """Return the next state and the metrics of this step.
+        """Take a step on a batch, and return the next state and the metrics.
 
         `state` is donated: don't use it again, unless the step was made with `donate=False`. Where
         its arrays are in the batch or the model state too, they are copied. You can also call the
@@ -310,7 +312,8 @@ class TrainStep:
         return state, metrics
 
     def check_batch_sizes(self, sizes: Iterable[int]) -> None:
-        """Raise a ValueError unless workers and local steps divide these numbers of examples."""
+        """Raise a ValueError unless workers and local steps divide these counts of examples.
+        Without a mesh every count is accepted."""
         if self.layout is None:
             return
         workers = count_devices(self.layout.mesh, self.layout.data_axes)
@@ -333,8 +336,8 @@ class TrainStep:
     def _copy_shared(
         self, state: TrainState, batch: Batch, *, is_placed: bool = False
     ) -> tuple[TrainState, Batch]:
-        """Copy what a call would both donate and read: params of a target network, for example. A
-        batch that `place_batch` returned shares nothing."""
+        """Copy the arrays that a call would both donate and read: params of a target network, for
+        example. A batch that `place_batch` returned shares nothing."""
         if not self.options.donate or checks.is_traced(state.step):
             return state, batch
         if state.model_state is not None:
@@ -343,14 +346,16 @@ class TrainStep:
         return state, batch if is_placed else copy_shared(batch, state)
 
     def _split_batch(self, batch: Batch) -> Batch:
-        """Return a batch on the mesh, split over the data axes; without a mesh, as it is."""
+        """Return a batch on the mesh, split over the data axes. Without a mesh it is returned
+        unchanged."""
         if self.layout is None:
             return batch
         layout = self.layout
         return parallel.split_batch(batch, layout.mesh, layout.data_axes, self.local_steps)
 
     def check(self, state: TrainState) -> None:
-        """Raise if the step that returned this state must end the run, as the next call would.
+        """Raise a FloatingPointError or a ValueError if the step that returned this state must end
+        the run. The next call would raise the same error.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
@@ -360,7 +365,7 @@ class TrainStep:
             reports.raise_flags(reports.get_flags(state.opt_state))
 
     def _check_flags(self, state: TrainState) -> set[str]:
-        """Raise the errors of `check`; read a flag that keeps its value once it is set from the
+        """Raise the errors of `check`. A flag that keeps its value once it is set is read from the
         metrics of earlier calls, so that nothing waits for the last one.
 
         To read such a flag from the state of the last call would end the overlap of the host's work
@@ -380,7 +385,7 @@ class TrainStep:
         return {x.metric for x in found if x.is_lasting}
 
     def check_state(self, state: object) -> None:
-        """Raise the errors of a call with a state that this step does not take."""
+        """Raise a TypeError or a ValueError if this step does not take a state, as a call would."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"state must be a TrainState, such as step.init(params); got {checks.show(state)}"
@@ -452,7 +457,8 @@ def _is_ready(x: Any) -> bool:
 
 
 def wait_on_cpus(metrics: dict[str, Any]) -> None:
-    """Wait for the call that returned these metrics, on several CPU devices; else do nothing.
+    """Wait for the call that returned these metrics, if it runs on several CPU devices. Otherwise
+    nothing happens.
 
     CPU devices share their threads. If several steps run at once, one may hold the threads that an
     all-reduce of another waits for.
@@ -467,7 +473,7 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
 
 
 def find_layout(options: StepArguments) -> Layout | None:
-    """Return how the state of a step is divided over its mesh; None without a mesh."""
+    """Return the layout of the state of a step on its mesh. Without a mesh it returns None."""
     if options.mesh is None:
         return None
     # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where

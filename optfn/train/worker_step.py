@@ -49,7 +49,7 @@ KeyOf = Callable[[jax.Array], jax.Array]
 
 
 def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
-    """Return the function from a step's number to its key, or None if `rng` is False.
+    """Return the function from the index of a step to its key, or None if `rng` is False.
 
     The key of a worker is the key of the step with the worker's number folded in.
 
@@ -69,7 +69,7 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
 
 
 def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
-    """Return the key of the argument `rng` of `make_train_step`; None for False."""
+    """Return the key of the argument `rng` of `make_train_step`. For False it returns None."""
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):
@@ -114,7 +114,7 @@ def make_worker_step(
 
 @dataclasses.dataclass(frozen=True)
 class _WorkerStep:
-    """The step of one worker, in stages; the fields are the arguments of `make_worker_step`."""
+    """The step of one worker, in stages. The fields are the arguments of `make_worker_step`."""
 
     make_objective: Callable[[Layout | None, bool], Objective]
     tx: optax.GradientTransformationExtraArgs
@@ -165,7 +165,8 @@ class _WorkerStep:
 
     def _differentiate(self, state: TrainState, inputs: Inputs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, and for each leaf the worker
-        axes over which the loss has averaged its gradient; None in their place without a layout."""
+        axes over which the loss has averaged its gradient. Without a layout None stands in place of
+        the axes."""
         later = self.layout and self.layout.average_later()
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = later if has_exchange(state.opt_state) else self.layout
@@ -208,7 +209,7 @@ class _WorkerStep:
         extra: dict[str, Any],
         weight: jax.Array | None,
     ) -> TrainState:
-        """Return the next state.
+        """Update params and the optimizer's state, and return the next state of the run.
 
         Args:
           before: the state before the step.
@@ -231,8 +232,8 @@ class _WorkerStep:
 
 
 def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:
-    """Tell whether an update is skipped because the loss, a `Mean`, has no weight; None if none is:
-    of a plain loss, and in `accumulate`, which decides by the weight of all its calls.
+    """Tell whether an update is skipped because the loss, a `Mean`, has no weight. For a plain loss
+    it returns None, and so it does in `accumulate`, which decides by the weight of all its calls.
 
     Raises:
       ValueError: optax.MultiSteps averages several gradients; it knows no weights.
@@ -248,7 +249,7 @@ def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Arr
 
 
 def _conjugate(grads: Updates) -> Updates:
-    """Return gradients of complex params conjugated, and all others as they are.
+    """Return gradients of complex params conjugated, and all others unchanged.
 
     For f = u + iv jax.grad gives ∂f/∂x − i ∂f/∂y, the conjugate of the direction in which f rises.
     """
@@ -262,7 +263,7 @@ def _conjugate(grads: Updates) -> Updates:
 def _make_inputs(
     state: TrainState, batch: Batch, key_of: KeyOf | None, layout: Layout | None
 ) -> Inputs:
-    """Return the inputs of a worker's loss, without a loss factor; all keys are this worker's."""
+    """Return the inputs of a worker's loss, without a loss factor. All keys are this worker's."""
     key = None if key_of is None else key_of(state.step)
     workers = Axes() if layout is None else layout.worker_axes
     model_state = fold_worker_into_keys(state.model_state, workers)
