@@ -73,7 +73,8 @@ def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Ax
 
 def padding_rows(count: int, num_rows: int, **fields: Any) -> Rows:
     """Return `count` Rows of zeros at the index `num_rows`, which no array has: all are padding."""
-    return Rows(jnp.full(count, num_rows, jnp.int32), jnp.zeros(count), num_rows, **fields)
+    indices, values = jnp.full(count, num_rows, jnp.int32), jnp.zeros(count, jnp.float32)
+    return Rows(indices, values, num_rows, **fields)
 
 
 # To sort an entry takes as long as a pass of an update over so many elements.

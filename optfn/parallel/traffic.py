@@ -74,7 +74,8 @@ def warn_if_nothing_compressed(state: OptState) -> None:
     if any(getattr(x.traffic, "compresses_nothing", False) for x in find_nodes(Exchanged, state)):
         warn(
             "tx: gradients are sent as they are, although it has deep gradient compression: every "
-            "leaf has fewer elements than its min_size. Pass a smaller min_size, or leave it out"
+            "leaf has fewer elements than its min_size, or is wider than float32. Pass a smaller "
+            "min_size, cast params to float32, or leave it out"
         )
 
 

@@ -4,6 +4,8 @@ import math
 import re
 from typing import Any
 
+import jax
+
 from optfn.core import checks
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
@@ -14,7 +16,7 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
-    """Check that a compiled step overwrites its donated arguments, and copies no large array.
+    """Check that a compiled step overwrites its donated arguments, and copies none of them.
 
     Use it when you write a step yourself. JAX pairs donated arguments with results of the same
     shape in order. If the order differs, or if the loss reads parameters after they are
@@ -23,7 +25,8 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
     Args:
       step: a TrainStep, or a function from `jax.jit(..., donate_argnums=...)`.
       *args: the arguments of the step, arrays or ShapeDtypeStructs. The step is compiled, not run.
-      min_size: copies of arrays with fewer elements are ignored; ≥ 1.
+      min_size: copies of arrays with fewer elements are ignored; ≥ 1. So are copies of arrays that
+        have another number of elements than each donated array: values inside of the step.
 
     Raises:
       AssertionError: nothing is donated, or arrays are copied; the error lists them.
@@ -55,10 +58,13 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             "the step overwrites nothing: no argument is donated (jax.jit(..., donate_argnums=0)), "
             "or no donated argument has the shape and dtype of a result"
         )
+    # Other copies are of values inside of the step, such as transposed activations.
+    donated = _find_donated_sizes(compiled)
     copies = []
     for dtype, shape, rest in _COPY.findall(compiled.as_text()):
         sizes = shape.split(",") if shape else []  # a scalar has no sizes
-        if math.prod(map(int, sizes)) >= min_size:
+        size = math.prod(map(int, sizes))
+        if size >= min_size and size in donated:
             name = _NAME.search(rest)
             copies.append(f"{dtype}[{shape}]" + (f" in {name.group(1)}" if name else ""))
     if copies:
@@ -68,3 +74,16 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             + (", …" if len(copies) > 10 else "")
             + ". Donate params and state, and return them in the order of the arguments"
         )
+
+
+def _find_donated_sizes(compiled: jax.stages.Compiled) -> set[int]:
+    """Return the numbers of elements that a device has of the donated arguments."""
+    placements = jax.tree.leaves(compiled.input_shardings[0])
+    arguments = jax.tree.leaves(compiled.args_info)
+    if len(placements) != len(arguments):  # JAX drops arguments that the program does not read
+        return {math.prod(x.shape) for x in arguments if x.donated}
+    return {
+        math.prod(placement.shard_shape(x.shape))
+        for x, placement in zip(arguments, placements, strict=True)
+        if x.donated
+    }

@@ -377,6 +377,25 @@ def test_an_accumulator_that_overflows_is_emptied(wire):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_rows_of_float32_leaves_under_x64(wire):
+    """Without a ramp received entries stay rows: a skipped step has rows of the same dtype."""
+    x = np.asarray(normal(0, 8, 512))
+    found = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            step = optfn.make_train_step(
+                lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2),
+                optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, wire=wire),
+                mesh=optfn.distributed.data_mesh(8),
+            )
+            state = step.init({"w": np.zeros((512, 64), np.float32)})
+            for _ in range(3):
+                state, _ = step(state, np.asarray(x, np.float32))
+            found.append(np.asarray(state.params["w"]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_narrow_and_numpy_parameters():
     """u and v are float32 whatever the dtypes; updates come in that of the parameter."""

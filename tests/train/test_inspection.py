@@ -147,6 +147,20 @@ def test_a_train_step_is_checked_with_its_state():
             optfn.assert_in_place(step, *args)
 
 
+@pytest.mark.optimized
+def test_copies_of_activations_are_no_copies_of_the_state():
+    """XLA transposes the heads of attention, which have other sizes than params."""
+
+    def loss(params, x):
+        heads = (x @ params["w"]).reshape(8, 16, 4, 16).transpose(0, 2, 1, 3)
+        return jnp.sum(jnp.einsum("bhqd,bhkd->bhqk", heads, heads) ** 2)
+
+    step = optfn.make_train_step(loss, optfn.adam(1e-3))
+    state, x = step.init({"w": jnp.ones((64, 64))}), jnp.ones((8, 16, 64))
+    assert "8,4,16,16" in str(step.compiled.lower(state, x).compile().as_text())
+    optfn.assert_in_place(step, state, x)
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_schedule_that_is_over_before_the_run_begins_is_said(accumulates):
     """A schedule goes on from the step of the state."""
