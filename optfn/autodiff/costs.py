@@ -12,7 +12,7 @@ import jax
 
 from optfn.autodiff.rotor import FunctionCosts
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.jaxprs.equations import Equations, type_of, variables
+from optfn.jaxprs.equations import Equations, variables
 from optfn.jaxprs.flops import count_flops
 from optfn.jaxprs.primitives import (
     Atom,
@@ -20,6 +20,7 @@ from optfn.jaxprs.primitives import (
     Variable,
     is_never_written,
     reads_within_fusion,
+    type_of,
 )
 from optfn.jaxprs.pullback import pullback, select_inexact_leaves
 

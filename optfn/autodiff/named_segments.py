@@ -16,10 +16,9 @@ from optfn.jaxprs.equations import (
     bindings,
     function_of_arrays,
     read,
-    type_of,
     variables,
 )
-from optfn.jaxprs.primitives import Atom, Equation, Variable, name_of_value
+from optfn.jaxprs.primitives import Atom, Equation, Variable, name_of_value, type_of
 
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:

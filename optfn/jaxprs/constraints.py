@@ -91,10 +91,10 @@ def _trace_with_constraints(
         if not any(_find_constraints(traced[0], mesh.manual_axes)):
             raise error
         return traced
-    raise _explain(error, mesh, trace) or left
+    raise _explain_refusal(error, mesh, trace) or left
 
 
-def _explain(
+def _explain_refusal(
     error: ValueError, mesh: AbstractMesh, trace: Callable[[AbstractMesh], Any]
 ) -> ValueError | None:
     """Return the error for a constraint that JAX refuses on other meshes too, with a remedy.

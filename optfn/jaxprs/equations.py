@@ -15,6 +15,7 @@ from optfn.jaxprs.primitives import (
     Variable,
     as_call,
     draws_bits,
+    type_of,
     walk,
 )
 
@@ -157,11 +158,6 @@ def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable
 def shapes_of(atoms: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of `atoms`, to trace with."""
     return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(type_of, atoms)]
-
-
-def type_of(atom: Atom) -> Any:
-    """Return the abstract value of an atom, which has its shape and dtype."""
-    return atom.aval
 
 
 def variables(atoms: Iterable[Atom]) -> list[Variable]:

@@ -18,7 +18,7 @@ from optfn.jaxprs.primitives import (
     is_recomputed,
     moves_entries,
     name_of,
-    shape_of,
+    type_of,
 )
 
 
@@ -33,9 +33,9 @@ def count_product_flops(equation: Equation) -> float | None:
     count.
     """
     if (product := as_product(equation)) is not None:
-        left = shape_of(equation.invars[0])
+        left = type_of(equation.invars[0]).shape
         summed = math.prod(left[i] for i in product.summed)
-        return 2.0 * math.prod(shape_of(equation.outvars[0])) * summed / product.groups
+        return 2.0 * math.prod(type_of(equation.outvars[0]).shape) * summed / product.groups
     convolution = as_convolution(equation)
     return None if convolution is None else _count_convolution(convolution)
 
@@ -50,7 +50,7 @@ def count_flops(equations: Iterable[Equation]) -> float:
         flops = count_product_flops(equation)
         if flops is not None or find_inner_jaxprs(equation):
             return flops
-        size = sum(math.prod(shape_of(a)) for a in equation.outvars)
+        size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
         return 0.0 if moves_entries(equation) else float(size)
 
     return _add_up(equations, count, max)

@@ -47,6 +47,7 @@ _KERNELS = ("pallas_call", "ffi_call", "dot_product_attention", "scaled_matmul",
 _BY_ENTRY = ("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient")
 # Operations on an array and literals that are the same on each layer of a stack.
 _BY_LAYER = (*_BY_ENTRY, "neg", "mul", "add", "sub", "div")
+_LOOKUPS = ("gather", "dynamic_slice", "slice")
 _MOVES = ("name", "reshape", "broadcast_in_dim", "transpose")
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
 # them.
@@ -65,11 +66,9 @@ _FUSED = _CHEAP | frozenset(
 )
 
 
-def shape_of(atom: Atom) -> tuple[int, ...]:
-    """Return the shape of an atom's value."""
-    kind: Any = atom.aval
-    shape: tuple[int, ...] = kind.shape
-    return shape
+def type_of(atom: Atom) -> Any:
+    """Return the abstract value of an atom, which has its shape and dtype."""
+    return atom.aval
 
 
 def name_of(equation: Equation) -> str:
@@ -352,9 +351,9 @@ class RowLookup(NamedTuple):
 def as_row_lookup(equation: Equation) -> RowLookup | None:
     """Return the lookup of whole rows of the first operand that an equation is."""
     name, params = equation.primitive.name, equation.params
-    if name not in ("gather", "dynamic_slice", "slice"):
+    if not is_lookup(equation):
         return None
-    shape = shape_of(equation.invars[0])
+    shape = type_of(equation.invars[0]).shape
     one_row = (1, *shape[1:])
     if name == "slice":
         starts, ends = params["start_indices"], params["limit_indices"]
@@ -377,7 +376,7 @@ def as_row_lookup(equation: Equation) -> RowLookup | None:
 
 def is_lookup(equation: Equation) -> bool:
     """Tell whether an equation reads parts of an array by indices."""
-    return equation.primitive.name in ("gather", "dynamic_slice", "slice")
+    return equation.primitive.name in _LOOKUPS
 
 
 def begins_product(equation: Equation) -> bool:
@@ -388,7 +387,7 @@ def begins_product(equation: Equation) -> bool:
 # Products, and what XLA fuses.
 
 
-class Product(NamedTuple):
+class Contraction(NamedTuple):
     """A product of matrices.
 
     summed: the dimensions of its left operand that are summed.
@@ -399,18 +398,18 @@ class Product(NamedTuple):
     groups: int = 1
 
 
-def as_product(equation: Equation) -> Product | None:
+def as_product(equation: Equation) -> Contraction | None:
     """Return the product of matrices that an equation is."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
-        return Product(summed)
+        return Contraction(summed)
     if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
         (summed, _), _ = numbers.dot_dimension_numbers
         # Groups along a summed dimension divide it: all groups have its length together.
         is_divided = set(numbers.lhs_ragged_dimensions) <= set(summed)
-        return Product(summed, shape_of(equation.outvars[0])[0] if is_divided else 1)
+        return Contraction(summed, type_of(equation.outvars[0]).shape[0] if is_divided else 1)
     return None
 
 
@@ -441,8 +440,8 @@ def as_convolution(equation: Equation) -> Convolution | None:
     if equation.primitive.name != "conv_general_dilated":
         return None
     params = equation.params
-    lhs, rhs = (shape_of(x) for x in equation.invars)
-    result = shape_of(equation.outvars[0])
+    lhs, rhs = (type_of(x).shape for x in equation.invars)
+    result = type_of(equation.outvars[0]).shape
     left, right, out = params["dimension_numbers"]
     windows = [
         Window(lhs[left[i]], result[out[i]], rhs[right[i]], stride, pad[0], hole, apart)
@@ -487,7 +486,7 @@ def _has_only(names: frozenset[str], equation: Equation) -> bool:
 # Collectives.
 
 
-class Collective(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective of a device with the others along some axes.
 
     axes: the names of the mesh axes.
@@ -522,7 +521,7 @@ _COLLECTIVES = {
 }
 
 
-def as_collective(equation: Equation) -> Collective | None:
+def as_collective(equation: Equation) -> CollectiveCall | None:
     """Return the collective that an equation is."""
     way, params = _COLLECTIVES.get(equation.primitive.name), equation.params
     if way is None:
@@ -530,17 +529,12 @@ def as_collective(equation: Equation) -> Collective | None:
     named = params["axes"] if "axes" in params else params["axis_name"]
     axes = named if isinstance(named, tuple) else (named,)
     groups = params.get("axis_index_groups")
-    num_bytes = [math.prod(shape_of(a)) * _dtype_of(a).itemsize for a in equation.invars]
+    num_bytes = [math.prod(type_of(a).shape) * type_of(a).dtype.itemsize for a in equation.invars]
     names = tuple(axis for axis in axes if isinstance(axis, str))
-    return Collective(names, len(groups[0]) if groups else None, way, num_bytes)
+    return CollectiveCall(names, len(groups[0]) if groups else None, way, num_bytes)
 
 
 def has_side_effects(equation: Equation) -> bool:
     """Tell whether an equation does more than to return results, such as a print."""
     # JAX marks what reads the name of a bound axis too.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-
-
-def _dtype_of(atom: Atom) -> Any:
-    kind: Any = atom.aval
-    return kind.dtype

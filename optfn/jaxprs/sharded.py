@@ -167,8 +167,8 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
     operation = Operation.of(equation)
     if operation is None:
         return None
-    pairs = zip(equation.invars, operands, strict=True)
-    param = next(x for a, x in pairs if a in variables(equation.invars))
+    (variable,) = variables(equation.invars)
+    param = operands[equation.invars.index(variable)]
     return dataclasses.replace(param, operations=(*param.operations, operation))
 
 

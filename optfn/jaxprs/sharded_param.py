@@ -11,13 +11,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.jaxprs.equations import Value, bind, type_of, variables
+from optfn.jaxprs.equations import Value, bind, variables
 from optfn.jaxprs.primitives import (
     Equation,
     as_cast,
     as_reshape,
     as_transpose,
     is_same_on_layers,
+    type_of,
 )
 
 # The name of a gathered array in a program.

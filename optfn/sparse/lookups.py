@@ -18,7 +18,6 @@ from optfn.jaxprs.equations import (
     Value,
     bindings,
     read,
-    type_of,
     variables,
 )
 from optfn.jaxprs.primitives import (
@@ -34,6 +33,7 @@ from optfn.jaxprs.primitives import (
     keeps_entries,
     name_of,
     stops_gradient,
+    type_of,
 )
 from optfn.jaxprs.sharded import run_on_shards
 from optfn.jaxprs.sharded_param import gather_params

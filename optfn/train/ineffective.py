@@ -101,17 +101,18 @@ def _warn_of_schedule(
     """Warn of one schedule as `warn_of_schedules` does."""
 
     def values(count: int) -> dict[int, float]:
-        tried = {begin + int(k * (steps - 1 - begin) / (count - 1)) for k in range(count)}
-        return {step: float(schedule(np.int32(step))) for step in sorted(tried)}
+        chosen = {begin + int(k * (steps - 1 - begin) / (count - 1)) for k in range(count)}
+        return {step: float(schedule(np.int32(step))) for step in sorted(chosen)}
 
-    for step, value in values(9).items():
+    tried = values(9)
+    for step, value in tried.items():
         if not 0 <= value < np.inf:
             checks.warn(
                 f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
                 "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
             )
             return
-    is_over = 0 < begin < steps - 1 and not any(values(9).values())
+    is_over = 0 < begin < steps - 1 and not any(tried.values())
     if is_over and not any(values(109).values()):
         checks.warn(
             f"the schedule of {name} is 0 in all steps of this run, {begin} to {steps - 1}, so "

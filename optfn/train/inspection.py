@@ -4,14 +4,14 @@ import math
 import re
 from typing import Any
 
-import jax
-
 from optfn.core import checks
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 
 # copy-start begins an asynchronous copy.
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\((.*)")
+_TYPE = re.compile(r"\w+\[([\d,]*)\]")
+_DONATED = re.compile(r"\((\d+), \{[\d, ]*\}")
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -59,9 +59,10 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             "or no donated argument has the shape and dtype of a result"
         )
     # Other copies are of values inside of the step, such as transposed activations.
-    donated = _find_donated_sizes(compiled)
+    text = compiled.as_text()
+    donated = _find_donated_sizes(text)
     copies = []
-    for dtype, shape, rest in _COPY.findall(compiled.as_text()):
+    for dtype, shape, rest in _COPY.findall(text):
         sizes = shape.split(",") if shape else []  # a scalar has no sizes
         size = math.prod(map(int, sizes))
         if size >= min_size and size in donated:
@@ -76,14 +77,15 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
         )
 
 
-def _find_donated_sizes(compiled: jax.stages.Compiled) -> set[int]:
-    """Return the numbers of elements that a device has of the donated arguments."""
-    placements = jax.tree.leaves(compiled.input_shardings[0])
-    arguments = jax.tree.leaves(compiled.args_info)
-    if len(placements) != len(arguments):  # JAX drops arguments that the program does not read
-        return {math.prod(x.shape) for x in arguments if x.donated}
-    return {
-        math.prod(placement.shard_shape(x.shape))
-        for x, placement in zip(arguments, placements, strict=True)
-        if x.donated
-    }
+def _find_donated_sizes(text: str) -> set[int]:
+    """Return the numbers of elements that a device has of the donated arguments.
+
+    Args:
+      text: the compiled program. Its first line has the types of its parameters, and which of them
+        are donated. JAX's own list has parameters too that the program does not read.
+    """
+    head = text.partition("\n")[0]
+    types = head.partition("entry_computation_layout={(")[2].partition(")->")[0]
+    shapes = [sizes.split(",") if sizes else [] for sizes in _TYPE.findall(types)]
+    donated = _DONATED.findall(head.partition("entry_computation_layout=")[0])
+    return {math.prod(map(int, shapes[int(number)])) for number in donated}

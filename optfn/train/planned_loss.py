@@ -90,20 +90,20 @@ def plan_any_loss(
         total = jnp.mean(batch[""])
         for path, x in tree.arrays_with_paths(params):
             if path in ids:
-                total += _sum_squares(x[batch[path]])
+                total += _read_array(x[batch[path]])
             elif path in tables:
                 continue
             elif path in stacked:
-                total = scan_layers(lambda layer, total: total + _sum_squares(layer), x, total)
+                total = scan_layers(lambda layer, total: total + _read_array(layer), x, total)
             elif tree.is_inexact(x):
-                total += _sum_squares(x)
+                total += _read_array(x)
         return total
 
     return PlannedLoss(loss_fn, batch)
 
 
-def _sum_squares(x: jax.Array) -> jax.Array:
-    # Its gradient reads x again, as most gradients do.
+def _read_array(x: jax.Array) -> jax.Array:
+    """Return Σ x², whose gradient reads x again, as most gradients do."""
     return jnp.sum(jnp.real(x * jnp.conj(x))).astype(jnp.float32)
 
 

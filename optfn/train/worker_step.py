@@ -123,6 +123,11 @@ class _WorkerStep:
     layout: Layout | None
     reduce_dtype: DType | None
 
+    @functools.cached_property
+    def later(self) -> Layout | None:
+        """The layout without means in the loss. What it describes of params is found once."""
+        return self.layout and self.layout.average_later()
+
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics, from this worker's part of the batch."""
         # 1. The batch and all keys are this worker's. Params and state are equal on all workers,
@@ -167,15 +172,13 @@ class _WorkerStep:
         """Return the results of the loss, this worker's gradients, and for each leaf the worker
         axes over which the loss has averaged its gradient. Without a layout None stands in place of
         the axes."""
-        later = self.layout and self.layout.average_later()
         # An exchange takes each worker's own gradient, of all leaves or of some.
-        of_loss = later if has_exchange(state.opt_state) else self.layout
+        of_loss = self.later if has_exchange(state.opt_state) else self.layout
         averaged = of_loss and jax.tree.map(
             lambda entry: entry.mean_axes, of_loss.describe(state.params)
         )
-        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
         scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
-        values, grads = self.make_objective(of_loss, accumulates)(scaled)
+        values, grads = self.make_objective(of_loss, _accumulates(state))(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
         return values, mask_frozen(self.tx, _conjugate(grads)), averaged
 
@@ -194,9 +197,7 @@ class _WorkerStep:
         mean = grads
         if exchanges_itself:
             mean, _ = mean_over_workers(grads, (), workers, self.reduce_dtype)
-        later = self.layout and self.layout.average_later()
-        accumulates = bool(find_nodes(AccumulateState, state.opt_state))
-        of_value = self.make_objective(later, accumulates)
+        of_value = self.make_objective(self.later, _accumulates(state))
         value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
         rows = {"row_updates": True} if may_give_rows(state.opt_state) else {}
         return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **rows}
@@ -229,6 +230,11 @@ class _WorkerStep:
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
         model_state = _keep_skipped_model_state(state.model_state, before, opt_state, skip)
         return TrainState(core.next_step(before.step), params, opt_state, model_state)
+
+
+def _accumulates(state: TrainState) -> bool:
+    """Tell whether the optimizer takes the mean of several gradients by `accumulate`."""
+    return bool(find_nodes(AccumulateState, state.opt_state))
 
 
 def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:

@@ -11,6 +11,7 @@ import registry
 from grids import nightly, suite
 
 import optfn
+from optfn.train import inspection
 
 SHAPE = (128, 96)
 
@@ -184,3 +185,15 @@ def test_a_schedule_that_is_over_before_the_run_begins_is_said(accumulates):
         warnings.simplefilter("error")
         optfn.fit(make(lambda n: rate(n - 40)), first_phase(), X, steps=40 * every, progress=False)
         optfn.fit(make(rate), make(rate).init(jnp.ones(3)), X, steps=1, progress=False)
+
+
+@pytest.mark.optimized
+def test_the_sizes_of_donated_arrays_are_those_of_a_device():
+    """The factor of the clip is donated too, but the program does not read it."""
+    tx = optfn.adam(1e-3, grad_clip=optfn.clip_by_global_norm(1.0))
+    mesh = optfn.distributed.data_mesh(8)
+    step = optfn.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh=mesh, shard="params"
+    )
+    compiled = step.lower({"w": jnp.ones((256, 64))}, jnp.ones((8, 256))).compile()
+    assert inspection._find_donated_sizes(compiled.as_text()) == {1, 256 * 64 // 8}
