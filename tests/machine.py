@@ -69,6 +69,7 @@ def pytest_configure(config):
     # References have products of float32, which TPUs and GPUs make in fewer bits by default.
     jax.config.update("jax_default_matmul_precision", "float32")
     share_context()
+    keep_programs_of_one_device()
 
 
 def share_context():
@@ -103,6 +104,22 @@ def keep_programs(config):
         os.environ[name.upper()] = str(value)  # also for the processes that tests start
         if "jax" in sys.modules:  # a plugin has imported it
             sys.modules["jax"].config.update(name, value)
+
+
+def keep_programs_of_one_device():
+    """Compile programs of several CPU devices in each process.
+
+    XLA loads them from a file as other programs: at a rendezvous of a mesh of two axes they wait
+    for ever, or give what stands in memory (jaxlib 0.10.2 and 0.12).
+    """
+    from jax._src import compiler
+
+    make_key = compiler._get_cache_key
+
+    def key_of_one_device(options, *, devices, **rest):
+        return make_key(options, devices=devices, **rest) if devices.size == 1 else None
+
+    compiler._get_cache_key = key_of_one_device
 
 
 # Memory
