@@ -196,6 +196,15 @@ def inner_tree(node: PyTree) -> PyTree:
     return next(iter(children))
 
 
+def unwrap_transparent(x: PyTree) -> PyTree:
+    """Return a tree in which each node that adds no word to paths is replaced by its tree."""
+
+    def unwrap(node: PyTree) -> PyTree:
+        return unwrap_transparent(inner_tree(node)) if is_transparent(node) else node
+
+    return jax.tree.map(unwrap, x, is_leaf=is_transparent)
+
+
 def join(*words: str) -> str:
     """Join words by "/" to a path. Empty words are left out."""
     return "/".join(filter(None, words))

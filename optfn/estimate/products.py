@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from optfn.estimate.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
+from optfn.jaxprs.flops import count_pairs
 
 # The compilers mark an operation that runs again in the backward pass in its name.
 _RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
@@ -86,25 +85,6 @@ def _read_window(window: str, i: int, size: int, moves: int) -> int:
         low=int(setting("pad", "0_0").split("_")[0]), hole=int(setting("lhs_dilate", "1")),
         apart=int(setting("rhs_dilate", "1")),
     )  # fmt: skip
-
-
-def count_pairs(
-    size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
-    apart: int = 1,
-) -> int:  # fmt: skip
-    """Return how many pairs of a place of a kernel and an entry meet along a dimension.
-
-    Args:
-      size: entries of the array.
-      moves: entries of the result.
-      kernel: places of the kernel.
-      stride: by how much the kernel moves.
-      low: the padding in front.
-      hole: the distance of two entries of the array.
-      apart: the distance of two places of the kernel.
-    """
-    places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
-    return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))
 
 
 def _operand_array(x: Instruction, home: Computation, i: int) -> Array:

@@ -14,7 +14,6 @@ import optax
 
 from optfn.core import checks, leafwise, tree
 from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves.nodes import Stacked
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
@@ -53,9 +52,10 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
         try:
             return tx.init(params)
         except (TypeError, ValueError) as error:
-            inner = _unwrap_stacked_params(params)
+            nodes = jax.tree.leaves(params, is_leaf=tree.is_transparent)
+            inner = tree.unwrap_transparent(params)
             # Only if the same call succeeds without the nodes is the cause known.
-            if inner is not params and _is_traceable(lambda: tx.init(inner)):
+            if any(map(tree.is_transparent, nodes)) and _is_traceable(lambda: tx.init(inner)):
                 raise ValueError(
                     f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
                     "it into an optfn.Stacked, like the params, or pass a function of params"
@@ -80,21 +80,6 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             raise
 
     return tx._replace(init=init, update=update)
-
-
-def _unwrap_stacked_params(params: Params) -> Params:
-    """Replace each `Stacked` in `params` by its tree. Return `params` itself if there are none."""
-
-    def is_stacked(x: object) -> bool:
-        return isinstance(x, Stacked)
-
-    if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
-        return params
-    return jax.tree.map(
-        lambda x: _unwrap_stacked_params(x.layers) if is_stacked(x) else x,
-        params,
-        is_leaf=is_stacked,
-    )
 
 
 def _is_traceable(fn: Callable[[], PyTree]) -> bool:

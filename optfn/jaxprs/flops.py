@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterable
 
-from optfn.estimate.products import count_pairs
+import numpy as np
+
 from optfn.jaxprs.primitives import (
     Convolution,
     Equation,
@@ -116,3 +117,22 @@ def _count_convolution(x: Convolution) -> float:
             hole=window.hole, apart=window.apart,
         )  # fmt: skip
     return flops
+
+
+def count_pairs(
+    size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
+    apart: int = 1,
+) -> int:  # fmt: skip
+    """Return how many pairs of a place of a kernel and an entry meet along a dimension.
+
+    Args:
+      size: entries of the array.
+      moves: entries of the result.
+      kernel: places of the kernel.
+      stride: by how much the kernel moves.
+      low: the padding in front.
+      hole: the distance of two entries of the array.
+      apart: the distance of two places of the kernel.
+    """
+    places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
+    return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))

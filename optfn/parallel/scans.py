@@ -241,7 +241,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    layers = _unwrap_stacked(stacked)
+    layers = tree.unwrap_transparent(stacked)
     shapes = [np.shape(x) for x in jax.tree.leaves(layers)]
     if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(
@@ -254,12 +254,3 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
         return checkpoint_name(fn(layer, x), LAYER), None
 
     return lax.scan(body, x, layers)[0]
-
-
-def _unwrap_stacked(stacked: PyTree) -> PyTree:
-    """Return a tree with each `Stacked` replaced by its contents."""
-
-    def unwrap(x: PyTree) -> PyTree:
-        return _unwrap_stacked(tree.inner_tree(x)) if tree.is_transparent(x) else x
-
-    return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)

@@ -12,10 +12,10 @@ from optfn.plot.run_report import RunReport
 from optfn.run.background import wait_for_writes as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
-from optfn.run.finiteness import LossWatch, warn_of_bad_batches
 from optfn.run.history import to_python_numbers
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
+from optfn.run.loss_watch import LossWatch, warn_of_bad_batches
 from optfn.run.options import STOPPED, WEIGHT, FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
