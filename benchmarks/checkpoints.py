@@ -42,8 +42,8 @@ from jax.experimental import multihost_utils
 
 import optfn
 from benchmarks import measure
+from optfn.checkpoint import background
 from optfn.distributed import data_mesh
-from optfn.run import background
 
 DEVICES = 8
 SECONDS = ("blocking", "delay", "whole")

@@ -8,8 +8,8 @@ alone. Compare counts of one counter only.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from optfn.estimate.hbm import FREE, Traffic
-from optfn.estimate.hlo import Computation, Instruction, Program, read_arrays
+from optfn.plan.hbm import FREE, Traffic
+from optfn.plan.hlo import Computation, Instruction, Program, read_arrays
 
 SCALARS = 2048  # bytes; a tile of the scalars' layout on a TPU has 512
 CALLS = {"while", "call", "conditional"}

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import optfn
 from benchmarks import measure
 from examples import transformer
-from optfn.autodiff.budget import is_recomputation_kept
+from optfn.loss.recomputation.budget import is_recomputation_kept
 
 SHARES = [0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8]
 

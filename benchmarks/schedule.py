@@ -21,9 +21,9 @@ from pathlib import Path
 
 from benchmarks import pods
 from optfn.distributed import Chip, StepEstimate
-from optfn.estimate.communication import KINDS
-from optfn.estimate.links import list_mesh_places
-from optfn.estimate.step_estimate import estimate_schedule
+from optfn.plan.communication import KINDS
+from optfn.plan.links import list_mesh_places
+from optfn.plan.step_estimate import estimate_schedule
 
 HEAD = "compute ms | communication ms | exposed ms | step ms | exposed % | MFU %"
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A",

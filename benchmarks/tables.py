@@ -36,7 +36,7 @@ import optfn
 from benchmarks import measure, wire
 from optfn.distributed import data_mesh
 from optfn.sparse import hash_ids
-from optfn.sparse.tables import _choose_sizes
+from optfn.tables.tables import _choose_sizes
 
 DEVICES = 8
 HEAD = (

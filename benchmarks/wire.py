@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from optfn.estimate.communication import read_group
-from optfn.estimate.hlo import Instruction, Program, read_arrays
+from optfn.plan.communication import read_group
+from optfn.plan.hlo import Instruction, Program, read_arrays
 
 # What a device of a ring of n sends, as a multiple of the bytes of the result.
 FACTORS = {

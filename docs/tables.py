@@ -26,7 +26,7 @@ def public(package: str) -> dict[str, Any]:
     module = importlib.import_module(package)
     if hasattr(module, "__all__"):
         return {f"{package}.{name}": getattr(module, name) for name in module.__all__}
-    homes = {f"{package}.{home.name}" for home in pkgutil.iter_modules(module.__path__)}
+    homes = {home.name for home in pkgutil.walk_packages(module.__path__, f"{package}.")}
     exported = {**public("optfn.distributed"), **public("optfn")}
     return {path: x for path, x in exported.items() if getattr(x, "__module__", None) in homes}
 

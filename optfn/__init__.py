@@ -35,28 +35,33 @@ The package, from the ground up:
 # No import needs an extra: `plot` imports matplotlib, and `run` orbax, when they use it.
 from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
-from optfn.autodiff.mean import Mean
-from optfn.autodiff.recompute import recompute
+from optfn.checkpoint.checkpoint import (
+    load_checkpoint,
+    load_params,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from optfn.checkpoint.loading import load_state_dict
+from optfn.checkpoint.state_dict import averaged_params, state_dict, summary
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core.updates import apply_updates
 from optfn.leaves.common_names import NORMS_AND_BIASES
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
+from optfn.loss.mean import Mean
+from optfn.loss.recomputation.recompute import recompute
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam
 from optfn.optimizers.adam_family import adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.run.checkpoint import load_checkpoint, load_params, restore_checkpoint, save_checkpoint
+from optfn.plan.inspection import assert_in_place
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.run.shuffled import shuffled
 from optfn.run.statistics import estimate_statistics
-from optfn.train.inspection import assert_in_place
-from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
-from optfn.train.state_dict import averaged_params, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.adam import scale_by_adam
 from optfn.transforms.adamax import scale_by_adamax

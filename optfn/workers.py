@@ -1,5 +1,5 @@
-"""The workers of a step, as `update` gets them: the public path of `collectives.devices`."""
+"""The workers of a step, as `update` gets them: the public path of `mesh.collectives.devices`."""
 
-from optfn.collectives.devices import ONE_WORKER, Workers, join_workers
+from optfn.mesh.collectives.devices import ONE_WORKER, Workers, join_workers
 
 __all__ = ["ONE_WORKER", "Workers", "join_workers"]

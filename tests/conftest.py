@@ -12,14 +12,14 @@ pytest_plugins = ["machine"]
 @pytest.fixture
 def plain_expressions(monkeypatch):
     """Compile on a CPU what all other platforms compile."""
-    from optfn.compilers import xla
+    from optfn.mesh.compilers import xla
 
     monkeypatch.setattr(xla, "CPU_PLATFORMS", ())
 
 
 @pytest.fixture(params=["of a CPU", "plain"])
 def expressions(request):
-    """Run a test with both expressions of `optfn.compilers.xla`."""
+    """Run a test with both expressions of `optfn.mesh.compilers.xla`."""
     if request.param == "plain":
         request.getfixturevalue("plain_expressions")
 

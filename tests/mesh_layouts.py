@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, scan_layers, sharded, stack_stages, sum_over
-from optfn.parallel import mesh_layout
-from optfn.sparse.sharded_table import to_logical
+from optfn.mesh.layout import mesh_layout
+from optfn.tables.sharded_table import to_logical
 
 ROOT = Path(__file__).parents[1]
 # "one of two": along the other data axis devices are workers.
@@ -87,7 +87,7 @@ def drawn(way: str, seed: int) -> Layout:
 def workers_first(sizes: dict[str, int], workers: list[str], data: list[str]) -> dict[str, int]:
     """Return the axes of a mesh with those of workers before the other data axes.
 
-    A step refuses another order (tests/parallel/test_mesh_layouts.py).
+    A step refuses another order (tests/mesh/test_mesh_layouts.py).
     """
     order = iter([*workers, *(name for name in data if name not in workers)])
     names = [next(order) if name in data else name for name in sizes]

@@ -25,7 +25,7 @@ from optfn.distributed import (
     sharded,
     top_k,
 )
-from optfn.sparse.sharded_table import to_logical
+from optfn.tables.sharded_table import to_logical
 
 SIZES = {"slow": 2, "fast": 2, "stage": 2}
 WIDTH, LAYERS, ROWS, EXAMPLES = 16, 2, 32, 64

@@ -24,7 +24,7 @@ import optax
 import optfn
 from benchmarks import measure, moments
 from examples import demo
-from optfn.state.per_worker import has_exchange
+from optfn.mesh.state.per_worker import has_exchange
 
 WORKERS = 4
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)

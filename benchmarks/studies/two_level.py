@@ -27,7 +27,7 @@ import optfn
 from benchmarks import measure, network, wire
 from benchmarks.sharding import loss_fn, model
 from optfn.distributed import exchange, quantize, sharded
-from optfn.parallel.data_parallel import split_batch
+from optfn.mesh.layout.data_parallel import split_batch
 
 PROCESSES, DEVICES = 2, 4
 AXES = ("slow", "fast")

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, axis_size, check_axes_bound, mark_varying, vma_axes
-from optfn.compilers.groups import varying_axes
-from optfn.compilers.xla import any_nonfinite, call_for_platform
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
+from optfn.mesh.collectives.axes import Axes, axis_size, check_axes_bound, mark_varying, vma_axes
+from optfn.mesh.compilers.groups import varying_axes
+from optfn.mesh.compilers.xla import any_nonfinite, call_for_platform
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:

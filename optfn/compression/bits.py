@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import mark_varying
-from optfn.compilers.groups import varying_axes
+from optfn.mesh.collectives.axes import mark_varying
+from optfn.mesh.compilers.groups import varying_axes
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from optfn.compression.compressors import BaseCompressor
 from optfn.compression.slicewise import slice_shape
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf
-from optfn.parallel.traffic import all_reduce_bytes
+from optfn.mesh.layout.traffic import all_reduce_bytes
 
 
 def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 
-from optfn.collectives.axes import Axes
-from optfn.collectives.packets import Compressor
 from optfn.core import checks
 from optfn.core.printing import call_text
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.leaves import contents, patterns
+from optfn.mesh.collectives.axes import Axes
+from optfn.mesh.collectives.packets import Compressor
 
 P = ParamSpec("P")
 

@@ -21,9 +21,6 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, axis_size, check_axis_names, to_axes
-from optfn.collectives.devices import ONE_WORKER, Workers
-from optfn.collectives.means import pmean, pmean_leaves
 from optfn.compression.agreement import (
     agree,
     check_state_of_leaf,
@@ -44,7 +41,10 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.state.per_worker import Exchanged, PerWorker, mark_exchanged, mark_per_worker
+from optfn.mesh.collectives.axes import AxisName, axis_size, check_axis_names, to_axes
+from optfn.mesh.collectives.devices import ONE_WORKER, Workers
+from optfn.mesh.collectives.means import pmean, pmean_leaves
+from optfn.mesh.state.per_worker import Exchanged, PerWorker, mark_exchanged, mark_per_worker
 from optfn.transforms.clipping import clip_factor
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.core import checks
 from optfn.core.checks import Number, Schedule
+from optfn.mesh.collectives.axes import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.wrappers.attributes import (
     ParamAttrs,

@@ -16,10 +16,6 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn.collectives.axes import Axes, axis_size, join_axes, mark_varying, vma_axes
-from optfn.collectives.devices import Devices
-from optfn.collectives.gathers import GatheredPackets, all_gather
-from optfn.collectives.means import zeros_like_mean
 from optfn.compression.agreement import is_compressible
 from optfn.compression.bytes_sent import ramp_step
 from optfn.compression.compressors import LeafInExchange
@@ -31,7 +27,11 @@ from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core.checks import Number
 from optfn.core.types import Leaf
-from optfn.sparse.rows import Rows
+from optfn.mesh.collectives.axes import Axes, axis_size, join_axes, mark_varying, vma_axes
+from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.collectives.gathers import GatheredPackets, all_gather
+from optfn.mesh.collectives.means import zeros_like_mean
+from optfn.tables.rows import Rows
 
 # The compressed leaves of a worker; `state` is the local velocity u, and `residual` is v.
 Leaves: TypeAlias = list[LeafInExchange]

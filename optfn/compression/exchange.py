@@ -14,10 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
-from optfn.collectives.devices import ONE_WORKER, Devices, Workers
-from optfn.collectives.means import mean_over_workers, zeros_like_mean
-from optfn.collectives.packets import check_compressor
 from optfn.compression.agreement import (
     agree,
     check_state_of_leaf,
@@ -42,8 +38,11 @@ from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
-from optfn.sparse.rows import Rows
-from optfn.state.per_worker import (
+from optfn.mesh.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
+from optfn.mesh.collectives.devices import ONE_WORKER, Devices, Workers
+from optfn.mesh.collectives.means import mean_over_workers, zeros_like_mean
+from optfn.mesh.collectives.packets import check_compressor
+from optfn.mesh.state.per_worker import (
     Divided,
     Exchanged,
     PerWorker,
@@ -51,6 +50,7 @@ from optfn.state.per_worker import (
     mark_exchanged,
     mark_per_worker,
 )
+from optfn.tables.rows import Rows
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optfn.collectives.axes import Axes, axis_size
-from optfn.collectives.gathers import GatheredPackets
-from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.sparse.rows import Rows
+from optfn.mesh.collectives.axes import Axes, axis_size
+from optfn.mesh.collectives.gathers import GatheredPackets
+from optfn.mesh.compilers.groups import map_groups
+from optfn.tables.rows import Rows
 
 
 def mean_by_all_gather(

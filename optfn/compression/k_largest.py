@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import mark_varying
-from optfn.compilers import xla
-from optfn.compilers.groups import varying_axes
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
+from optfn.mesh.collectives.axes import mark_varying
+from optfn.mesh.compilers import xla
+from optfn.mesh.compilers.groups import varying_axes
 
 
 class Counts(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import OptState, Params, Updates
-from optfn.state.per_worker import Divided, PerWorker
+from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.state.per_worker import Divided, PerWorker
 
 # (updates, state, params) -> (updates, state)
 Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]

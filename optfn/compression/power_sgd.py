@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.collectives.axes import Axes, mark_varying
-from optfn.collectives.means import pmean_leaves
-from optfn.compilers.groups import varying_axes
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, show_call
 from optfn.core import checks
 from optfn.core.types import PyTree
+from optfn.mesh.collectives.axes import Axes, mark_varying
+from optfn.mesh.collectives.means import pmean_leaves
+from optfn.mesh.compilers.groups import varying_axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one
 # that is subtracted from the residual.

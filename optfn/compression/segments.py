@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.compilers import xla
+from optfn.mesh.compilers import xla
 
 # Segments that are whole arrays consist of rows of this many entries.
 _ROW = 256

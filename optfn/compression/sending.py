@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, mark_varying, vma_axes
-from optfn.collectives.means import pmean_leaves
-from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
@@ -18,6 +15,9 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
+from optfn.mesh.collectives.axes import Axes, mark_varying, vma_axes
+from optfn.mesh.collectives.means import pmean_leaves
+from optfn.mesh.compilers.groups import map_groups
 from optfn.transforms.in_place import run_if
 
 

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.collectives.axes import Axes, axis_size
-from optfn.collectives.packets import all_gather_slices, mean_scatter_slices
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import encode_all
 from optfn.core.checks import Number
 from optfn.core.types import PyTree
+from optfn.mesh.collectives.axes import Axes, axis_size
+from optfn.mesh.collectives.packets import all_gather_slices, mean_scatter_slices
 
 
 def slicewise_mean(

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.compilers.xla import divide
 from optfn.compression.segments import RowChunks
+from optfn.mesh.compilers.xla import divide
 
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}

@@ -415,7 +415,7 @@ def _convert_transform(
     """Convert an object that can make a transformation,
     and give third-party errors the argument's name."""
     # A first use passes transformations of optfn, and does not import this.
-    from optfn.interop import third_party
+    from optfn.core import third_party
 
     tx = third_party.convert_transform(argument, tx, factory)
     if not isinstance(tx, Transform):

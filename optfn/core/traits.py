@@ -15,7 +15,7 @@ T = TypeVar("T", bound=type)
 
 
 class Report(NamedTuple):
-    """How the metrics of a training step show a field of a state (`optfn.state.reports`).
+    """How the metrics of a training step show a field of a state (`optfn.mesh.state.reports`).
 
     metric: the name among the metrics, and in the history. If the field is a dict, each number in
       it has the keys after the name, as in "grad_norm/embed"; the name itself may then be empty.
@@ -49,14 +49,14 @@ class Traits:
     Of a link of a chain, or a wrapper (`optfn.train.forms`):
       link: its kind, which decides the forms of an update that it takes and returns; "" if unknown.
 
-    Of the names of a state (`optfn.state.names`):
+    Of the names of a state (`optfn.mesh.state.names`):
       labels: its fields are labels, like the keys of a dict. The value is the field that accessors
         read if no path is given, or "*" if they read all.
       words: the words for its fields in names. The state itself then adds no word.
       reports: fields that hold measurements; a checkpoint may lack them. The value says how metrics
         show the field; None hides it.
 
-    Of a state on the workers of a mesh (`optfn.state.per_worker`):
+    Of a state on the workers of a mesh (`optfn.mesh.state.per_worker`):
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.

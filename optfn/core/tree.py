@@ -70,13 +70,6 @@ def is_key(x: Leaf) -> bool:
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
-    """Return the key whose data are `fn` of the data of `key`."""
-    data = fn(jax.random.key_data(key))
-    new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-    return new
-
-
 def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
     """Return the leaves of `tree` and its structure. A masked or row-sparse leaf counts as one
     leaf."""

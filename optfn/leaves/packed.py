@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn.collectives.mesh import explicit_sharding
-from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
 from optfn.leaves import contents
@@ -24,6 +22,8 @@ from optfn.leaves.layout import (
     select_leaves,
 )
 from optfn.leaves.nodes import Packed, Stacked, is_packed
+from optfn.mesh.collectives.mesh import explicit_sharding
+from optfn.mesh.compilers import xla
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
 #   1. make_packed_layout: the float32 buffer has the runs (3,): leaf 0 from element 0, and

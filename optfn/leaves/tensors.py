@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.compilers import xla
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.leafwise import PerLeaf, jit_if_traced, numbers_of, scalar_at
 from optfn.core.types import Leaf, LeafKind, PyTree, Updates
 from optfn.leaves import contents
 from optfn.leaves.layout import BufferLayout
+from optfn.mesh.compilers import xla
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["layout"])

@@ -17,7 +17,7 @@ from jax import lax
 
 from optfn.core import numerics
 from optfn.core.types import PyTree
-from optfn.jaxprs.pullback import Key, select_inexact_leaves
+from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.autodiff.mean import check_mean, is_mean
 from optfn.core import checks
 from optfn.core.types import LossFn, Params, PyTree
-from optfn.jaxprs.pullback import Key
+from optfn.loss.jaxprs.pullback import Key
+from optfn.loss.mean import check_mean, is_mean
 from optfn.pipeline.model import ModelFunctions, Weights
 from optfn.pipeline.plan import Plan
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.autodiff.mean import Mean, check_constant_weight, is_mean
 from optfn.core import tree
 from optfn.core.types import Params, PyTree
-from optfn.jaxprs.pullback import Key, StageFn, replace_inexact_leaves, select_inexact_leaves
+from optfn.loss.jaxprs.pullback import Key, StageFn, replace_inexact_leaves, select_inexact_leaves
+from optfn.loss.mean import Mean, check_constant_weight, is_mean
 from optfn.pipeline import buffers
 from optfn.pipeline.stage import (
     Context,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 
-from optfn.jaxprs.equations import (
+from optfn.loss.jaxprs.equations import (
     Equations,
     Value,
     bind,
@@ -16,7 +16,7 @@ from optfn.jaxprs.equations import (
     shapes_of,
     variables,
 )
-from optfn.jaxprs.primitives import Atom, Equation, Scan, Variable, as_scan
+from optfn.loss.jaxprs.primitives import Atom, Equation, Scan, Variable, as_scan
 
 
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:

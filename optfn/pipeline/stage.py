@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from optfn.core import tree
 from optfn.core.types import Params, PyTree
-from optfn.jaxprs.equations import (
+from optfn.loss.jaxprs.equations import (
     Equations,
     Value,
     bindings,
@@ -24,8 +24,8 @@ from optfn.jaxprs.equations import (
     shapes_of,
     variables,
 )
-from optfn.jaxprs.primitives import Variable
-from optfn.jaxprs.pullback import Key, StageFn, pullback
+from optfn.loss.jaxprs.primitives import Variable
+from optfn.loss.jaxprs.pullback import Key, StageFn, pullback
 from optfn.pipeline.split_scans import split_scans
 
 # A gradient or a cotangent: one array for each inexact leaf.

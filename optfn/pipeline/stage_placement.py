@@ -15,8 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import (
+from optfn.core import numerics, tree
+from optfn.core.types import Leaf, Params, PyTree, Updates
+from optfn.loss.jaxprs.pullback import select_inexact_leaves
+from optfn.mesh.collectives import mesh as meshes
+from optfn.mesh.collectives.axes import (
     Division,
     divisions_of,
     exclude_axes,
@@ -25,12 +28,9 @@ from optfn.collectives.axes import (
     restrict_spec,
     to_axes,
 )
-from optfn.collectives.gathers import all_gather_shards
-from optfn.collectives.means import mean_scatter
-from optfn.collectives.mesh import count_devices
-from optfn.core import numerics, tree
-from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.jaxprs.pullback import select_inexact_leaves
+from optfn.mesh.collectives.gathers import all_gather_shards
+from optfn.mesh.collectives.means import mean_scatter
+from optfn.mesh.collectives.mesh import count_devices
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves

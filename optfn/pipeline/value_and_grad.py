@@ -15,13 +15,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.mean import is_mean, nonzero
-from optfn.collectives.axes import is_spec, join_axes
-from optfn.collectives.mesh import shard_map
-from optfn.compilers.groups import manual_axes
 from optfn.core import checks, numerics, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
-from optfn.jaxprs.pullback import Key, select_inexact_leaves
+from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
+from optfn.loss.mean import is_mean, nonzero
+from optfn.mesh.collectives.axes import is_spec, join_axes
+from optfn.mesh.collectives.mesh import shard_map
+from optfn.mesh.compilers.groups import manual_axes
 from optfn.pipeline.engine import Engine, Microbatches, make_work_item
 from optfn.pipeline.functions import Embedding, StageFunction, UserFunctions
 from optfn.pipeline.model import (

@@ -7,8 +7,8 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.pipeline.plan import Plan
+from optfn.plan.memory_plan import MemoryPlan
 from optfn.plot.figure import check_mapping, style_axes
-from optfn.train.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

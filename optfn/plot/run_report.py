@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from optfn.checkpoint.state_dict import summary
 from optfn.core import checks
 from optfn.leaves.packed import unpack
 from optfn.plot.page import report
 from optfn.train.state import TrainState
-from optfn.train.state_dict import summary
 from optfn.train.step import TrainStep
 
 # Reading the history waits for the device, and drawing it takes a large fraction of a second.

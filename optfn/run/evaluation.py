@@ -10,18 +10,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optfn.autodiff.mean import check_mean, is_mean
+from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
 from optfn.core import checks
 from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.leaves.packed import unpack
+from optfn.loss.mean import check_mean, is_mean
+from optfn.mesh.state.names import iterate_nodes
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import count_examples
-from optfn.sparse.sharded_table import to_logical
-from optfn.state.names import iterate_nodes
+from optfn.tables.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
-from optfn.train.state_dict import averaged_model_state, averaged_params
 from optfn.transforms.plateau import is_evaluation_plateau, record_evaluation
 
 

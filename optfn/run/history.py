@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optfn.core.types import Leaf, PyTree
-from optfn.state.reports import is_curve
+from optfn.mesh.state.reports import is_curve
 
 # The metrics of each step that the history keeps, besides those that an optimizer reports; for
 # nested ones such as "aux/accuracy", the first word.

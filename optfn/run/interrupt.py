@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from optfn.parallel import processes
+from optfn.mesh.layout import processes
 
 
 class Interrupt:

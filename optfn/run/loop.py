@@ -6,10 +6,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from optfn.checkpoint.background import wait_for_writes as finish_saving
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.plot.run_report import RunReport
-from optfn.run.background import wait_for_writes as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import to_python_numbers

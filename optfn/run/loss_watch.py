@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from optfn.checkpoint.finiteness import has_guard
 from optfn.core import checks, tree
 from optfn.core.types import OptState
-from optfn.run.finiteness import has_guard
 from optfn.run.history import History
 
 _EPOCHS = 3  # so many in a row that leave out the same batch

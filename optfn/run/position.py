@@ -11,7 +11,7 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.core.types import Batch
-from optfn.parallel import processes
+from optfn.mesh.layout import processes
 
 # The name of the entry of a checkpoint, among the arrays of the history.
 BATCHES = "batches"

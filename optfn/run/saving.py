@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn.checkpoint.checkpoint import restore_newest, warn_of_rates, write_checkpoint
+from optfn.checkpoint.directory import is_directory_default
+from optfn.checkpoint.frozen import FrozenParams
+from optfn.checkpoint.newest import OtherRun, list_checkpoints, remove_checkpoints
+from optfn.checkpoint.storage import is_remote, to_path
 from optfn.core import checks
-from optfn.parallel import processes
+from optfn.mesh.layout import processes
+from optfn.mesh.state.reports import read_local
 from optfn.run import position
 from optfn.run.batches import Remaining
-from optfn.run.checkpoint import restore_newest, warn_of_rates, write_checkpoint
-from optfn.run.checkpoint_directory import is_directory_default
 from optfn.run.evaluation import Evaluator
-from optfn.run.frozen import FrozenParams
 from optfn.run.history import History
-from optfn.run.newest import OtherRun, list_checkpoints, remove_checkpoints
 from optfn.run.options import STOPPED, LoopOptions
-from optfn.run.storage import is_remote, to_path
-from optfn.state.reports import read_local
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 from optfn.train.worker_step import make_key

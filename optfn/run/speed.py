@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from optfn.core.types import Batch
-from optfn.estimate.chips import find_peak
+from optfn.mesh.compilers.chips import find_peak
+from optfn.plan.model_flops import count_step_flops
 from optfn.run.progress import count_examples
-from optfn.train.model_flops import count_step_flops
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 

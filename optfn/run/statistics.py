@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optfn.collectives.axes import Axes
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.leaves.patterns import Pattern, check_pattern, match_names
+from optfn.loss.loss_form import Inputs, LossForm
+from optfn.mesh.collectives.axes import Axes
 from optfn.run.progress import count_examples
-from optfn.train.loss_form import Inputs, LossForm
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.worker_step import make_key_of
 

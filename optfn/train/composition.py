@@ -11,26 +11,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.autodiff.mean import divide_means
-from optfn.collectives.axes import Axes, join_axes
-from optfn.collectives.devices import Devices
-from optfn.collectives.mesh import hide_explicit_axes
-from optfn.compilers.options import drop_unknown_options, follow_options
 from optfn.core.types import Batch, LossFn
-from optfn.optimizers.sgd import sgd
-from optfn.parallel import data_parallel as parallel
-from optfn.parallel.as_placed import AsPlaced
-from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.sharding import Sharded
-from optfn.train.compiler_objective import (
+from optfn.loss.compiler_objective import (
     constrain_gradients,
     show_axes_to_loss,
     split_over_devices,
 )
-from optfn.train.local_steps import LocalSteps
-from optfn.train.loss_form import LossForm
-from optfn.train.microbatches import average_microbatches
-from optfn.train.objective import (
+from optfn.loss.loss_form import LossForm
+from optfn.loss.mean import divide_means
+from optfn.loss.microbatches import average_microbatches
+from optfn.loss.objective import (
     Gather,
     Objective,
     differentiate,
@@ -41,6 +31,16 @@ from optfn.train.objective import (
     wrap_tables_of_objective,
     wrap_value_and_grad,
 )
+from optfn.mesh.collectives.axes import Axes, join_axes
+from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.collectives.mesh import hide_explicit_axes
+from optfn.mesh.compilers.options import drop_unknown_options, follow_options
+from optfn.mesh.layout import data_parallel as parallel
+from optfn.mesh.layout.as_placed import AsPlaced
+from optfn.mesh.layout.mesh_layout import Layout
+from optfn.mesh.layout.sharding import Sharded
+from optfn.optimizers.sgd import sgd
+from optfn.train.local_steps import LocalSteps
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import make_key_of, make_worker_step

@@ -14,8 +14,8 @@ from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, Params
 from optfn.interop.calls import iterate_links, show_transform
 from optfn.leaves import contents
-from optfn.state.names import iterate_nodes
-from optfn.state.reports import read_local
+from optfn.mesh.state.names import iterate_nodes
+from optfn.mesh.state.reports import read_local
 from optfn.wrappers.attributes import resolve
 
 

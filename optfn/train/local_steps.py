@@ -16,23 +16,23 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_or_first, mean_over_axes
-from optfn.collectives.mesh import count_devices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
-from optfn.jaxprs.dependence import find_dependent_leaves
 from optfn.leaves import tensors
-from optfn.parallel import traffic
-from optfn.parallel.data_parallel import reduce_gradients
-from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_new_params
-from optfn.state import reports
-from optfn.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
-from optfn.state.reports import reduce_over_round
-from optfn.train.microbatches import combine_microbatches, scan_batch
+from optfn.loss.jaxprs.dependence import find_dependent_leaves
+from optfn.loss.microbatches import combine_microbatches, scan_batch
+from optfn.mesh.collectives.devices import Workers
+from optfn.mesh.collectives.means import mean_or_first, mean_over_axes
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout import traffic
+from optfn.mesh.layout.data_parallel import reduce_gradients
+from optfn.mesh.layout.mesh_layout import Layout
+from optfn.mesh.layout.shards import gather_new_params
+from optfn.mesh.state import reports
+from optfn.mesh.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
+from optfn.mesh.state.reports import reduce_over_round
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts

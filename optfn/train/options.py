@@ -11,13 +11,13 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from optfn import core
-from optfn.autodiff.named_segments import check_names
-from optfn.collectives.axes import AxisName, check_axis_names
-from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import DType, LossFn, Updates
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.sharding import Kind, Sharded, check_reduce_dtype
+from optfn.loss.recomputation.named_segments import check_names
+from optfn.mesh.collectives.axes import AxisName, check_axis_names
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout.sharding import Kind, Sharded, check_reduce_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,8 +22,8 @@ from optfn.core.types import OptState, Params
 from optfn.interop.calls import show_transform
 from optfn.interop.closures import find_closed_over, find_marked
 from optfn.leaves import contents
-from optfn.state.inventory import inventory
-from optfn.state.names import is_state, state_word
+from optfn.mesh.state.inventory import inventory
+from optfn.mesh.state.names import is_state, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import take_largest

@@ -21,11 +21,11 @@ from optfn.core import checks, numerics, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.interop.calls import show_transform
-from optfn.jaxprs.equations import draws_random_numbers
 from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed
 from optfn.leaves.packed import make_packed_layout, unpack
-from optfn.state.names import iterate_nodes
+from optfn.loss.jaxprs.equations import draws_random_numbers
+from optfn.mesh.state.names import iterate_nodes
 
 _REMEDY = (
     "Leave packed=True out, or use transformations of optfn, which know the leaves of a buffer, "

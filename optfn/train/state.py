@@ -13,7 +13,7 @@ from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.leaves.foreign import check_arrays, check_keys
-from optfn.state.names import arrays_with_names
+from optfn.mesh.state.names import arrays_with_names
 
 # The name of an optimizer's operations in profiles, and in the equations of a step.
 UPDATE_SCOPE = "optimizer_update"

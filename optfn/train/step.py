@@ -3,8 +3,8 @@
 `make_train_step` compiles it once, and it updates params and state in place. All options are
 composed of the same functions (composition.py):
 
-    layout       how params, state and batch are divided over a mesh         parallel/mesh_layout.py
-    objective    loss and gradients; means over devices that divide params   objective.py
+    layout       how params, state and batch are divided over a mesh         mesh_layout.py
+    objective    loss and gradients; means over devices that divide params   loss/objective.py
     update       means over the worker axes, or an exchange; the optimizer   worker_step.py
     rounds       local steps of each worker, and an outer step after them    local_steps.py
 """
@@ -20,30 +20,30 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from optfn.collectives.devices import Devices
-from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.calls import show_transform
-from optfn.jaxprs.constraints import name_refused_constraints
 from optfn.leaves.foreign import check_arrays
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
-from optfn.parallel import data_parallel as parallel
-from optfn.parallel import processes
-from optfn.parallel.as_placed import AsPlaced
-from optfn.parallel.data_parallel import REMEDIES_OF_SIZE
-from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.sharding import layout_of
-from optfn.parallel.traffic import warn_if_nothing_compressed
-from optfn.sparse.sharded_table import (
+from optfn.loss.jaxprs.constraints import name_refused_constraints
+from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout import data_parallel as parallel
+from optfn.mesh.layout import processes
+from optfn.mesh.layout.as_placed import AsPlaced
+from optfn.mesh.layout.data_parallel import REMEDIES_OF_SIZE
+from optfn.mesh.layout.mesh_layout import Layout
+from optfn.mesh.layout.sharding import layout_of
+from optfn.mesh.layout.traffic import warn_if_nothing_compressed
+from optfn.mesh.state import reports
+from optfn.tables.sharded_table import (
     check_rows,
     check_tables,
     divide_tables,
     to_logical,
     unwrap_tables,
 )
-from optfn.state import reports
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import (
     warn_of_frozen,

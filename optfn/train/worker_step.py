@@ -16,24 +16,24 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.collectives.axes import Axes, is_spec, restrict_spec
-from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_or_first, mean_over_workers
-from optfn.collectives.mesh import constrain_sharding
-from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, tree
 from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
-from optfn.parallel import traffic
-from optfn.parallel.data_parallel import reduce_gradients
-from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_new_params
-from optfn.state.names import is_state
-from optfn.state.per_worker import find_nodes, has_exchange, may_give_rows
-from optfn.state.reports import collect_reports, iterate_nodes
-from optfn.train.keys import fold_worker_into_keys, restore_unchanged_keys
-from optfn.train.loss_form import Inputs, Values
-from optfn.train.objective import Objective, make_value_fn
+from optfn.loss.keys import fold_worker_into_keys, restore_unchanged_keys
+from optfn.loss.loss_form import Inputs, Values
+from optfn.loss.objective import Objective, make_value_fn
+from optfn.mesh.collectives.axes import Axes, is_spec, restrict_spec
+from optfn.mesh.collectives.devices import Workers
+from optfn.mesh.collectives.means import mean_or_first, mean_over_workers
+from optfn.mesh.collectives.mesh import constrain_sharding
+from optfn.mesh.compilers import xla
+from optfn.mesh.layout import traffic
+from optfn.mesh.layout.data_parallel import reduce_gradients
+from optfn.mesh.layout.mesh_layout import Layout
+from optfn.mesh.layout.shards import gather_new_params
+from optfn.mesh.state.names import is_state
+from optfn.mesh.state.per_worker import find_nodes, has_exchange, may_give_rows
+from optfn.mesh.state.reports import collect_reports, iterate_nodes
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import collect_rates
 from optfn.wrappers.accumulation import AccumulateState

@@ -11,7 +11,7 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import declare_encoded
+from optfn.mesh.state.encoded import declare_encoded
 from optfn.transforms.adam import make_moments_link
 from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import (

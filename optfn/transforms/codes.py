@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.compilers import xla
+from optfn.mesh.compilers import xla
 
 # The fewest elements that share a scale, in arrays that have as many.
 ROW = 256

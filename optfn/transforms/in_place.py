@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from optfn.compilers import xla
 from optfn.core import checks
 from optfn.core.types import PyTree
+from optfn.mesh.compilers import xla
 
 
 def run_in_passes(

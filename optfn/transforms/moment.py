@@ -17,7 +17,7 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import declare_encoded
+from optfn.mesh.state.encoded import declare_encoded
 from optfn.transforms.stored import (
     check_moment_dtype,
     declare_int8_codes,

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
-from optfn.collectives.mesh import apply_to_whole_matrices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
@@ -17,6 +16,7 @@ from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns, tensors
 from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import restrict
+from optfn.mesh.collectives.mesh import apply_to_whole_matrices
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.

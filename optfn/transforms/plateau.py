@@ -10,7 +10,7 @@ from optfn.core import checks, leafwise
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.state import names as state_names
+from optfn.mesh.state import names as state_names
 from optfn.transforms import learning_rate as rates
 
 

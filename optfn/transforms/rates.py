@@ -11,9 +11,9 @@ import numpy as np
 from optfn.core import checks
 from optfn.core.checks import Number
 from optfn.core.types import OptState, PyTree
-from optfn.state import names as state_names
-from optfn.state.per_worker import PerWorker
-from optfn.state.reports import read_local
+from optfn.mesh.state import names as state_names
+from optfn.mesh.state.per_worker import PerWorker
+from optfn.mesh.state.reports import read_local
 from optfn.transforms.learning_rate import (
     DrivenLearningRateState,
     GivenLearningRateState,

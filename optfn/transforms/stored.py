@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import core
-from optfn.collectives.mesh import make_zeros
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
-from optfn.state.encoded import Encoded
+from optfn.mesh.collectives.mesh import make_zeros
+from optfn.mesh.state.encoded import Encoded
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import run_in_passes
 

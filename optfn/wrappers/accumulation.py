@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import join_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
-from optfn.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
+from optfn.mesh.collectives.axes import join_axes
+from optfn.mesh.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
 from optfn.transforms.in_place import run_if
 from optfn.wrappers.attributes import without_frozen
 

@@ -15,13 +15,13 @@ import optax
 from jax.sharding import NamedSharding
 
 from optfn import core
-from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.core.updates import apply_updates
-from optfn.state.per_worker import find_nodes
+from optfn.mesh.compilers import xla
+from optfn.mesh.state.per_worker import find_nodes
 from optfn.transforms.in_place import run_in_passes
 
 

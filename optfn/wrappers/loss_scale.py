@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
-from optfn.state.per_worker import find_nodes
+from optfn.mesh.collectives.axes import AxisName
+from optfn.mesh.state.per_worker import find_nodes
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.nonfinite import skip_nonfinite
 

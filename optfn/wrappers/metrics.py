@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_axis_names
-from optfn.collectives.devices import join_workers
-from optfn.compilers import xla
-from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
-from optfn.state import names as state_names
-from optfn.state.per_worker import find_nodes
-from optfn.state.reports import collect_reports, iterate_nodes, raise_lasting_flags
+from optfn.mesh.collectives.axes import AxisName, check_axis_names
+from optfn.mesh.collectives.devices import join_workers
+from optfn.mesh.compilers import xla
+from optfn.mesh.compilers.groups import map_groups, varying_axes
+from optfn.mesh.state import names as state_names
+from optfn.mesh.state.per_worker import find_nodes
+from optfn.mesh.state.reports import collect_reports, iterate_nodes, raise_lasting_flags
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.compilers import xla
 from optfn.core import checks, tree
 from optfn.core.types import Params
 from optfn.leaves import contents
+from optfn.mesh.compilers import xla
 
 MOST_ENTRIES = 1024
 

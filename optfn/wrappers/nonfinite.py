@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_axis_names
-from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
+from optfn.mesh.collectives.axes import AxisName, check_axis_names
+from optfn.mesh.collectives.devices import join_workers
 from optfn.wrappers.attributes import without_frozen
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 
 from optfn import core
-from optfn.collectives.axes import AxisName, check_axis_names
-from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.mesh.collectives.axes import AxisName, check_axis_names
+from optfn.mesh.collectives.devices import join_workers
 from optfn.transforms.rates import largest_rate
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.nonfinite import select_unless_skipped

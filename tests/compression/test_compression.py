@@ -22,8 +22,8 @@ import optfn
 from optfn.compression.bytes_sent import ramp_step
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.distributed import deep_gradient_compression
-from optfn.sparse.rows import Rows
-from optfn.state.per_worker import PerWorker
+from optfn.mesh.state.per_worker import PerWorker
+from optfn.tables.rows import Rows
 
 N = 4
 LR = 0.1

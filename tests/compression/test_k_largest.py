@@ -7,11 +7,11 @@ import pytest
 from grids import nightly
 from reference_compression import largest
 
-from optfn.compilers import xla
 from optfn.compression import bits
 from optfn.compression.k_largest import SampleSearch
 from optfn.compression.segments import Segments
 from optfn.distributed import select_top_k
+from optfn.mesh.compilers import xla
 
 SELECT = jax.jit(select_top_k, static_argnums=1)
 

@@ -32,7 +32,7 @@ from optfn.distributed import (
     state_specs,
     top_k,
 )
-from optfn.parallel import data_parallel
+from optfn.mesh.layout import data_parallel
 
 N = 8
 # 8 slices of 768 entries; slices of 188, of which the last is padded; a leaf that goes dense.

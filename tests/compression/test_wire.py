@@ -10,12 +10,12 @@ from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.collectives.axes import Axes
-from optfn.collectives.gathers import GatheredPackets
 from optfn.compression.dgc_phases import VALUES, Ramp
 from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
+from optfn.mesh.collectives.axes import Axes
+from optfn.mesh.collectives.gathers import GatheredPackets
 
 N = 4
 

@@ -19,7 +19,7 @@ import optfn
 from docs import tables
 from examples import gallery
 from optfn.compression.compressors import ShownAsCall
-from optfn.parallel import sharding
+from optfn.mesh.layout import sharding
 from optfn.pipeline import plan
 
 ROOT = Path(__file__).parents[2]

@@ -42,9 +42,9 @@ def test_the_module_of_adam_imports_little():
 
 
 def test_the_core_is_small_and_closed():
-    """Beside one import inside a function it imports itself alone."""
+    """It imports itself alone; test_project.py looks into functions too."""
     core = {name: m for name, m in code.modules().items() if m.path.is_relative_to(CORE)}
-    assert len(core) <= 12 and sum(len(m.code) for m in core.values()) <= 1040
+    assert len(core) <= 13 and sum(len(m.code) for m in core.values()) <= 1075
     for name, module in core.items():
         for base, found in module.imports.values():
             assert base in core or f"{base}.{found}" in core, (name, base, found)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.compilers import xla
+from optfn.mesh.compilers import xla
 
 RULES = {
     "ftrl": lambda: optfn.ftrl(0.1, l1=0.01),

@@ -13,7 +13,7 @@ import optfn
 from faults import worker
 from faults.runs import Processes, alone, goes_on
 from faults.table import Wrong, fault, require
-from optfn.run.newest import list_checkpoints
+from optfn.checkpoint.newest import list_checkpoints
 
 
 def saved(directory: Path, **options: Any) -> tuple[list[Path], Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from faults import worker
 from faults.table import Skipped, Wrong, require
+from optfn.checkpoint.newest import list_checkpoints
 from optfn.distributed import data_mesh
-from optfn.run.newest import list_checkpoints
 
 HERE = Path(__file__).parent
 STEPS = worker.STEPS

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import compare_replicas, data_mesh, exchange, top_k
-from optfn.sparse.sharded_table import to_logical
+from optfn.tables.sharded_table import to_logical
 
 STEPS = 12
 ROWS = 24  # of the table

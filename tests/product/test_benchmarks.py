@@ -36,8 +36,8 @@ from benchmarks import (
     wire,
 )
 from benchmarks.studies import compile_time, exchange, front, packed_init, soak
-from optfn.autodiff.budget import is_recomputation_kept
 from optfn.distributed import data_mesh
+from optfn.loss.recomputation.budget import is_recomputation_kept
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {"device", "jax", "optax", "commit"}

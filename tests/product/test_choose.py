@@ -125,7 +125,7 @@ def test_bytes_of_a_way_of_splitting(row):
     plan = optfn.distributed.plan_memory(tx, params, optfn.distributed.data_mesh(N), shard=shard)
     found = [x / w.size for x in (plan.params, plan.state, plan.sent)]
     assert found == close([float(x) for x in row[1:4]], rel=0.02)
-    if not scanned:  # tests/parallel/test_sharded_step.py has the compiled loop over layers
+    if not scanned:  # tests/mesh/test_sharded_step.py has the compiled loop over layers
         _, state, program = compiled(tx, params, shard=shard)
         assert held(state) / w.size == close(found[0] + found[1], rel=0.2)
         assert sent(program) / w.size == close(found[2], rel=0.2)

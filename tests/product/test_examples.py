@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 import optfn
 from examples import demo, gallery, recommender, text, transformer, words
-from optfn.run.newest import list_checkpoints
+from optfn.checkpoint.newest import list_checkpoints
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):

@@ -241,7 +241,7 @@ def test_bytes_of_masters_and_moments(bits, total):
 
 
 def test_remainders_are_in_checkpoints_by_names_of_their_own():
-    """tests/train/test_forms_of_masters.py loads each form as another."""
+    """tests/checkpoint/test_forms_of_masters.py loads each form as another."""
     states = {bits: optfn.sgd(0.1, multi_precision=bits).init(PARAMS) for bits in (True, 32, 24)}
     for bits, state in states.items():
         mapping = optfn.state_dict(state)

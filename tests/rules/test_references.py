@@ -67,7 +67,7 @@ ROUNDING = {"ftrl": 8.0}
 # Products of matrices mix elements: what an element of a matrix may be off is a fraction of the
 # longest path in the matrix.
 MIXING = {"muon"}
-# Optimizers whose programs for a CPU make several passes over memory (`optfn.compilers.xla`).
+# Optimizers whose programs for a CPU make several passes over memory (`optfn.mesh.compilers.xla`).
 IN_PASSES = {"lamb", "ftrl"}
 
 

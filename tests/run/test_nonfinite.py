@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import optfn
-from optfn.run.background import wait_for_writes
-from optfn.run.newest import list_checkpoints
+from optfn.checkpoint.background import wait_for_writes
+from optfn.checkpoint.newest import list_checkpoints
 
 FORMS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
 BAD = 6  # the step whose batch has the NaN

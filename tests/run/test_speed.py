@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.estimate import chips
+from optfn.mesh.compilers import chips
 from optfn.run import speed
 
 X = np.random.default_rng(0).normal(size=(12, 8, 3)).astype(np.float32)

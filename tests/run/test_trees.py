@@ -11,7 +11,7 @@ import pytest
 from compilations import count_compilations
 
 import optfn
-from optfn.run.background import wait_for_writes
+from optfn.checkpoint.background import wait_for_writes
 from optfn.train.state import TrainState
 
 WITH_ORBAX = pytest.mark.skipif(find_spec("orbax") is None, reason="needs orbax-checkpoint")

@@ -13,7 +13,7 @@ from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh, exchange, quantize, rescale_residuals
-from optfn.state.per_worker import PerWorker
+from optfn.mesh.state.per_worker import PerWorker
 
 N, H = 4, 3
 RNG = np.random.default_rng(0)

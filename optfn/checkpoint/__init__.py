@@ -1,0 +1,1 @@
+"""States to files and back: state dicts, snapshots, files, directories, what a load changes."""

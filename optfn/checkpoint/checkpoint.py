@@ -1,0 +1,457 @@
+"""Checkpoints of a run: one npz file for each saved step, or one directory for all processes.
+
+A checkpoint is written as a whole or not at all.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optfn import core
+from optfn.checkpoint.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
+from optfn.checkpoint.changes import Changes, misfits
+from optfn.checkpoint.directory import OrbaxDirectory, is_directory_default
+from optfn.checkpoint.file import NpzFile
+from optfn.checkpoint.finiteness import may_keep_last_loss
+from optfn.checkpoint.frozen import FrozenParams
+from optfn.checkpoint.loader import HISTORY, RESERVED, Loaded, Loader
+from optfn.checkpoint.newest import OtherRun, find_newest, remove_oldest
+from optfn.checkpoint.snapshot import Snapshot, check_leaves, to_key_data
+from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
+from optfn.checkpoint.storage import Backend, is_remote, to_path
+from optfn.core import checks, tree
+from optfn.core.types import Params, PyTree
+from optfn.leaves.patterns import Pattern, check_pattern, matches
+from optfn.mesh.layout import processes
+from optfn.mesh.state.names import arrays_with_names
+from optfn.train.state import TrainState
+from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
+from optfn.transforms.rates import numbers_of_rates
+from optfn.wrappers.averaging import find_averages, make_average_template
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    state: PyTree,
+    history: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int = 2,
+    sharded: bool | None = None,
+    background: bool | None = None,
+    save_frozen: bool = True,
+    tx: optax.GradientTransformation | None = None,
+) -> Path:
+    """Save a training state in `directory`, as the file step_<n>.npz or the directory step_<n>.
+
+    A checkpoint gets its name only when all of it is on the disk. So if the process is killed, at
+    any moment, the newest checkpoint is intact. In a run of several processes, all must call it.
+
+    A file (`sharded=False`): each process writes the whole state, with the shards that only other
+    processes hold, to a local directory. Any of these directories is enough to resume from.
+
+    If params, the arrays of a field or key "params", or the last "loss" of the history are not
+    finite, the checkpoint is marked: it does not count for `keep`, the next save removes it, and
+    `restore_checkpoint` passes it over. A loss does not count where tx leaves out steps whose
+    gradients are not finite (`skip_nonfinite`).
+
+    A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
+    and each writes its shards. A checksum of each array, of the state and of the history, and one
+    of the names are stored beside them.
+
+    In the background: the call returns as soon as a copy of the state is under way, and you may
+    overwrite the state at once. A thread writes the copy. The next save in the directory, a restore
+    and the end of `minimize` wait for it, and raise its error if it failed; at the end of the
+    program, such an error is printed.
+
+    Args:
+      directory: where to save; it is created if necessary. For checkpoints that are directories it
+        may be an address such as gs://bucket/run, if etils has the package for that store.
+      state: a TrainState, or any tree of arrays, PRNG keys and states, such as a dict with the
+        TrainStates of two networks. Names (`state_dict`) tell its arrays apart.
+      history: arrays by name, to save beside the state.
+      step: the number in the name. None: the field or key `step` of the state; in a population of
+        states (`jax.vmap`), their common step.
+      keep: how many finite checkpoints to keep; older ones are removed.
+      sharded: whether to write a directory. None: only if params or state are divided over devices
+        (`shard`, `shard_tables`) and orbax is installed.
+      background: whether to write in the background. None: only if it is a directory. Python 3.12.0
+        to 3.12.2 write no directory in the background: they could lose the last one.
+      save_frozen: whether to save the params that are not trained. False: a TrainState is saved
+        without the params that `tx` freezes by `ParamAttr(trainable=False)`, and with their
+        checksums. Loading then takes these params from the template, compares them, and refuses
+        others by name.
+      tx: the optimizer of the state, which `save_frozen=False` needs.
+
+    Returns:
+      The path of the file or the directory.
+
+    Raises:
+      OSError: the disk is full or cannot be written; nothing of the new file is left.
+      TypeError: the state has leaves that are no arrays, or no step; or `save_frozen=False` and it
+        is no TrainState.
+      ValueError: two arrays have the same name, or a name that cannot be saved; or
+        `save_frozen=False` without `tx`.
+    """
+    frozen = None
+    if not checks.flag("save_frozen", save_frozen):
+        if tx is None:
+            raise ValueError(
+                "save_checkpoint: save_frozen=False needs tx, the optimizer that says which params "
+                "are frozen"
+            )
+        frozen = FrozenParams(core.check_transform("save_checkpoint: tx", tx))
+    return write_checkpoint(
+        directory, state, history, step=step, keep=keep, sharded=sharded, background=background,
+        frozen=frozen,
+    )  # fmt: skip
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    state: PyTree,
+    history: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int = 2,
+    sharded: bool | None = None,
+    background: bool | None = None,
+    frozen: FrozenParams | None = None,
+) -> Path:
+    """Save as `save_checkpoint` does, without the frozen params if `frozen` is given."""
+    check_leaves("save_checkpoint: state", state)
+    number = _find_step(state) if step is None else checks.count("step", step, low=0)
+    if not isinstance(history, Mapping | None):
+        raise TypeError(
+            "save_checkpoint: history must be a mapping from names to arrays; "
+            f"got {checks.show(history)}"
+        )
+    for name, value in (("sharded", sharded), ("background", background)):
+        if value is not None:
+            checks.flag(name, value)
+    directory = to_path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    # The last save may still be written, and if it has failed, its error is due now.
+    wait_for_writes(directory)
+    sharded = _choose_sharded(directory, state, sharded)
+    backend: Backend = OrbaxDirectory() if sharded else NpzFile()
+    path = directory / f"step_{number:09d}{backend.suffix}"
+    is_last_finite = may_keep_last_loss(state, history or {})
+    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), RESERVED)
+    entries = dict(history or {})
+    if frozen is not None:
+        snapshot, entry = frozen.leave_out(snapshot)
+        entries |= entry
+    # Copies: the caller may go on with its history while a thread writes it.
+    beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
+    write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
+    # Old checkpoints go after the write: if it fails, they are still there.
+    start_write(directory, write, functools.partial(remove_oldest, path, keep))
+    is_lost_at_exit = sharded and not STARTS_THREADS_AT_EXIT
+    if is_lost_at_exit or not (sharded if background is None else background):
+        wait_for_writes(directory)
+    return path
+
+
+def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:
+    """Return whether to write a directory: as given, else as the store and the state need it.
+
+    A remote store needs it, and so does a state with arrays divided over devices, with orbax.
+
+    Raises:
+      ValueError: sharded=False for a store that takes only directories.
+    """
+    if is_remote(directory) and sharded is False:
+        raise ValueError(
+            f"sharded=False writes a file, but the store of {directory} takes only directories: "
+            "pass sharded=True"
+        )
+    if sharded is None:
+        return is_remote(directory) or is_directory_default(state)
+    return sharded
+
+
+def _find_step(state: PyTree) -> int:
+    """Return the step of a state, or of a population whose members have all made as many.
+
+    Raises:
+      TypeError: there is no field or key `step` of integers.
+      ValueError: members of a population have made different numbers of steps.
+    """
+    step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    if not tree.is_array(step) or not np.issubdtype(step.dtype, np.integer):
+        raise TypeError(
+            "save_checkpoint: state must be a TrainState, or have another field or key `step` that "
+            "is a scalar integer; else pass step=, the number in the name; "
+            f"got {checks.show(state)}"
+        )
+    steps = np.unique(np.asarray(step))
+    if len(steps) != 1:
+        raise ValueError(
+            f"save_checkpoint: the step of the {type(state).__name__} has shape {step.shape}, as a "
+            f"population has, and {len(steps)} different numbers: pass step=, the number in the "
+            "name"
+        )
+    return int(steps[0])
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
+) -> tuple[PyTree, dict[str, np.ndarray]]:
+    """Return the state and the history in one checkpoint, given by its path.
+
+    `restore_checkpoint` finds the newest checkpoint of a directory. Each array gets the sharding of
+    its array in the template. If the number of workers has changed, `rescale_residuals` converts
+    per-worker arrays.
+
+    Args:
+      path: a file or a directory that `save_checkpoint` wrote.
+      state: a template: a TrainState of the same run, or another tree like the one that was saved.
+      strict: as in `restore_checkpoint`.
+      only: as in `restore_checkpoint`.
+
+    Raises:
+      ValueError: the checkpoint is truncated, damaged, or from another run; or `only` matches
+        nothing.
+    """
+    wait_for_writes()
+    check_leaves("load_checkpoint: state", state)
+    loader = Loader(state, checks.flag("strict", strict), check_pattern("only", only))
+    return loader.warn_of_changes(path, loader.load(to_path(path)))
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    params: Params,
+    *,
+    only: Pattern | None = None,
+    average: bool | str = False,
+    model_state: PyTree = None,
+) -> Any:
+    """Return only the parameters in a checkpoint, for inference or to fine-tune them.
+
+    If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
+    `params`: pass the model that the run began with; the result has its frozen and the checkpoint's
+    trained parameters.
+
+    Args:
+      path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
+        for the newest intact checkpoint in it.
+      params: the parameters of the same model, as a template. The result has its structure, dtypes
+        and shardings. With `only`, it may also be a part of the model.
+      only: the params to load, a regular expression that must match a whole path, such as
+        "encoder/.*", or a function path -> bool; the others are taken from `params`.
+      average: whether to return the average of the params (`averaged_params`) that the optimizer
+        kept, or its name, if there are several. With "best", where `keep_best` saves, this is what
+        `evaluate_average` has judged best.
+      model_state: the model state, as a template, to load it as well; with `average`, its average,
+        if the run kept one.
+
+    Returns:
+      The params, or (params, model_state).
+
+    Raises:
+      ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes;
+        `only` matches none; it has no average, or several and `average` names none; or it lacks the
+        frozen params, and `params` has others.
+      FileNotFoundError: there is no checkpoint at `path`.
+      TypeError: `params` is a TrainState.
+    """
+    if isinstance(params, TrainState):
+        raise TypeError("load_params: params must be the parameters alone; got a TrainState")
+    wait_for_writes()
+    only = check_pattern("only", only)
+    # The loader selects some names; the step only makes the names of a TrainState.
+    template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState(), model_state)
+
+    def is_chosen(name: str) -> bool:
+        field, _, inner = name.partition("/")
+        if field == "params":
+            return matches(only, inner)
+        return field == "model_state" and model_state is not None
+
+    def read(path: Path) -> tuple[Loader, Loaded]:
+        loader = Loader(template, only=is_chosen)
+        if average:
+            loader = _with_average(loader, path, average, is_chosen)
+        state, history, changes = loader.load(path)
+        missing, extra = (
+            list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)
+        )
+        if wrong := misfits(missing, extra):
+            hint = "" if only is not None else ". To load some of them, pass only="
+            raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
+        return loader, (state, history, Changes([], [], []))
+
+    place = to_path(path)
+    if only is not None and not any(is_chosen(f"params/{p}") for p in tree.paths(params)):
+        raise ValueError(
+            f"load_params: only={only!r} matches no path of params; it has "
+            f"{tree.list_names(tree.array_paths(params))}"
+        )
+    found = find_newest(place, read)
+    if found is None:
+        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+            raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
+        found = place, read(place)
+    at, (loader, loaded) = found
+    state = loader.warn_of_changes(at, loaded)[0]
+    values, statistics = state.params, state.model_state
+    if average:
+        values = averaged_params(state.opt_state, values)
+        statistics = averaged_model_state(state.opt_state, statistics, None)
+    return values if model_state is None else (values, statistics)
+
+
+def _with_average(
+    loader: Loader, path: Path, average: bool | str, is_chosen: Callable[[str], bool]
+) -> Loader:
+    """Return a loader that also loads the average in a checkpoint.
+
+    Args:
+      loader: a loader of params.
+      path: the checkpoint.
+      average: True, or the name of the average.
+      is_chosen: tells whether an array of the params or the model state is loaded.
+
+    Raises:
+      ValueError: the checkpoint has no average, or several and `average` names none of them.
+    """
+    names = {*loader.list_names(path)}
+    found = find_averages(names)
+    if isinstance(average, str):
+        found = [name for name in found if f"/{average}/" in f"/{name}/"]
+    if len(found) != 1:
+        raise ValueError(
+            f"load_params: average={average!r} must tell one average in {path}; it has "
+            f"{tree.list_names(found) or 'none'}"
+        )
+    (name,) = found
+    given = loader.template
+    state = make_average_template(
+        name,
+        [x.removeprefix(f"{name}/") for x in names if x.startswith(f"{name}/")],
+        tree.map_named(
+            lambda p, x: x if is_chosen(f"params/{p}") else optax.MaskedNode(), given.params
+        ),
+        given.model_state,
+    )
+    head = name.rpartition("/")[0]
+    template = given._replace(opt_state=state)
+    wanted = {x for x, _ in arrays_with_names(state)}
+    return dataclasses.replace(
+        loader,
+        template=template,
+        only=lambda name: is_chosen(name) or name in wanted,
+        prefix=f"{head}/" if head else "",
+    )
+
+
+def restore_checkpoint(
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Return the state and the history of the newest intact checkpoint in `directory`.
+
+    Returns None if there is no checkpoint, so that a program can begin with
+    `restore_checkpoint(...) or (template, {})`. A damaged checkpoint is skipped with a warning that
+    names it, and the one before it is read. So is one whose params or loss are not finite, unless
+    there is no finite one. A directory may contain both kinds of checkpoints. In a
+    run of several processes, all must call it, and all get the newest checkpoint that any of them
+    has: processes without it write a copy of its file to their directories.
+
+    Args:
+      directory: where `save_checkpoint` wrote.
+      template: a TrainState of the same run, such as `step.init(params)`, or a tree like that which
+        was saved. The result is placed like it, on the same devices, and committed to them if its
+        arrays are.
+      strict: whether the checkpoint must have exactly the names of the template; names that only
+        report on a run may differ (`load_state_dict`). If False, missing arrays are taken from
+        the template, and superfluous ones are dropped.
+      only: the names to load, such as "params/.*": a regular expression that must match a whole
+        name, or a function name -> bool. Everything else, also the step, is taken from the
+        template, and `strict` is ignored. Names are as in `state_dict`, but step, params and
+        model_state lack "train/".
+
+    Frozen params that the checkpoint lacks (`save_frozen=False`) are taken from the template. Their
+    checksums must match the run's. The result shares these arrays with the template.
+
+    The learning rate comes from the checkpoint too, if it is a number; you get a warning if the
+    template has another one. With `strict=False` or `only`, one warning lists the names that were
+    carried over, are new, or were dropped. New float32 masters (`master_weights`) are made from the
+    loaded params. If the run saved the position of its iterator of batches, the history has it as
+    the bytes "batches".
+
+    Raises:
+      ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
+        params of the template differ from the run's.
+    """
+    found = restore_newest(directory, template, strict=strict, only=only)
+    if found is not None and only is None:
+        warn_of_rates(template, found[0], "call optfn.set_learning_rate")
+    return found
+
+
+def restore_newest(
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Restore as `restore_checkpoint` does, whatever the learning rates are."""
+    wait_for_writes()
+    place = to_path(directory)
+    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
+    check_leaves("restore_checkpoint: template", template)
+    found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
+    return None if found is None else loader.warn_of_changes(*found)
+
+
+def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
+    """Warn of the first learning rate that differs between a checkpoint and tx, and say which
+    counts. The checkpoint's counts if the rate is a number, and that of tx if it is an array.
+
+    Args:
+      given: the template, with the rates of tx.
+      found: the state of the checkpoint.
+      remedy: how to change the rate.
+    """
+    for old, new in _find_changed_rates(LearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
+            f"of tx, {new:g}. To change it, {remedy}"
+        )
+        return
+    for old, new in _find_changed_rates(GivenLearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
+            f"array, and not with that of its checkpoint, {old:g}"
+        )
+        return
+
+
+def _find_changed_rates(
+    kind: type[RateState], given: PyTree, found: PyTree
+) -> Iterator[tuple[float, float]]:
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs. A rate of 0
+    in the template does not count, because a template of zeros has no rate of tx."""
+    new, old = (numbers_of_rates(x, kind) for x in (given, found))
+    for name in new.keys() & old.keys():
+        if new[name] not in (0, old[name]):
+            yield old[name], new[name]

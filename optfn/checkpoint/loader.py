@@ -1,0 +1,189 @@
+"""Reading of checkpoints: arrays of a file or a directory in the place of a template's."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from optfn.checkpoint.changes import Changes, Misfit
+from optfn.checkpoint.directory import ENTRIES
+from optfn.checkpoint.frozen import FROZEN, compare_frozen, select_frozen
+from optfn.checkpoint.loading import load_named, to_host
+from optfn.checkpoint.newest import OtherRun, backend_of
+from optfn.checkpoint.snapshot import ABOUT, Snapshot, to_key_data
+from optfn.checkpoint.storage import NONFINITE
+from optfn.core import checks
+from optfn.core.tree import list_names
+from optfn.core.types import PyTree
+from optfn.leaves.patterns import Pattern, matches
+from optfn.mesh.state.bits import DecodedArrays
+from optfn.mesh.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
+from optfn.tables.sharded_table import unwrap_tables
+from optfn.train.state import TrainState
+
+HISTORY = "history/"
+_TRAIN = "train"  # the first word of the names of a TrainState
+# The names of the entries of a checkpoint that are not arrays of the state.
+RESERVED = (*ABOUT, HISTORY, NONFINITE, *ENTRIES)
+
+Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """Loads checkpoints into a template. `strict` and `only` are as in `restore_checkpoint`.
+
+    prefix: words in front of names of the checkpoint that the names of the template lack.
+    """
+
+    template: PyTree
+    strict: bool = True
+    only: Pattern | None = None
+    prefix: str = ""
+
+    @functools.cached_property
+    def like(self) -> Snapshot:
+        """The arrays of the template by name. Rows of divided tables are in stored order."""
+        return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
+
+    def list_names(self, path: Path) -> list[str]:
+        """Return the names of the arrays in a checkpoint, of which none is read."""
+        saved = backend_of(path).read(path, self.like, lambda name: False)
+        return [_public_name(name) for name in saved if not _is_beside(name)]
+
+    def load(self, path: Path) -> Loaded:
+        """Return (state, history, changes of names) of the checkpoint at a path.
+
+        Raises:
+          OtherRun: names or shapes do not fit the template, or `only` matches none.
+          ValueError: the checkpoint is damaged.
+        """
+        like = self.like
+        try:
+            saved = backend_of(path).read(path, like, self._is_read)
+        except ImportError:  # a missing package is no damage of the file
+            raise
+        except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
+            raise ValueError(f"{path} is truncated or damaged: {error}") from error
+        saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
+        saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
+        names = [name for name in saved if not _is_beside(name)]
+        chosen = self._select(path, names)
+        found = _rescale_to_template(like, {k: x for k, x in saved.items() if x is not None})
+        mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
+        is_of_a_run = f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState)
+        decoded = DecodedArrays(found)
+        history = {k.removeprefix(HISTORY): decoded[k] for k in found if k.startswith(HISTORY)}
+        try:
+            # `only` leaves names out on purpose.
+            is_strict = self.strict and self.only is None
+            state, changes = load_named(
+                self.template, mapping, strict=is_strict, shown=_public_name
+            )
+        except ValueError as error:
+            hint = _remedy(error)
+            if is_of_a_run:
+                hint = ". It has a TrainState; load_params loads the parameters alone"
+            raise OtherRun(f"{path} is from another run: {error}{hint}") from error
+        if self.only is not None and not changes.carried:
+            hint = ". It has a TrainState; load_params(path, params, only=) loads some params"
+            hint = hint if is_of_a_run else ""
+            raise OtherRun(
+                f"only={self.only!r} matches {list_names([*map(_public_name, chosen)])} in {path}, "
+                f"but no name of the template is among them{hint}"
+            )
+        left_out = [name for name in names if name not in chosen]
+        lists = changes.carried, changes.new, [*changes.dropped, *left_out]
+        return state, history, Changes(*([*map(_public_name, names)] for names in lists))
+
+    def _select(self, path: Path, names: Sequence[str]) -> set[str]:
+        """Return those of the names that are loaded. Raise an OtherRun if there are none."""
+        chosen = {*filter(self.is_selected, names)}
+        if chosen:
+            return chosen
+        states = [x.removesuffix(f"/{_TRAIN}/step") for x in names if x.endswith(f"/{_TRAIN}/step")]
+        if states:
+            raise OtherRun(
+                f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
+                f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
+            )
+        raise OtherRun(
+            f"only={self.only!r} matches no name in {path}; it has "
+            f"{list_names([_public_name(name) for name in names])}"
+        )
+
+    def is_selected(self, name: str) -> bool:
+        """Tell whether the array with this name is loaded."""
+        return matches(self.only, _public_name(name.removeprefix(self.prefix)))
+
+    def _is_read(self, name: str) -> bool:
+        """Tell whether an array is read: an entry beside the state always, else if it is selected.
+
+        Numbers of workers are read too, because conversions need them.
+        """
+        return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
+
+    def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
+        """Warn of changed names if loading is not strict or `only` is given, and return (state,
+        history). If the checkpoint has checksums of frozen params, the template's params are first
+        compared.
+
+        Raises:
+          ValueError: the checkpoint lacks its frozen params, and the template's differ from them.
+        """
+        state, history, changes = loaded
+        # Not in `load`: all processes take part in checksums, and one of them may load again.
+        if FROZEN in history:
+            entry = history.pop(FROZEN)
+            compare_frozen(path, entry, self.template, self.is_selected, _public_name)
+        if changes and (not self.strict or self.only is not None):
+            checks.warn(f"{path}: {changes}")
+        return state, history
+
+
+def _is_beside(name: str) -> bool:
+    """Tell whether a name is of the history or of the format, and not of an array of the state."""
+    return name in ABOUT or name.startswith(HISTORY)
+
+
+def _public_name(name: str) -> str:
+    """Return a name as `only` takes it: a field of a TrainState lacks "train/" in front.
+
+    The labels of the states of an optimizer come first too, and "train" may be one of them.
+    """
+    word, _, inner = name.partition("/")
+    is_field = word == _TRAIN and inner.split("/")[0] in TrainState._fields
+    return inner if is_field else name
+
+
+def _remedy(error: ValueError) -> str:
+    """Return the hint that names the argument with which the arrays that fit are loaded. If no
+    argument avoids the error, the hint is ""."""
+    if not isinstance(error, Misfit):
+        return ""
+    if error.arrays:
+        return ". To load some of the names, call restore_checkpoint with only="
+    return ". To load the names that are in both, call restore_checkpoint with strict=False"
+
+
+def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, Any]:
+    """Rescale the per-worker arrays of a mapping to the count of workers of a template.
+
+    If the counts agree, or one of them is unknown, the mapping is returned unchanged.
+    """
+    if PER_WORKER_KEY not in mapping or not like.per_worker:
+        return mapping
+    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
+    both = like.arrays, mapping
+    # In the state of a pmap each device has a copy of the count.
+    now, before = (
+        {int(n) for name in find_count_names(x, names) for n in np.ravel(to_host(x[name]))}
+        for x in both
+    )
+    if now == before or len(now) != 1 or not names:
+        return mapping
+    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())

@@ -1,0 +1,127 @@
+"""The arrays of a state as they are saved: a `Snapshot` names each of them once."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optfn.checkpoint.packed_state import unpack_state
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, PyTree
+from optfn.leaves.foreign import check_arrays
+from optfn.mesh.state.bits import DTYPES, encode_arrays
+from optfn.mesh.state.inventory import inventory
+from optfn.mesh.state.names import arrays_with_names
+from optfn.mesh.state.per_worker import has_per_worker_state
+from optfn.mesh.state.placement import PER_WORKER_KEY
+from optfn.tables.sharded_table import to_logical
+
+# The version of the format of `state_dict`; it increases when names or meanings change.
+VERSION = 1
+# The keys of a mapping of `state_dict` that name no array of the state.
+ABOUT = ("version", PER_WORKER_KEY, DTYPES)
+
+
+class Snapshot(NamedTuple):
+    """The arrays of a state by name, as a checkpoint has them.
+
+    state: the state with an array for each leaf: no buffers of packed params, and no padding.
+    arrays: its arrays by name.
+    per_worker: the sorted names of the arrays that differ between workers.
+    """
+
+    state: PyTree
+    arrays: dict[str, Any]
+    per_worker: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        state: PyTree,
+        reserved: Collection[str] = ABOUT,
+        arrange: Callable[[PyTree], PyTree] = to_logical,
+    ) -> "Snapshot":
+        """Return the snapshot of a state.
+
+        Args:
+          state: the state, of arrays on devices or on the host. On a mesh, rows of tables are sent
+            between devices, and in a run of several processes all must call it.
+          reserved: as for `check_array_names`.
+          arrange: what is done with tables whose rows are divided; by default rows are put into the
+            order of their ids.
+
+        Raises:
+          ValueError: names do not tell the arrays apart, or not every form of a checkpoint keeps
+            them.
+        """
+        plain = arrange(unpack_state(state))
+        named = list(arrays_with_names(plain))
+        check_array_names([name for name, _ in named], reserved)
+        per_worker: list[str] = []
+        if has_per_worker_state(plain):
+            per_worker = sorted(x.name for x in inventory(plain) if x.kept == "per_worker")
+        return cls(plain, dict(named), per_worker)
+
+    def without(self, left_out: Collection[str]) -> "Snapshot":
+        """Return the snapshot without the arrays of these names."""
+        kept = {name: x for name, x in self.arrays.items() if name not in left_out}
+        return self._replace(arrays=kept)
+
+    def to_mapping(self, beside: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the mapping of `state_dict`, of host arrays, and the arrays `beside` the state."""
+        # A reader on another number of workers must know which arrays to convert.
+        listed = {PER_WORKER_KEY: np.array(self.per_worker)} if self.per_worker else {}
+        arrays = encode_arrays({**self.arrays, **beside})
+        return {"version": np.asarray(VERSION), **listed, **arrays}
+
+
+def check_leaves(who: str, state: PyTree) -> None:
+    """Raise a TypeError unless every leaf of a state is an array, and a ValueError if one has no
+    path to be named by."""
+    check_arrays(who, state)
+    for name, x in tree.arrays_with_paths(state):
+        if tree.is_array(x) and not name:
+            raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
+        if not tree.is_array(x):
+            raise TypeError(
+                f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
+                f"{name or 'at the top'} is {checks.show(x)}"
+            )
+
+
+def to_key_data(x: Leaf) -> Leaf:
+    """Return the data of a typed PRNG key, because files keep no keys. Any other leaf is returned
+    unchanged."""
+    return jax.random.key_data(x) if isinstance(x, jax.Array) and tree.is_key(x) else x
+
+
+def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
+    """Raise a ValueError unless arrays with these names can be saved, in any form.
+
+    Args:
+      names: the names of arrays.
+      reserved: the names of other entries beside them; one that ends with "/" stands for all names
+        that begin with it.
+    """
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"state_dict: several arrays have the name {tree.list_names(repeated)}, because names "
+            'join the keys of a tree by "/". Rename one of their parameters'
+        )
+    cut = [name for name in names if "\0" in name]
+    if cut:
+        raise ValueError(
+            f"state_dict: the names {tree.list_names(cut)} have a NUL character, and zip files cut "
+            "a name there. Rename the parameters"
+        )
+    folders = tuple(word for word in reserved if word.endswith("/"))
+    taken = [name for name in names if name in reserved or name.startswith(folders)]
+    if taken:
+        raise ValueError(
+            f"state_dict: the names {tree.list_names(taken)} are those of other entries of a saved "
+            "state. Put the arrays into a dict with another key"
+        )

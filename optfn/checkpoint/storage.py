@@ -1,0 +1,101 @@
+"""The storage of checkpoints: directories of this machine and of object stores."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from optfn.checkpoint.snapshot import Snapshot
+from optfn.core import checks
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+
+# The mark of a checkpoint whose params or loss are not finite.
+NONFINITE = "nonfinite"
+
+# The end of the name of a checkpoint that is kept while another of the same step replaces it.
+ASIDE = ".aside"
+
+
+class Backend(Protocol):
+    """A way to store checkpoints, each at a path that the caller chooses.
+
+    suffix: the end of the names of such checkpoints.
+    """
+
+    suffix: str
+
+    def writer(
+        self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
+    ) -> Callable[[], None]:
+        """Return a function that writes a checkpoint as a whole. Any thread may call that function.
+
+        Args:
+          path: where; if there is a checkpoint, it is replaced.
+          snapshot: the arrays, PRNG keys as data. They may be overwritten at once.
+          beside: further arrays by name, of the host.
+          is_loss_finite: whether the last loss is; if it or params are not, the checkpoint is
+            marked.
+        """
+
+    def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the arrays of a checkpoint by name, with None for those that are not read.
+
+        Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
+        template may have the template's sharding; all others are host arrays. Arrays without
+        elements may be there although they are not read.
+
+        Args:
+          path: where the checkpoint is.
+          like: the snapshot of a state like the saved one, PRNG keys as data.
+          is_read: tells whether the array with a name is read; arrays of `beside` always are.
+
+        Raises:
+          Exception: of any kind, if an array is not as it was saved.
+        """
+
+    def is_finite(self, path: Path) -> bool:
+        """Tell whether a checkpoint lacks the mark. Nothing else of it is read."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, finished or not."""
+
+
+def to_path(directory: object) -> Path:
+    """Return the user's directory as an absolute Path, because the program may change its working
+    directory during a run. An address with "://" becomes a path of etils."""
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise TypeError(
+            f"the directory of checkpoints must be a path; got {checks.show(directory)}"
+        )
+    if not is_remote(directory):
+        return Path(directory).absolute()
+    epath = checks.optional_module("etils.epath", "orbax")
+    try:
+        path: Path = epath.Path(os.fspath(directory))
+        path.exists()  # the packages for a store are imported when it is first used
+    except KeyError:
+        raise ValueError(
+            f"{directory}: checkpoints must be in a directory, or in an object store that etils "
+            "knows, such as gs:// or s3://"
+        ) from None
+    except ImportError as error:
+        raise ImportError(f"{directory}: {error}") from error
+    return path
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is an address in an object store."""
+    return "://" in os.fspath(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk. On Windows it does nothing."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,79 @@
+"""The objective of a step that is left to the compiler, which divides the loss over a mesh.
+
+The loss sees whole arrays, as on one device, and XLA divides the work by the placements of params
+and batch, and by the constraints in the model.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from optfn.core import tree
+from optfn.core.types import Leaf, LeafKind, Updates
+from optfn.loss.loss_form import Inputs, Values
+from optfn.loss.microbatches import SplitExamples, split_in_order
+from optfn.loss.objective import Objective
+from optfn.mesh.collectives.mesh import constrain_sharding, count_devices, show_explicit_axes
+from optfn.mesh.layout.data_parallel import batch_spec
+from optfn.mesh.layout.mesh_layout import Layout
+
+
+def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
+    """Make an objective see explicit axes of a mesh, which are hidden in the rest of the step.
+
+    Params have the specs of the layout, examples are divided over the data axes, and all other
+    arrays are whole.
+    """
+
+    def specs_of(inputs: Inputs) -> Inputs:
+        whole: Any = P()
+        batch = jax.tree.map(lambda x: batch_spec(x, layout.data_axes), inputs.batch)
+        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole)
+
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))
+        result: tuple[Values, Updates] = shown(inputs)
+        return result
+
+    return run
+
+
+def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
+    """Make an objective return gradients that are divided as the layout says.
+
+    Otherwise the compiler may keep whole gradients of params that are whole, although the state is
+    divided. Rows and gradients of integers are returned unchanged.
+    """
+
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective(inputs)
+
+        def constrain(g: Leaf, spec: P) -> Leaf:
+            if isinstance(g, LeafKind) or not tree.is_inexact(g):
+                return g
+            padded = layout.pad_shape(jnp.shape(g), spec)
+            return constrain_sharding(g, layout.mesh, spec) if padded == g.shape else g
+
+        return values, tree.map(constrain, grads, layout.gradient_specs(inputs.params))
+
+    return run
+
+
+def split_over_devices(layout: Layout) -> SplitExamples:
+    """Return the function that splits an array into microbatches with examples of all devices.
+
+    Slices in order would each lie on few devices, which would send examples to the others. An array
+    that devices and microbatches together do not divide is sliced in order.
+    """
+    devices = count_devices(layout.mesh, layout.data_axes)
+
+    def split(x: jax.Array, count: int) -> jax.Array:
+        if x.shape[0] % (devices * count):
+            return split_in_order(x, count)
+        by_device = jnp.reshape(x, (devices, count, -1, *x.shape[1:]))
+        slices = split_in_order(jnp.swapaxes(by_device, 0, 1).reshape(x.shape), count)
+        return constrain_sharding(slices, layout.mesh, P(None, layout.data_axes))
+
+    return split

@@ -1,0 +1,138 @@
+"""FLOPs of a program, counted from its equations."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from optfn.loss.jaxprs.primitives import (
+    Convolution,
+    Equation,
+    Jaxpr,
+    as_branches,
+    as_convolution,
+    as_product,
+    as_while,
+    count_runs,
+    find_inner_jaxprs,
+    is_kernel,
+    is_recomputed,
+    moves_entries,
+    name_of,
+    type_of,
+)
+
+
+class UncountableError(Exception):
+    """The equations of a program do not tell its FLOPs."""
+
+
+def count_product_flops(equation: Equation) -> float | None:
+    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, else None.
+
+    The holes and the padding of a convolution, such as the gradient of a strided one has, do not
+    count.
+    """
+    if (product := as_product(equation)) is not None:
+        left = type_of(equation.invars[0]).shape
+        summed = math.prod(left[i] for i in product.summed)
+        return 2.0 * math.prod(type_of(equation.outvars[0]).shape) * summed / product.groups
+    convolution = as_convolution(equation)
+    return None if convolution is None else _count_convolution(convolution)
+
+
+def count_flops(equations: Iterable[Equation]) -> float:
+    """Return the FLOPs of equations: products, and 1 for each entry of any other result.
+
+    A scan counts all its turns, another loop one of them, and a cond its dearest branch.
+    """
+
+    def count(equation: Equation) -> float | None:
+        flops = count_product_flops(equation)
+        if flops is not None or find_inner_jaxprs(equation):
+            return flops
+        size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
+        return 0.0 if moves_entries(equation) else float(size)
+
+    return _add_up(equations, count, max)
+
+
+def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
+    """Return the FLOPs of the products of a program on all devices. A loop counts all its turns.
+
+    Products that run again in the backward pass under `jax.checkpoint` do not count, nor do those
+    under the `jax.named_scope` called `left_out`. Inside `shard_map` each device counts.
+
+    Raises:
+      UncountableError: a kernel, a loop of an unknown number of turns, or branches with different
+        products.
+    """
+
+    def count(equation: Equation) -> float | None:
+        if is_recomputed(equation) or left_out in str(equation.source_info.name_stack):
+            return 0.0
+        if is_kernel(equation):
+            raise UncountableError(f"the products of {name_of(equation)} are not known")
+        loop = as_while(equation)
+        if loop is not None and any(_add_up(x.eqns, count, choose) for x in loop[:2]):
+            raise UncountableError("a while loop does not say how often it runs")
+        return count_product_flops(equation) if loop is None else 0.0
+
+    def choose(branches: list[float]) -> float:
+        if len({*branches}) > 1:
+            raise UncountableError("the branches of a cond have different products")
+        return branches[0]
+
+    return _add_up(jaxpr.eqns, count, choose)
+
+
+def _add_up(
+    equations: Iterable[Equation],
+    count: Callable[[Equation], float | None],
+    choose: Callable[[list[float]], float],
+) -> float:
+    """Return the sum over equations, each as often as the devices together run it.
+
+    Args:
+      equations: the equations.
+      count: returns the amount of an equation; None: that of the functions inside of it.
+      choose: returns the amount of one of several branches.
+    """
+    total = 0.0
+    for equation in equations:
+        amount = count(equation)
+        if amount is None:
+            inner = [_add_up(jaxpr.eqns, count, choose) for jaxpr in find_inner_jaxprs(equation)]
+            are_branches = as_branches(equation) is not None
+            amount = choose(inner) if are_branches else sum(inner) * count_runs(equation)
+        total += amount
+    return total
+
+
+def _count_convolution(x: Convolution) -> float:
+    flops = 2.0 * x.examples * x.features * x.inputs
+    for window in x.windows:
+        flops *= count_pairs(
+            window.length, window.result, window.kernel, stride=window.stride, low=window.low,
+            hole=window.hole, apart=window.apart,
+        )  # fmt: skip
+    return flops
+
+
+def count_pairs(
+    size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
+    apart: int = 1,
+) -> int:  # fmt: skip
+    """Return how many pairs of a place of a kernel and an entry meet along a dimension.
+
+    Args:
+      size: entries of the array.
+      moves: entries of the result.
+      kernel: places of the kernel.
+      stride: by how much the kernel moves.
+      low: the padding in front.
+      hole: the distance of two entries of the array.
+      apart: the distance of two places of the kernel.
+    """
+    places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
+    return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))

@@ -1,0 +1,92 @@
+"""The equations of a program that its results need: compilers remove the others."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax.extend.core as jex
+
+from optfn.loss.jaxprs.primitives import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Scan,
+    Variable,
+    as_branches,
+    as_call,
+    as_collective,
+    as_scan,
+    find_inner_jaxprs,
+    has_side_effects,
+    is_barrier,
+)
+
+Marks: TypeAlias = list[bool]
+
+
+class Live(NamedTuple):
+    """An equation that the results need, how often it runs, and which of its results are needed.
+
+    A scan runs its body `length` times. Of several branches the last counts, as
+    `lax.cond(condition, true, false)` takes it where the condition holds. A while loop counts one
+    turn.
+    """
+
+    equation: Equation
+    times: int
+    needed: Marks
+
+
+def find_live(jaxpr: Jaxpr) -> list[Live]:
+    """Return the equations that the results of a jaxpr need, also those inside of its equations."""
+    return _follow(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
+def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
+    """Return which inputs the marked outputs need, and the equations that compute them."""
+    needed: set[Variable] = set()
+
+    def need(atoms: Sequence[Atom], marks: Sequence[bool]) -> None:
+        pairs = zip(atoms, marks, strict=True)
+        needed.update(a for a, mark in pairs if mark and not isinstance(a, jex.Literal))
+
+    need(jaxpr.outvars, outputs)
+    found: list[Live] = []
+    for equation in reversed(jaxpr.eqns):
+        marks = [v in needed for v in equation.outvars]
+        if any(marks) or has_side_effects(equation):
+            inputs, inside = _enter(equation, marks)
+            need(equation.invars, inputs)
+            found += [Live(equation, 1, marks), *inside]
+    return [v in needed for v in jaxpr.invars], found
+
+
+def _enter(equation: Equation, marks: Marks) -> tuple[Marks, list[Live]]:
+    """Return which operands the marked results of an equation need, and the equations inside."""
+    if (call := as_call(equation)) is not None:
+        return _follow(call.body, marks)
+    if (scan := as_scan(equation)) is not None:
+        return _follow_scan(scan, marks)
+    if is_barrier(equation) or as_collective(equation) is not None:
+        return marks, []
+    inner = find_inner_jaxprs(equation)
+    if as_branches(equation) is not None:
+        followed = [_follow(branch, marks) for branch in inner]
+        used = [any(column) for column in zip(*(inputs for inputs, _ in followed), strict=True)]
+        return [True, *used], followed[-1][1]
+    inside = [live for jaxpr in inner for live in find_live(jaxpr)]
+    return [True] * len(equation.invars), inside
+
+
+def _follow_scan(scan: Scan, marks: Marks) -> tuple[Marks, list[Live]]:
+    """Return which operands the marked results of a scan need: its carry by a fixed point."""
+    body, last = scan.body.jaxpr, scan.num_constants + scan.num_carry
+    carry, results = marks[: scan.num_carry], marks[scan.num_carry :]
+    while True:
+        inputs, inside = _follow(body, [*carry, *results])
+        before = inputs[scan.num_constants : last]
+        new = [a or b for a, b in zip(carry, before, strict=True)]
+        if new == carry:
+            break
+        carry = new
+    used = [*inputs[: scan.num_constants], *carry, *inputs[last:]]
+    return used, [x._replace(times=x.times * scan.length) for x in inside]

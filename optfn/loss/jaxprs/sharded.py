@@ -1,0 +1,273 @@
+"""Run a program on params that are shards: which equation gathers which param.
+
+A loss is traced for whole params, and its equations run on the shards that a device keeps:
+
+1. An operation on a param and literals, such as a cast, waits until the param is gathered.
+2. A jitted function and a `jax.checkpoint` run in the same way, with their gathers inside.
+3. A scan over stacked params takes the shards of all layers, and its body gathers its layer.
+4. Any other equation gathers the params that it reads.
+
+The backward pass gathers a layer again, so that no device ever keeps all layers. All other values
+are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
+`jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
+gathers inside and with the policy of its author. A scan whose layers are recomputed as a whole, as
+those of `scan_layers`, has a backward pass of its own (`recomputed_scan.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from optfn.loss.jaxprs.equations import (
+    Environment,
+    Value,
+    bind,
+    bindings,
+    read,
+    run_equations,
+    variables,
+)
+from optfn.loss.jaxprs.primitives import (
+    Checkpoint,
+    Equation,
+    Jaxpr,
+    Scan,
+    Variable,
+    as_call,
+    as_checkpoint,
+    as_scan,
+    find_inner_jaxprs,
+    is_composite,
+    name_of_value,
+    walk,
+)
+from optfn.loss.jaxprs.recomputed_scan import Order, scan_recomputed
+from optfn.loss.jaxprs.sharded_param import GATHERED, Operation, ShardedParam, gather_params
+
+# The name of the results of a `scan_layers` layer.
+LAYER = "optfn.layer"
+
+
+def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
+    """Return the results of an equation. A result that waits for its param is a ShardedParam."""
+    return _Interpreter(by_name=False).run_equation(equation, *operands)
+
+
+def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
+    """Tell whether some equation is a scan over arrays, which `run_on_shards` would find."""
+    for equation in equations:
+        scan = as_scan(equation)
+        if scan is not None and scan.split(equation.invars)[2]:
+            return True
+        entered = _find_entered(equation)
+        if entered is not None and has_scan_over_arrays(entered.eqns):
+            return True
+    return False
+
+
+def _find_entered(equation: Equation) -> Jaxpr | None:
+    """Return the jaxpr of a jitted function or of a checkpoint, or None for another equation."""
+    call = as_call(equation)
+    is_entered = call is not None and (call.is_jitted or as_checkpoint(equation) is not None)
+    return call.body if call is not None and is_entered else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interpreter:
+    """Runs equations whose operands may be ShardedParams.
+
+    by_name: whether a checkpoint around the equations looks for gathered arrays by their name.
+    """
+
+    by_name: bool
+
+    def run(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+        """Return the results of a jaxpr, gathered, for its constants and arguments."""
+        values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
+        values = run_equations(jaxpr.eqns, values, rule=self.run_equation)
+        return self.gather(read(values, jaxpr.outvars))
+
+    def gather(self, operands: Iterable[Value]) -> list[Value]:
+        """Return operands, with the whole value in place of each ShardedParam."""
+        return gather_params(operands, self.by_name)
+
+    def run_equation(self, equation: Equation, *operands: Value) -> list[Value]:
+        """Return the results of an equation: it waits, is entered, or gathers what it reads."""
+        if not any(isinstance(x, ShardedParam) for x in operands):
+            return bind(equation, *operands)
+        if (waiting := _delay(equation, operands)) is not None:
+            return [waiting]
+        if (checkpoint := as_checkpoint(equation)) is not None:
+            return _run_checkpoint(checkpoint, operands)
+        if (scan := as_scan(equation)) is not None:
+            return self._run_scan(equation, scan, operands)
+        call = as_call(equation)
+        if call is not None and call.is_jitted:
+            return self.run(call.body, [*call.constants, *operands])
+        return bind(equation, *self.gather(operands))
+
+    def _run_scan(self, equation: Equation, scan: Scan, operands: Sequence[Value]) -> list[Value]:
+        """Return the results of a scan, whose body gathers its layer of each stack of shards."""
+        constants, init, elements = scan.split(operands)
+        constants, init = self.gather(constants), self.gather(init)
+        stacks: list[Value] = []
+        for x in elements:
+            stack = x.divide_within_layers(scan.length) if isinstance(x, ShardedParam) else None
+            stacks += self.gather([x]) if stack is None else [stack]
+        if not any(isinstance(x, ShardedParam) for x in stacks):
+            return bind(equation, *constants, *init, *stacks)
+        jaxpr, constants = scan.body.jaxpr, [*scan.body.consts, *constants]
+        if not self.by_name and _is_recomputed(jaxpr):
+            run_layer = partial(_run_without_outer_call, jaxpr)
+            return scan_recomputed(run_layer, constants, init, stacks, Order(**scan.options))
+
+        def body(carry: list[Value], arrays: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+            pairs = zip(stacks, arrays, strict=True)
+            layers = [
+                x.layer(array) if isinstance(x, ShardedParam) else array for x, array in pairs
+            ]
+            results = _BodyInterpreter(by_name=False).run(jaxpr, [*constants, *carry, *layers])
+            return results[: len(carry)], results[len(carry) :]
+
+        arrays = [x.shard.array if isinstance(x, ShardedParam) else x for x in stacks]
+        carry, results = lax.scan(body, list(init), arrays, **scan.options)
+        return [*carry, *results]
+
+
+class _BodyInterpreter(_Interpreter):
+    """Runs the body of a scan, so that the backward pass is left no gathered layer.
+
+    The equations between two checkpoints of the loss run together in a checkpoint that keeps all
+    values but gathered ones; an outer checkpoint would override the policies of inner ones.
+    """
+
+    def run(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+        """Return the results of a jaxpr, gathered, for its constants and arguments."""
+        values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
+        together: list[Equation] = []
+        for i, equation in enumerate(jaxpr.eqns):
+            if (delayed := _delay_first(equation, values)) is not None:
+                values[equation.outvars[0]] = delayed
+            elif not _has_checkpoint(equation):
+                together.append(equation)
+            else:
+                _run_together(together, jaxpr, jaxpr.eqns[i:], values)
+                together = []
+                values = run_equations([equation], values, rule=self.run_equation)
+        _run_together(together, jaxpr, [], values)
+        return self.gather(read(values, jaxpr.outvars))
+
+
+def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None:
+    """Return a param with one more operation that waits, or None if an equation needs its value."""
+    operation = Operation.of(equation)
+    if operation is None:
+        return None
+    (variable,) = variables(equation.invars)
+    param = operands[equation.invars.index(variable)]
+    return dataclasses.replace(param, operations=(*param.operations, operation))
+
+
+def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None:
+    """Return `_delay` of an equation on these values, or None if it reads more than one param."""
+    reads = variables(equation.invars)
+    if len(reads) == 1 and isinstance(values.get(reads[0]), ShardedParam):
+        return _delay(equation, read(values, equation.invars))
+    return None
+
+
+def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[Value]:
+    """Return the results of a `jax.checkpoint`, with its gathers inside."""
+    policy = checkpoint.policy
+    run = jax.checkpoint(
+        partial(_Interpreter(by_name=True).run, checkpoint.body),
+        prevent_cse=checkpoint.prevent_cse,
+        policy=None if policy is None else _without_gathered(policy),
+    )
+    results: list[Value] = run(operands)
+    return results
+
+
+def _is_recomputed(jaxpr: Jaxpr) -> bool:
+    """Tell whether the backward pass recomputes all of a body from its inputs.
+
+    It does so in a layer of `scan_layers`, and in a body that is one checkpoint without a policy.
+    """
+    names = [name_of_value(e) for e in jaxpr.eqns]
+    calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
+    if LAYER in names or len(calls) != 1:
+        return LAYER in names
+    call, checkpoint = as_call(calls[0]), as_checkpoint(calls[0])
+    if call is not None and call.is_jitted:
+        return _is_recomputed(call.body)
+    return checkpoint is not None and checkpoint.policy is None
+
+
+def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
+    """Return the results of a jaxpr. A checkpoint or jit that is all of it runs as its inside.
+
+    The caller puts a checkpoint around it, in place of the one left out.
+    """
+    interpreter = _Interpreter(by_name=False)
+    calls = [e for e in jaxpr.eqns if name_of_value(e) is None]
+    if len(calls) != 1 or _find_entered(calls[0]) is None:
+        return interpreter.run(jaxpr, operands)
+    call = as_call(calls[0])
+    assert call is not None  # a jit or a checkpoint
+
+    def run_inside(*arguments: Value) -> list[Value]:
+        return _run_without_outer_call(call.body, [*call.constants, *arguments])
+
+    values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
+    instead = {id(calls[0]): run_inside}
+    values = run_equations(jaxpr.eqns, values, instead, interpreter.run_equation)
+    return interpreter.gather(read(values, jaxpr.outvars))
+
+
+def _run_together(
+    equations: Sequence[Equation], jaxpr: Jaxpr, later: Sequence[Equation], values: Environment
+) -> None:
+    """Add the results of equations to `values`, in a checkpoint that keeps all but gathered ones.
+
+    Args:
+      equations: equations without checkpoints.
+      jaxpr: the body that they belong to.
+      later: the equations after them.
+      values: the values of the variables before them.
+    """
+    made = {a for e in equations for a in e.outvars}
+    read_later = variables([*jaxpr.outvars, *(a for e in later for a in e.invars)])
+    results: list[Variable] = [a for a in read_later if a in made]
+    reads = [a for a in variables(a for e in equations for a in e.invars) if a in values]
+
+    def run(operands: Sequence[Value]) -> list[Value]:
+        rule = _Interpreter(by_name=True).run_equation
+        return read(run_equations(equations, bindings(reads, operands), rule=rule), results)
+
+    if any(isinstance(values[a], ShardedParam) for a in reads):
+        run = jax.checkpoint(run, prevent_cse=False, policy=_without_gathered(_keep_all))
+    values |= bindings(results, run(read(values, reads)))
+
+
+def _has_checkpoint(equation: Equation) -> bool:
+    """Tell whether an equation is a `jax.checkpoint`, or runs a function that has one."""
+    inside = (e for jaxpr in find_inner_jaxprs(equation) for e in walk(jaxpr))
+    return any(as_checkpoint(e) is not None for e in (equation, *inside))
+
+
+def _keep_all(*args: object, **params: object) -> bool:
+    """Return True: the policy of a checkpoint that keeps all values."""
+    return True
+
+
+def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a policy for a checkpoint that keeps what `policy` keeps, but no gathered array."""
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        return not is_composite(primitive, params, GATHERED) and policy(primitive, *args, **params)
+
+    return keeps

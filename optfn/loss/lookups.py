@@ -1,0 +1,347 @@
+"""The lookups of a loss: where the program that JAX traces reads rows of tables."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.lax import GatherDimensionNumbers, GatherScatterMode
+
+from optfn.loss.jaxprs.equations import (
+    Environment,
+    Equations,
+    Value,
+    bindings,
+    read,
+    variables,
+)
+from optfn.loss.jaxprs.primitives import (
+    Checkpoint,
+    Equation,
+    RowLookup,
+    Variable,
+    as_checkpoint,
+    as_row_lookup,
+    begins_product,
+    find_inner_jaxprs,
+    is_lookup,
+    keeps_entries,
+    name_of,
+    stops_gradient,
+    type_of,
+)
+from optfn.loss.jaxprs.sharded import run_on_shards
+from optfn.loss.jaxprs.sharded_param import gather_params
+from optfn.mesh.collectives.devices import Devices
+from optfn.tables.rows import Rows
+from optfn.tables.tables import count_rows, lookup_rows
+
+
+class _Source(NamedTuple):
+    """The origin of a variable: a table, and the operations on its entries that were applied."""
+
+    table: Variable
+    casts: tuple[Equation, ...]
+
+
+class _Lookup(NamedTuple):
+    """An equation that reads whole rows of a table, one for each id.
+
+    The casts of the table are made of the rows instead, whose gradient then has the dtype of the
+    table.
+    """
+
+    equation: Equation
+    how: RowLookup
+    source: _Source
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the loss stops the gradient of the table before it looks rows up."""
+        return any(map(stops_gradient, self.source.casts))
+
+    def ids(self, table: Any, indices: list[Value]) -> jax.Array:
+        """Return the ids that the equation looks up, as int32. An id out of range remains out of
+        range, at the same end of the table.
+
+        Args:
+          table: the table, (R, …), or its shape and dtype.
+          indices: the operands of the equation after the table.
+        """
+        count, axes = table.shape[0], self.how.index_axes
+        if self.how.start is not None:
+            return jnp.asarray(self.how.start, jnp.int32)
+        if axes is None:
+            return _within(indices[0], count)
+        at = axes.index(0)
+        ids = _within(indices[0][..., at], count)
+        if len(axes) > 1 and self.how.mode != GatherScatterMode.CLIP:
+            # The other axes are read whole: the only start that is in range is zero.
+            starts = jnp.delete(indices[0], at, axis=-1, assume_unique_indices=True)
+            ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
+        return ids
+
+    def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Fetch the rows of `ids` from a table, or from the owners of its shards, (*ids.shape, …).
+        Ids out of range are read as the mode of the equation says."""
+        row, fill = table.shape[1:], self.how.fill
+        if owners is None:
+            last = tuple(range(ids.ndim, ids.ndim + len(row)))
+            numbers = GatherDimensionNumbers(last, (0,), (0,))
+            rows: jax.Array = lax.gather(
+                table, ids[..., None], numbers, (1, *row), mode=self.how.mode, fill_value=fill
+            )
+            return rows
+        # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
+        inside = jnp.clip(ids, 0, count_rows(owners, table) - 1)
+        rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
+        if self.how.mode == GatherScatterMode.FILL_OR_DROP:
+            is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
+            rows = jnp.where(is_inside, rows, jnp.nan if fill is None else fill)
+        return rows
+
+    def result(self, program: Equations, rows: jax.Array) -> jax.Array:
+        """Return the result of the equation from its rows, (*ids.shape, …)."""
+        rows = program.run(self.source.casts, {self.source.table: rows})[self.equation.invars[0]]
+        kept, places = self.how.kept, self.how.offset_dims
+        if places is None:
+            return rows[None]
+        num_axes = len(type_of(self.equation.invars[0]).shape) - 1  # of a row
+        rows = rows.reshape(*rows.shape[: rows.ndim - num_axes], *kept)
+        return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), places)
+
+    def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
+        """Return for each id the row that gets its gradient. For an id out of range this is the
+        nearest row in mode `CLIP`, and in any other mode `num_rows`, which is padding."""
+        if self.how.mode == GatherScatterMode.CLIP:
+            return jnp.clip(ids, 0, num_rows - 1)
+        return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
+
+
+class TracedLoss:
+    """A traced loss: its lookups of tables run first, then the rest of it, on rows and shards.
+
+    An input is a table, a ShardedParam or an array, and there may be no table. All equations but
+    lookups run by `run_on_shards`, which gathers params, in a scan a layer at a time.
+
+    Args:
+      program: the program.
+      paths: for each of its inputs the path of the table that it is, or None.
+      values: the inputs that it was traced with.
+      owners: the devices that keep the rows, if the inputs have shards of tables; None if these
+        are whole.
+
+    tables: the numbers of the inputs that are tables.
+
+    Raises:
+      TypeError: the program does something else with a table.
+    """
+
+    def __init__(
+        self,
+        program: Equations,
+        paths: Sequence[str | None],
+        values: Sequence[Any],
+        owners: Devices | None = None,
+    ) -> None:
+        self._program = _with_lookups_before_checkpoints(program, paths, values)
+        self._owners = owners
+        self.tables = [i for i, path in enumerate(paths) if path is not None]
+        path_of = _map_table_paths(self._program, paths)
+        self._sources = _find_table_sources(self._program, path_of)
+        # A cast of a table would make a whole array: lookups read the table, and cast the rows.
+        casts = {id(e) for source in self._sources.values() for e in source.casts}
+        live = [e for e in self._program.find_live_equations() if id(e) not in casts]
+        self._equations = live
+        self._lookups = _find_lookups(self._program, live, self._sources, path_of)
+
+    def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Run the equations that the lookups depend on, and return the ids and the rows of each
+        lookup."""
+        ids, rows = [], []
+
+        def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
+            ids.append(lookup.ids(type_of(lookup.source.table), list(indices)))
+            rows.append(lookup.fetch(self._owners, table, ids[-1]))
+            return [lookup.result(self._program, rows[-1])]
+
+        instead = {id(x.equation): partial(run, x) for x in self._lookups}
+        outputs = [x.equation.outvars[0] for x in self._lookups]
+        needed = set(map(id, self._program.find_equations(outputs)))
+        equations = [e for e in self._equations if id(e) in needed]
+        self._program.run(equations, self._values_of(inputs), instead, run_on_shards)
+        return ids, rows
+
+    def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
+        """Return the result of the program for its inputs and the rows of each lookup."""
+
+        def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
+            return [lookup.result(self._program, rows)]
+
+        pairs = zip(self._lookups, rows, strict=True)
+        instead = {id(x.equation): partial(result, x, r) for x, r in pairs}
+        values = self._program.run(self._equations, self._values_of(inputs), instead, run_on_shards)
+        outputs = gather_params(read(values, self._program.outputs))
+        return self._program.structure.unflatten(outputs)
+
+    def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[int, Rows]:
+        """Join the gradients of rows into the Rows of each table, by the index of its input. A
+        lookup behind a stopped gradient adds no rows."""
+        found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
+        for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
+            if not x.is_constant:
+                table = type_of(x.source.table)
+                indices = x.indices_of_gradient(i, table.shape[0])
+                found.setdefault(x.source.table, []).append(
+                    (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
+                )
+        variables_of = {i: self._program.inputs[i] for i in self.tables}
+        return {i: _join_rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
+
+    def _values_of(self, inputs: Sequence[Value]) -> Environment:
+        """Return the values of the inputs, and of casts of tables, which lookups read uncast."""
+        known = bindings(self._program.inputs, inputs)
+        return known | {v: known[source.table] for v, source in self._sources.items()}
+
+
+def _within(ids: jax.Array, count: int) -> jax.Array:
+    """Return int32 ids unchanged. Ids of another dtype are converted, and those out of range become
+    −1 or `count`."""
+    if ids.dtype == jnp.int32:
+        return ids
+    limits = jnp.iinfo(ids.dtype)
+    inside = jnp.clip(ids, max(-1, limits.min), min(count, limits.max))
+    return inside.astype(jnp.int32)
+
+
+def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:
+    """Return the path of each table, by its variable."""
+    return {v: p for v, p in zip(program.inputs, paths, strict=True) if p is not None}
+
+
+def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
+    """Map each variable of a program that is a table, or a cast of one, to its `_Source`."""
+    found = {v: _Source(v, ()) for v in tables}
+    for equation in program.equations:
+        if keeps_entries(equation) and (used := _find_used_tables(equation, found)):
+            source = found[used[0]]
+            found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
+    return found
+
+
+def _find_used_tables(equation: Equation, sources: dict[Variable, _Source]) -> list[Variable]:
+    """Return the operands of an equation that are tables or casts of tables, each once."""
+    return [v for v in variables(equation.invars) if v in sources]
+
+
+def _find_lookups(
+    program: Equations,
+    equations: Sequence[Equation],
+    sources: dict[Variable, _Source],
+    path_of: dict[Variable, str],
+) -> list[_Lookup]:
+    """Return a `_Lookup` for each equation that looks up rows of a table. Raise a TypeError if a
+    table is used in another way.
+
+    Args:
+      program: the program.
+      equations: the equations of the program that may use tables.
+      sources: the variables that are tables or casts of them.
+      path_of: the path of each table.
+    """
+    found = []
+    for equation in equations:
+        used = _find_used_tables(equation, sources)
+        if not used:
+            continue
+        how = as_row_lookup(equation) if used == equation.invars[:1] else None
+        if how is None:
+            raise _make_misuse_error(equation, path_of[sources[used[0]].table])
+        found.append(_Lookup(equation, how, sources[used[0]]))
+    for v in variables(program.outputs):
+        if v in sources:
+            raise _make_dense_use_error(path_of[sources[v].table], "it is returned")
+    return found
+
+
+def _make_misuse_error(equation: Equation, path: str) -> TypeError:
+    """Return the error for an equation that uses a table in another way than to look rows up."""
+    name, where = name_of(equation), source_info_util.summarize(equation.source_info)
+    if find_inner_jaxprs(equation):
+        return TypeError(
+            f"table {path!r} is used inside the body of {name}, where lookups cannot be found "
+            f"({where}). Look the rows up before it, and pass them in"
+        )
+    if begins_product(equation):
+        name += ": a matrix product, as of a tied or one-hot embedding, has a gradient in all rows"
+    elif is_lookup(equation):
+        name = f"{name} of other parts than whole rows, one for each integer id"
+    return _make_dense_use_error(path, f"{name}; {where}")
+
+
+def _make_dense_use_error(path: str, use: str) -> TypeError:
+    """Return the error for a table at `path` that the loss uses as a whole, in the way `use`."""
+    return TypeError(
+        f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
+        f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
+    )
+
+
+def _with_lookups_before_checkpoints(
+    program: Equations, paths: Sequence[str | None], values: Sequence[Any]
+) -> Equations:
+    """Retrace a program so that it looks rows up before its checkpoints, which then get no table. A
+    program whose checkpoints use no table is returned unchanged.
+
+    The arguments are the same as for `TracedLoss`.
+    """
+    tables = _map_table_paths(program, paths)
+    sources = _find_table_sources(program, tables)
+    instead = {}
+    for e in program.equations:
+        checkpoint, used = as_checkpoint(e), _find_used_tables(e, sources)
+        if checkpoint is not None and used:
+            path_of = {v: tables[sources[v].table] for v in used}
+            inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
+            instead[id(e)] = partial(_run_checkpoint_on_rows, checkpoint, inner)
+    return program.retrace(instead, values) if instead else program
+
+
+def _run_checkpoint_on_rows(
+    checkpoint: Checkpoint, paths: Sequence[str | None], *operands: Value
+) -> list[Value]:
+    """Run the lookups of a checkpoint, then the checkpoint with their rows as inputs, and return
+    its results."""
+    body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(checkpoint.body, ())), *operands)
+    inner = TracedLoss(body, paths, operands)
+    dense = [i for i, path in enumerate(paths) if path is None]
+
+    def rest(values: list[Value], rows: list[jax.Array]) -> Any:
+        inputs = list(operands)
+        for i, x in zip(dense, values, strict=True):
+            inputs[i] = x
+        return inner.value(inputs, rows)
+
+    _, rows = inner.look_up(operands)
+    run = jax.checkpoint(rest, prevent_cse=checkpoint.prevent_cse, policy=checkpoint.policy)
+    return jax.tree.leaves(run([operands[i] for i in dense], rows))
+
+
+def _join_rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
+    """Return the row-sparse gradient of a table, which has the rows of all its lookups. Without a
+    lookup it is one row of padding.
+
+    Args:
+      table: the shape and dtype of the table.
+      parts: the indices and the values of rows, of each lookup.
+    """
+    num_rows, row = table.shape[0], table.shape[1:]
+    # If there is no lookup, return one row of padding.
+    count = 0 if parts else 1
+    indices = [jnp.full(count, num_rows, jnp.int32), *(i for i, _ in parts)]
+    values = [jnp.zeros((count, *row), table.dtype), *(g for _, g in parts)]
+    return Rows(jnp.concatenate(indices), jnp.concatenate(values), num_rows)

@@ -1,0 +1,201 @@
+"""A loss as a program on its params, of which some are tables, or shards that a device keeps.
+
+JAX traces the loss once, for whole params, and then equations decide:
+
+    an equation reads rows of a table     the rows are looked up before, and have the gradient
+    it uses a table in another way        a TypeError, with the line of the loss
+    it needs a sharded param              the param is gathered
+    a scan takes a stack of such params   its body gathers a layer at a time
+
+`lookups.py` finds the first two, `loss/jaxprs/sharded.py` the last two.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optfn.core import tree
+from optfn.core.types import Leaf, LeafKind, Params, Updates
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.loss.jaxprs.equations import Equations
+from optfn.loss.jaxprs.sharded import has_scan_over_arrays
+from optfn.loss.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
+from optfn.loss.lookups import TracedLoss
+from optfn.mesh.collectives.devices import Devices
+from optfn.tables.rows import check_num_rows
+from optfn.tables.tables import count_rows, send_gradients
+
+
+class LossProgram:
+    """A loss as a program on its params, traced once. Without tables and ShardedParams the loss
+    function is called instead.
+
+    Args:
+      loss_fn: params -> loss, or (loss, aux).
+      params: the params. A leaf may be a ShardedParam; the loss gets its whole array.
+      tables: the pattern of the paths of tables; None if there are none.
+      owners: the devices that keep the rows, if params have shards of tables; None if these are
+        whole.
+
+    Raises:
+      TypeError: a table is not a floating-point array with rows, or the loss does something else
+        with a table than to look rows up.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Params], Any],
+        params: Params,
+        tables: Pattern | None = None,
+        owners: Devices | None = None,
+    ) -> None:
+        self._loss_fn, self._owners = loss_fn, owners
+        self._counts: jax.Array | None = None
+        self._leaves, self._structure = jax.tree.flatten(params, is_leaf=is_sharded_param)
+        self._program: TracedLoss | None = None
+        self._equations: Equations | None = None
+        if tables is not None or any(map(is_sharded_param, self._leaves)):
+            self._equations, self._program = self._trace(params, tables)
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether gathers, or owners of rows, average gradients inside of the backward pass."""
+        return self._owners is not None or any(map(is_sharded_param, self._leaves))
+
+    def with_counts(self, params: Params, counts: jax.Array) -> "LossProgram":
+        """Return this program, not traced again, with gradients that are zeros unless `counts`.
+
+        Args:
+          params: the same params, whose shards know `counts` too.
+          counts: whether this device's gradients count.
+        """
+        program = copy.copy(self)
+        program._leaves = jax.tree.leaves(params, is_leaf=is_sharded_param)
+        program._counts = counts
+        return program
+
+    def _trace(self, params: Params, tables: Pattern | None) -> tuple[Equations, TracedLoss | None]:
+        """Trace the loss, and return its equations and the TracedLoss that runs them on tables and
+        shards. For a loss with neither tables nor scans over arrays the second is None, and the
+        loss runs on gathered params."""
+        whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
+        chosen = patterns.match_names(tables, whole, "tables")
+
+        def enter(place: tree.Place, x: Leaf) -> Leaf:
+            if str(place) not in chosen:
+                return x
+            _check_table(str(place), x)
+            # In a shard, negative ids would count from its end.
+            table = x if self._owners is None else _divided_table_shape(x, self._owners)
+            check_num_rows(f"table {str(place)!r} has", table.shape[0])
+            return table
+
+        traced = tree.map_named(enter, whole)
+        # Lookups are found among equations outside of calls, so jitted functions are inlined for
+        # tables. For params alone they stay calls, which `run_on_shards` enters.
+        program = Equations(self._loss_fn, traced, inline=bool(chosen))
+        if not chosen and not has_scan_over_arrays(program.equations):
+            return program, None
+        paths = [path if path in chosen else None for path in tree.array_paths(whole)]
+        return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
+
+    def value(self) -> Any:
+        """Return the loss at the params."""
+        rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
+        return self._value(self._leaves, rows)
+
+    def value_and_grad(
+        self,
+        has_aux: bool = False,
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> tuple[Any, Updates]:
+        """Return the loss at the params and its gradients, a tree like params.
+
+        The gradient of a table is `Rows`, at their owners if there are some. The gradient of a
+        ShardedParam is the gradient of its shard.
+
+        Args:
+          has_aux: whether the loss returns auxiliary data too.
+          transform: a transformation of the loss after its lookups; None leaves it as it is.
+        """
+        program = self._program
+        tables = [] if program is None else program.tables
+        dense = [i for i in range(len(self._leaves)) if i not in tables]
+        ids, rows = ([], []) if program is None else program.look_up(self._leaves)
+
+        def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
+            leaves = list(self._leaves)
+            for i, x in zip(dense, values, strict=True):
+                leaves[i] = x
+            return self._value(leaves, rows)
+
+        value, (grads, row_grads) = jax.value_and_grad(
+            loss_of_rows if transform is None else transform(loss_of_rows),
+            argnums=(0, 1),
+            has_aux=has_aux,
+            allow_int=True,
+        )([self._leaves[i] for i in dense], rows)
+        # The gather of a ShardedParam knows whether this device's gradient counts.
+        found = {
+            i: g.shard.array if isinstance(g, ShardedParam) else keep_if(self._counts, g)
+            for i, g in zip(dense, grads, strict=True)
+        }
+        if program is not None:
+            for i, g in program.gradients(ids, row_grads).items():
+                rows = keep_if(self._counts, g)
+                found[i] = rows if self._owners is None else send_gradients(self._owners, rows)
+        return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
+
+    def whole_params(self) -> Params:
+        """Return the params, with shapes and dtypes of whole arrays in place of shards."""
+        leaves = [_whole_shape(x) for x in self._leaves]
+        whole: Params = jax.tree.unflatten(self._structure, leaves)
+        return whole
+
+    def evaluate(self, params: Params) -> Any:
+        """Return the result of the loss for whole params."""
+        if self._equations is None:
+            return self._loss_fn(params)
+        return self._equations.evaluate(jax.tree.leaves(params))
+
+    def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
+        if self._program is not None:
+            return self._program.value(leaves, rows)
+        return self.evaluate(jax.tree.unflatten(self._structure, gather_params(leaves)))
+
+
+def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
+    """Replace gradients by zeros unless `counts` is true. Integers, and all gradients if `counts`
+    is None, are returned unchanged."""
+
+    if counts is None:
+        return grads
+
+    def keep(g: Leaf) -> Leaf:
+        if isinstance(g, LeafKind):
+            return g.map(keep)
+        return jnp.where(counts, g, jnp.zeros_like(g)) if tree.is_inexact(g) else g
+
+    return tree.map_arrays(keep, grads)
+
+
+def _whole_shape(x: Leaf) -> Leaf:
+    """Return the shape and dtype of the whole array of a ShardedParam. Any other leaf is returned
+    unchanged."""
+    return x.shard.whole_type() if isinstance(x, ShardedParam) else x
+
+
+def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
+
+
+def _check_table(path: str, leaf: Leaf) -> None:
+    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
+        raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
+    if not leaf.ndim or not leaf.shape[0]:
+        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")

@@ -1,0 +1,156 @@
+"""A loss that is a mean: a total, and the weight that divides it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optfn.core import numerics
+from optfn.core.checks import show
+from optfn.core.types import Params, PyTree
+from optfn.loss.jaxprs.dependence import find_dependent_leaves
+from optfn.mesh.collectives.axes import Axes, axis_size
+
+
+class Mean(NamedTuple):
+    """A mean, total/weight, that the examples of a batch have a part in.
+
+        mean = ∑ total / ∑ weight
+
+    Return it as a loss, as a number of aux, or from an evaluation, where a plain number would be a
+    mean over examples that count alike. The sums run over all examples of an update: over workers,
+    microbatches, and the calls of `accumulate`; the gradient is that of the quotient. Examples of
+    weight 0 add nothing, whatever their total. An update whose weights add up to 0 changes no
+    param.
+
+    total: the sum, a real scalar, such as the loss of all tokens.
+    weight: what the sum is divided by, a real scalar or integer ≥ 0, such as the number of tokens.
+
+    >>> import jax.numpy as jnp, optfn
+    >>> def loss_fn(params, batch):
+    ...     x, mask = batch
+    ...     return optfn.Mean(jnp.sum(mask * (x * params) ** 2), jnp.sum(mask))
+    >>> step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), microbatches=2)
+    >>> batch = jnp.arange(4.0), jnp.array([1.0, 1.0, 0.0, 1.0])
+    >>> state, metrics = step(step.init(jnp.ones(())), batch)
+    >>> round(float(metrics["loss"]), 3), int(metrics["weight"])
+    (3.333, 3)
+    """
+
+    total: Any
+    weight: Any
+
+
+def is_mean(x: object) -> TypeGuard[Mean]:
+    """Tell whether an object is a `Mean`."""
+    return isinstance(x, Mean)
+
+
+def check_mean(who: str, mean: Mean) -> Mean:
+    """Return a Mean of arrays, the total in float32 or wider, and 0 where the weight is 0.
+
+    Raises:
+      TypeError: a number is not real, or is something else than a number.
+      ValueError: they have different shapes.
+    """
+    for name, x in mean._asdict().items():
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            raise TypeError(f"{who}: the {name} of a Mean must be a number; got {show(x)}")
+        if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise TypeError(f"{who}: the {name} of a Mean must be real; got {jnp.result_type(x)}")
+    if jnp.shape(mean.total) != jnp.shape(mean.weight):
+        raise ValueError(
+            f"{who}: total and weight of a Mean must have the same shape; got "
+            f"{jnp.shape(mean.total)} and {jnp.shape(mean.weight)}"
+        )
+    dtype = numerics.accumulator_dtype(jnp.promote_types(jnp.result_type(mean.total), jnp.float16))
+    total, weight = jnp.asarray(mean.total, dtype), jnp.asarray(mean.weight)
+    return Mean(jnp.where(weight == 0, 0, total), weight)
+
+
+def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    """Return a device's share of a mean over the devices along some axes, and the sum of weights.
+
+        share = N·total / ∑ weight,  N the number of devices
+
+    The mean of the shares is ∑ total / ∑ weight, and the mean of their gradients its gradient.
+    """
+    total, weight = mean.total, mean.weight.astype(mean.total.dtype)
+    totals, weights = lax.stop_gradient((total, weight))
+    if axes:
+        totals, weights = lax.psum((totals, weights), axes)
+    quotient = totals / nonzero(weights)
+    return _divide(total, weight, _divisor_of_share(weights, axes), quotient), weights
+
+
+def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
+    """Return the factor that turns a device's own quotient, total/weight, into its share.
+
+    Args:
+      mean: the device's mean.
+      weights: the sum of the weights, as `take_share` returns it.
+      axes: the axes of the devices.
+    """
+    return mean.weight.astype(weights.dtype) / _divisor_of_share(weights, axes)
+
+
+def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
+    """Return the mean weight of the devices along some axes."""
+    return nonzero(weights) / (axis_size(axes) if axes else 1)
+
+
+@jax.custom_vjp
+def _divide(
+    total: jax.Array, weight: jax.Array, divisor: jax.Array, quotient: jax.Array
+) -> jax.Array:
+    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight.
+
+    A weight that no param changes has no gradient, and then XLA drops the sum of totals too.
+    """
+    return total / divisor
+
+
+_divide.defvjp(
+    lambda total, weight, divisor, quotient: (total / divisor, (divisor, quotient)),
+    lambda kept, g: (g / kept[0], -g * kept[1] / kept[0], *map(jnp.zeros_like, kept)),
+)
+
+
+def nonzero(weight: jax.Array) -> jax.Array:
+    """Return a weight, or 1 for 0, so that a total of 0 without weight has the mean 0."""
+    return jnp.where(weight == 0, 1, weight)
+
+
+def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return ∑ weight·value / ∑ weight along the leading axis, or 0 where all weights are 0."""
+    return jnp.sum(weights * values, 0) / nonzero(jnp.sum(weights, 0))
+
+
+def divide_means(values: PyTree) -> PyTree:
+    """Replace each Mean in a tree by its quotient, NaN for 0/0."""
+    return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
+
+
+def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) -> None:
+    """Raise a ValueError if a weight has a gradient with respect to params.
+
+    Args:
+      weight_of: params -> weight.
+      params: the params, or their shapes and dtypes.
+    """
+
+    def pull_back(params: Params, factor: jax.Array) -> Params:
+        weight, pull = jax.vjp(weight_of, params)
+        return pull(factor.astype(weight.dtype))
+
+    marks = jax.tree.map(lambda x: False, params), True
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    if any(jax.tree.leaves(find_dependent_leaves(pull_back, (params, scalar), marks))):
+        raise ValueError(
+            "the weight of the loss, a Mean, depends on the params, and with microbatches or "
+            "`accumulate` its gradient needs the loss of all of them first. Stop it, "
+            "optfn.Mean(total, jax.lax.stop_gradient(weight)), or take the whole batch at once"
+        )

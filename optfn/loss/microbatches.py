@@ -1,0 +1,226 @@
+"""Microbatches: equal slices of a batch, run one after another.
+
+Only the activations of one microbatch are kept at a time, which saves memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optfn.core import leafwise, numerics, tree
+from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
+from optfn.loss.jaxprs.equations import Equations
+from optfn.loss.loss_form import Inputs, Values
+from optfn.loss.mean import average_by_weight, nonzero
+from optfn.loss.objective import Objective
+from optfn.mesh.collectives.means import sum_dtype
+from optfn.mesh.collectives.mesh import count_devices, explicit_sharding, make_zeros
+
+Carry = TypeVar("Carry")
+# (an array of a batch, the number of its slices) -> the slices, along a new leading axis
+SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
+
+
+def split_in_order(x: jax.Array, count: int) -> jax.Array:
+    """Return `count` equal slices of an array along its leading axis, one after another.
+
+    Explicit axes then divide each slice; without them the compiler chooses.
+    """
+    shape = (count, jnp.shape(x)[0] // count, *jnp.shape(x)[1:])
+    placement = explicit_sharding(x)
+    if placement is None:
+        return jnp.reshape(x, shape)
+    spec = PartitionSpec(None, *placement.spec)
+    return lax.reshape(x, shape, out_sharding=NamedSharding(placement.mesh, spec))
+
+
+def scan_batch(
+    fn: Callable[[Carry, Batch, jax.Array], tuple[Carry, PyTree]],
+    carry: Carry,
+    batch: Batch,
+    count: int,
+    argument: str,
+    split: SplitExamples = split_in_order,
+) -> tuple[Carry, PyTree]:
+    """Scan fn(carry, microbatch, number) over `count` equal slices of a batch.
+
+    Slices are taken along leading axes; a scalar is the same in each slice.
+
+    Args:
+      fn: returns the next carry, and results that are stacked.
+      carry: the first carry.
+      batch: the arrays to slice.
+      count: the number of slices.
+      argument: the name of the user's argument that gives `count`, for errors.
+      split: returns the slices of an array along a new leading axis; the default takes them in
+        order.
+
+    Returns:
+      The last carry and the stacked results, as `lax.scan` returns them.
+
+    Raises:
+      ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
+    """
+    check_slices(batch, count, argument)
+    slices = jax.tree.map(lambda x: split(x, count) if jnp.ndim(x) else None, batch)
+
+    def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
+        number, arrays = numbered
+        # A scalar of the batch has no slices, and is the same in all of them.
+        microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
+        return fn(carry, microbatch, number)
+
+    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
+    return result
+
+
+def check_slices(batch: Batch, count: int, argument: str) -> None:
+    """Raise a ValueError unless each leading axis splits into `count` slices of equal size.
+
+    If explicit axes divide it, they must divide each slice too.
+    """
+    for path, x in tree.arrays_with_paths(batch):
+        if not jnp.ndim(x):
+            continue
+        leaf, size = f"leaf {path!r}" if path else "it", jnp.shape(x)[0]
+        if size % count:
+            raise ValueError(
+                f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
+                f"{leaf} has length {size}"
+            )
+        placement = explicit_sharding(x)
+        if placement is None:
+            continue
+        along = placement.spec[0]
+        devices = count_devices(cast("Mesh", placement.mesh), along)  # only its sizes are read
+        if size // count % devices:
+            raise ValueError(
+                f"{argument}={count}: the {devices} devices along {along!r} must divide each of "
+                f"the {count} slices of the batch; {leaf} has length {size}"
+            )
+
+
+def average_microbatches(
+    objective: Objective, count: int, split: SplitExamples = split_in_order
+) -> Objective:
+    """Make an objective split its batch into `count` microbatches, and average its results over
+    them. For a count of 1 the objective is returned unchanged.
+
+    Loss, gradients and floating-point aux are means over the microbatches, by weight if the loss is
+    a `Mean`; integers in aux are summed. Each microbatch passes the model state to the next, and
+    has a key and a step of its own. Dense gradients are added up in float32 or wider; rows are
+    joined. `split` is the argument of `scan_batch`.
+    """
+    if count == 1:
+        return objective
+
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
+        batch = inputs.batch
+        check_slices(batch, count, "microbatches")
+        first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, batch)
+        first = _select_microbatch(inputs, inputs.model_state, first, jnp.arange(count)[0], count)
+        # The sums need the structure and dtypes of the gradients of a microbatch. One trace serves
+        # for all of them.
+        traced = Equations(objective, first, inline=False)
+        _, like = traced.shapes
+
+        def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
+            state, totals = carry
+            own = _select_microbatch(inputs, state, microbatch, number, count)
+            values, grads = traced.evaluate(jax.tree.leaves(own))
+            rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
+            totals = tree.map(partial(_add_gradient, values.weight), totals, grads)
+            return (values.model_state, totals), (values._replace(model_state=None), rows)
+
+        start = inputs.model_state, tree.map(_make_total, like)
+        carry, (values, rows) = scan_batch(body, start, batch, count, "microbatches", split)
+        state, totals = carry
+        divisor: int | jax.Array = count
+        if values.weight is not None:
+            divisor = nonzero(jnp.sum(values.weight))
+            rows = _scale_rows(rows, values.weight * (count / divisor))
+        grads = tree.map(partial(_divide_total, count, divisor), like, totals, rows)
+        return _combine_values(values, state), grads
+
+    return run
+
+
+def _combine_values(values: Values, model_state: PyTree) -> Values:
+    """Return the values of all microbatches from theirs, stacked, and the last model state."""
+    loss, weight, aux = values.loss, values.weight, combine_microbatches(values.aux)
+    if weight is None:
+        return Values(jnp.mean(loss), model_state, aux)
+    return Values(average_by_weight(loss, weight), model_state, aux, jnp.sum(weight))
+
+
+def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
+    """Multiply the rows of each microbatch, stacked, by its factor."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        along = factors.reshape(-1, *[1] * (x.ndim - 1))
+        return (x.astype(numerics.accumulator_dtype(x.dtype)) * along).astype(x.dtype)
+
+    return tree.map(lambda r: r.map(scale) if isinstance(r, LeafKind) else r, rows)
+
+
+def _select_microbatch(
+    inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
+) -> Inputs:
+    """Return the inputs of one of `count` microbatches, with a key and a step of its own.
+
+    The step counts microbatches since step 0, so that packets differ between microbatches.
+    """
+    key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+    step = inputs.step * count + number
+    return inputs._replace(model_state=model_state, batch=microbatch, key=key, step=step)
+
+
+def _make_total(g: Leaf) -> Leaf:
+    """Return zeros of the shape of g, in float32 or wider. If g has rows, or is an integer's
+    gradient, it returns None."""
+    if isinstance(g, LeafKind) or not tree.is_inexact(g):
+        return None
+    return make_zeros(g.shape, numerics.accumulator_dtype(g.dtype), g)
+
+
+def _add_gradient(weight: jax.Array | None, total: Leaf, g: Leaf) -> Leaf:
+    """Return total + weight·g in the dtype of the total, and without a weight total + g. For a
+    gradient that is not added up it returns None."""
+    if total is None:
+        return None
+    g = leafwise.cast(g, total.dtype)
+    return total + (g if weight is None else g * numerics.scalar(weight, g))
+
+
+def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+    """Return the mean gradient of a leaf.
+
+    Args:
+      count: the number of microbatches.
+      divisor: what the sum is divided by, the number or the weight of all microbatches.
+      g: a gradient of one microbatch, which has the dtype of the mean.
+      total: the sum of dense gradients, or None.
+      rows: the rows of all microbatches, stacked, or None.
+    """
+    if total is not None:
+        by = divisor if isinstance(divisor, int) else numerics.scalar(divisor, total)
+        return leafwise.cast(total / by, g.dtype)
+    if isinstance(rows, LeafKind):
+        return rows.sum_leading().map(lambda x: x / count)
+    return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))
+
+
+def combine_microbatches(values: PyTree) -> PyTree:
+    """Combine values along their leading axis: means of floats, sums of integers, the first key."""
+
+    def combine(x: jax.Array) -> jax.Array:
+        if tree.is_key(x):
+            return x[0]
+        return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=sum_dtype(x))
+
+    return jax.tree.map(combine, values)

@@ -1,0 +1,256 @@
+"""The shards of params that a device keeps for its loss, and `scan_layers`."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import source_info_util
+from jax.sharding import PartitionSpec as P
+
+from optfn.core import tree
+from optfn.core.checks import show
+from optfn.core.types import Leaf, Params, PyTree
+from optfn.loss.jaxprs.sharded import LAYER
+from optfn.loss.jaxprs.sharded_param import ShardedParam
+from optfn.mesh.collectives.axes import Axes, Division, join_axes
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.collectives.packets import MIN_SIZE
+from optfn.mesh.layout.mesh_layout import Layout, ParamEntry
+from optfn.mesh.layout.shards import compiler_slices, gather_shard
+
+
+class RecordedGather(NamedTuple):
+    """A gather in a program that is traced.
+
+    path: the path of the leaf.
+    layer_bytes: the bytes of a layer, if a scan gathers the leaf by layers; else None.
+    source: the line that needs it.
+    """
+
+    path: str
+    layer_bytes: int | None
+    source: source_info_util.SourceInfo
+
+
+# The gathers so far, where somebody asks for them.
+_recorded: ContextVar[list[RecordedGather] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def record_gathers() -> Iterator[list[RecordedGather]]:
+    """Yield a list that collects the gathers of the programs that are traced in this context, in
+    order."""
+    found: list[RecordedGather] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "step", "counts"],
+    meta_fields=["divisions", "slices", "layout", "mean_axes", "path", "is_layer"],
+)
+@dataclasses.dataclass(frozen=True)
+class LeafShard:
+    """The shard of a leaf of params that a device keeps, and how the whole leaf is gathered.
+
+    array: the shard.
+    step: the number of the training step, for packets; None if the array is sent as it is.
+    divisions: the dimensions that shard axes divide.
+    slices: how axes that are left to the compiler divide the leaf; see `compiler_slices`.
+    layout: how params are divided.
+    mean_axes: the worker axes over which the gather averages the gradient.
+    counts: whether this device's gradient counts in the mean, else zeros do; None if it does.
+    path: the path of the leaf.
+    is_layer: whether it is one layer of the leaf, in a scan.
+    """
+
+    array: jax.Array
+    step: jax.Array | None
+    divisions: tuple[Division, ...]
+    slices: P
+    layout: Layout
+    mean_axes: Axes
+    counts: jax.Array | None
+    path: str = ""
+    is_layer: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        array: jax.Array,
+        entry: ParamEntry,
+        layout: Layout,
+        step: jax.Array,
+        counts: jax.Array | None = None,
+    ) -> "LeafShard | None":
+        """Return the LeafShard of a device's array. If shard axes do not divide the leaf, return
+        None."""
+        divisions = tuple(layout.divisions(entry.spec))
+        if not divisions:
+            return None
+        size = array.size * count_devices(
+            layout.mesh, join_axes(*(names for _, names in divisions))
+        )
+        has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
+        number = step if has_packets and size >= MIN_SIZE else None
+        slices = compiler_slices(entry.spec, layout)
+        return cls(array, number, divisions, slices, layout, entry.mean_axes, counts, entry.path)
+
+    @functools.cached_property
+    def _gathered(self) -> dict[Any, jax.Array]:
+        return {}
+
+    def gather(self, dtype: Any = None) -> jax.Array:
+        """Gather the whole array in `dtype`, or in its own dtype for None. It is cast before it is
+        sent, but packets are made of the uncast array.
+
+        A second call returns the same array, so that its gradient is reduced once.
+        """
+        # The loss may read a param in several places, of which each would add a reduce-scatter.
+        if dtype not in self._gathered:
+            how = self.divisions, self.slices, self.layout, self.step, self.mean_axes, self.counts
+            self._gathered[dtype] = gather_shard(self.array, *how, dtype)
+            self._record(self._gathered[dtype])
+        return self._gathered[dtype]
+
+    def _record(self, whole: jax.Array) -> None:
+        recorded = _recorded.get()
+        if recorded is not None:
+            size = whole.size * self.array.dtype.itemsize if self.is_layer else None
+            recorded.append(RecordedGather(self.path, size, source_info_util.current()))
+
+    def whole_type(self) -> Any:
+        """Return the shape and dtype of the whole array."""
+        with record_gathers():  # this is none of the program's
+            return jax.eval_shape(lambda shard: shard.gather(), self)
+
+    def divide_layers(self) -> "LeafShard | None":
+        """Return this array divided within each layer. If its layers are divided, an all-to-all
+        exchanges them for a shard of each layer.
+
+        A scan needs a shard of each layer. The result is None if the number of shards divides no
+        further dimension of a layer: the scan then takes the whole array.
+        """
+        first, *remaining = self.divisions
+        if first.dimension > 0:
+            return self
+        dimension = self._find_layer_dimension()
+        if dimension is None:
+            return None
+        divisions = (Division(dimension, first.axes), *remaining)
+        array = self._exchange_layers(dimension, first.axes)
+        return dataclasses.replace(self, array=array, divisions=divisions)
+
+    def _find_layer_dimension(self) -> int | None:
+        """Return the first undivided dimension of a layer that the devices can divide, or None."""
+        count = count_devices(self.layout.mesh, self.divisions[0].axes)
+        divided = {division.dimension for division in self.divisions}
+        divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
+        for dimension, size in enumerate(self.array.shape):
+            if dimension not in divided and size % count == 0:
+                return dimension
+        return None
+
+    def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
+        """Send whole layers, and receive a shard of each layer."""
+        shards: jax.Array = lax.all_to_all(self.array, names, dimension, 0, tiled=True)
+        return shards
+
+    def group_layers(self, groups: int) -> "LeafShard | None":
+        """Return this array, which is divided within each layer, as (groups, layers of a group, …).
+        If an axis that is left to the compiler divides the layers, return None."""
+        if any(entry is not None for entry in self.slices[:1]):
+            return None
+        array = self.array.reshape(groups, -1, *self.array.shape[1:])
+        divisions = tuple(Division(d + 1, names) for d, names in self.divisions)
+        return dataclasses.replace(
+            self, array=array, divisions=divisions, slices=P(None, *self.slices)
+        )
+
+    def layer(self, array: jax.Array) -> "LeafShard":
+        """Return the shard of one layer of this array, which is divided within each layer."""
+        divisions = tuple(Division(d - 1, names) for d, names in self.divisions)
+        return dataclasses.replace(
+            self, array=array, divisions=divisions, slices=P(*self.slices[1:]), is_layer=True
+        )
+
+
+def wrap_shards(
+    params: Params,
+    entries: PyTree,
+    layout: Layout,
+    step: jax.Array,
+    counts: jax.Array | None = None,
+) -> Params:
+    """Return params with a ShardedParam in place of each leaf that shard axes divide.
+
+    Tables stay arrays: a loss only looks up their rows.
+
+    Args:
+      params: the shards that a device keeps.
+      entries: a ParamEntry for each leaf of the whole params.
+      layout: how params are divided.
+      step: the number of the training step, for packets.
+      counts: whether this device's gradients count in the mean; None if they do.
+    """
+
+    def wrap(entry: ParamEntry, x: Leaf) -> Leaf:
+        shard = None if entry.is_table else LeafShard.of(x, entry, layout, step, counts)
+        return x if shard is None else ShardedParam(shard)
+
+    return jax.tree.map(wrap, entries, params)
+
+
+def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
+    """Apply the layers of stacked params one after the other: x = fn(layer, x) for each.
+
+    This is `jax.lax.scan`, and in the loss for `make_train_step(..., shard="params")` the backward
+    pass also recomputes the activations inside each layer. As in every scan over params there, a
+    device never holds all layers at once: the layers are gathered one at a time, in the forward
+    pass and again in the backward pass. A device keeps its shard of all layers, one whole layer,
+    and x after each layer; a `jax.checkpoint` around fn changes nothing.
+
+    Args:
+      fn: a function (params of one layer, x) -> x.
+      stacked: params with the layers along the leading axis of each leaf; you may cast them first.
+      x: the input of the first layer, a tree of arrays.
+
+    Returns:
+      The output of the last layer, a tree like x.
+
+    Raises:
+      TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
+      ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
+    """
+    if not callable(fn):
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {show(fn)}")
+    if isinstance(stacked, list):
+        raise TypeError(
+            f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
+            "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
+        )
+    layers = tree.unwrap_transparent(stacked)
+    shapes = [np.shape(x) for x in jax.tree.leaves(layers)]
+    if len({shape[:1] for shape in shapes}) > 1:
+        raise ValueError(
+            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
+            f"shapes {', '.join(map(str, shapes))}"
+        )
+
+    def body(x: PyTree, layer: PyTree) -> tuple[PyTree, None]:
+        # By this name `loss/jaxprs/sharded.py` finds the layer; elsewhere the name does nothing.
+        return checkpoint_name(fn(layer, x), LAYER), None
+
+    return lax.scan(body, x, layers)[0]

@@ -1,0 +1,1 @@
+"""The mesh: collectives over its axes, what compilers make of them, layouts, states on it."""

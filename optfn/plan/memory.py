@@ -1,0 +1,275 @@
+"""A plan of a training step: the bytes that each device keeps and sends, by way of sharding."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from optfn import core
+from optfn.core import numerics, tree
+from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree
+from optfn.interop.modules import check_split
+from optfn.leaves import patterns
+from optfn.leaves.packed import pack
+from optfn.leaves.patterns import Pattern
+from optfn.loss.jaxprs.equations import Equations
+from optfn.loss.jaxprs.liveness import find_live
+from optfn.loss.jaxprs.primitives import Jaxpr, as_collective
+from optfn.loss.scans import record_gathers
+from optfn.mesh.collectives.axes import Axes, AxisName, exclude_axes, join_axes, restrict_spec
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout.mesh_layout import Layout
+from optfn.mesh.layout.sharding import Kind
+from optfn.mesh.state.inventory import find_whole_matrices
+from optfn.plan.memory_plan import MemoryPlan
+from optfn.plan.planned_loss import (
+    PlannedLoss,
+    find_whole_gathers,
+    plan_any_loss,
+    plan_users_loss,
+)
+from optfn.train.options import StepArguments
+from optfn.train.step import TrainStep, find_layout
+
+
+def plan_memory(
+    tx: optax.GradientTransformation,
+    params: Params,
+    mesh: Mesh | AbstractMesh,
+    *,
+    shard: Kind | None = None,
+    data_axis: AxisName = "data",
+    tables: Pattern | None = None,
+    shard_tables: bool = False,
+    lookups: int | None = None,
+    microbatches: int = 1,
+    packed: bool = False,
+    value_and_grad: bool = False,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
+    reduce_dtype: DType | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Batch = None,
+    model_state: PyTree = None,
+) -> MemoryPlan:
+    """Return the bytes that a way of sharding a model takes, without allocating anything.
+
+    With N workers, P bytes of params, G of gradients and S of state:
+
+        shard       params  state  sent
+        None        P       S      2(N − 1)/N·G
+        "state"     P       S/N    (N − 1)/N·(G + P)
+        "params"    P/N     S/N    (N − 1)/N·(G + P)
+
+    The bytes sent are those of the step's collectives: it is traced, and each collective that its
+    results need counts as often as its loops run, although a compiler may move it out of one. So
+    they differ from this table where the step does. With "params" a leaf that a scan takes is sent
+    P once more, because the backward pass gathers layers again. A leaf that N does not divide, or
+    that is too small to divide (see `sharded`), is averaged by an all-reduce. With `gather=` or
+    `reduce=` packets are sent.
+
+    Activations and the batch are not counted.
+
+    Args:
+      tx: an optimizer, however wrapped.
+      params: arrays or ShapeDtypeStructs.
+      mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that you do not have yet.
+      shard: as for `make_train_step`.
+      data_axis: as for `make_train_step`.
+      tables: as for `make_train_step`; with `shard` or `shard_tables` their rows are divided.
+      shard_tables: as for `make_train_step`.
+      lookups: n, how many ids a device looks up in each table in a step; None: rows are not
+        counted. With rows of b bytes, the gradients of whole tables take (N − 1)·n·(b + 4) bytes.
+        If the rows are divided, each owner is asked for c ids, forward and backward, which takes
+        2(N − 1)·c·(b + 4) bytes. c is somewhat more than n/N if all ids are different, and less if
+        some are repeated.
+      microbatches: as for `make_train_step`. With "params" each of them gathers params and reduces
+        gradients, unless you use `sharded(..., gather_once=True)`.
+      packed: as for `make_train_step`.
+      value_and_grad: whether you pass a `value_and_grad` to the step, which sees whole params.
+      local_steps: as for `make_train_step`; `sent` then counts a round. With "state" params are
+        gathered once in each step, and once more after the round.
+      outer: as for `make_train_step`.
+      reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
+      loss_fn: (params, batch) -> loss, or (loss, aux); with `model_state` (params, model_state,
+        batch) -> (loss, model_state). None: a loss that scans each `Stacked`, and reads each other
+        leaf once.
+      batch: the batch of all devices, arrays or their shapes, as for `TrainStep.lower`. `loss_fn`
+        is traced with the examples of one microbatch of a device, rounded up.
+      model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
+
+    Raises:
+      TypeError: params are a model that must be split first; the error has the line that does so.
+      ValueError: `loss_fn` needs `batch`, which is missing.
+    """
+    tx = core.check_transform("plan_memory: tx", tx)
+    check_split("plan_memory", params)
+    devices = count_devices(mesh, data_axis)  # raises unless the mesh has these axes
+    if isinstance(mesh, AbstractMesh):
+        mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    mesh = cast("Mesh", mesh)  # a step is traced for it, and not compiled
+    options = StepArguments(
+        lambda *arguments: jnp.zeros(()), tx, mesh=mesh, shard=shard, data_axis=data_axis,
+        tables=tables, shard_tables=shard_tables, microbatches=microbatches, packed=packed,
+        local_steps=local_steps, outer=outer, reduce_dtype=reduce_dtype,
+        model_state=loss_fn is not None and model_state is not None,
+    )  # fmt: skip
+    layout = find_layout(options)
+    assert layout is not None
+    parts = devices * microbatches * local_steps
+    if loss_fn is None:
+        rows = patterns.match_names(tables, params, "tables")
+        ids = dict.fromkeys(rows, lookups // microbatches) if lookups else {}
+        loss, model_state = plan_any_loss(layout, params, ids, rows, parts), None
+    else:
+        loss = plan_users_loss(loss_fn, params, model_state, batch, layout, parts)
+    step = TrainStep(_with_loss(options, loss, value_and_grad))
+    state, examples = step.shapes(params, loss.batch, model_state)
+    with record_gathers() as gathers:
+        traced = step.compiled.trace(*step.list_arguments(state, examples))
+    whole: Mapping[str, str] = {}
+    layers = {x.path: x.layer_bytes for x in gathers if x.layer_bytes is not None}
+    if loss.program is not None:
+        divided = _find_divided(layout, params)
+        whole = find_whole_gathers(loss.program, tree.array_paths(params), divided, gathers)
+    stored = jax.eval_shape(pack if packed else lambda x: x, params)
+    held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
+    return MemoryPlan(
+        _count_bytes(state.params),
+        _count_bytes(state.opt_state),
+        _count_gradients(tx, stored, layout, held, patterns.match_names(tables, stored, "tables")),
+        round(
+            _count_sent(traced.jaxpr.jaxpr, mesh, layout.data_axes)
+            + _count_padded(layout, stored, local_steps)
+        ),
+        _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
+        whole,
+    )
+
+
+def _with_loss(options: StepArguments, loss: PlannedLoss, is_wrapped: bool) -> StepArguments:
+    """Return options with a loss, or with its gradient as `value_and_grad`."""
+    if is_wrapped:
+        gradient = jax.value_and_grad(loss.fn, allow_int=True)
+        return dataclasses.replace(options, loss_fn=None, value_and_grad=gradient)
+    return dataclasses.replace(options, loss_fn=loss.fn, has_aux=loss.has_aux)
+
+
+def _find_divided(layout: Layout, params: Params) -> list[str]:
+    """Return the paths of the leaves that data axes divide between steps."""
+    entries = jax.tree.leaves(layout.describe(params))
+    return [entry.path for entry in entries if layout.divisions(entry.spec)]
+
+
+def _count_sent(program: Jaxpr, mesh: Mesh, along: Axes) -> float:
+    """Return the bytes that each device sends in the collectives of a program along data axes."""
+    sent = 0.0
+    for live in find_live(program):
+        collective = as_collective(live.equation)
+        if collective is not None and not {*along}.isdisjoint(collective.axes):
+            devices = collective.group or count_devices(mesh, collective.axes)
+            sent += live.times * collective.count_sent(devices, live.needed)
+    return sent
+
+
+def _count_padded(layout: Layout, params: Params, local_steps: int) -> float:
+    """Return the bytes that each device sends for leaves whose layers are padded: the compiler
+    moves these (`gather_new_params`), so no equation of the step shows them."""
+    n, sent = layout.num_shards, 0.0
+    for entry in jax.tree.leaves(layout.describe(params)):
+        padded = layout.pad_shape(entry.shape, entry.gradient_spec)
+        if padded == entry.shape or entry.is_table:
+            continue
+        once = (n - 1) / n * math.prod(padded) * jnp.dtype(entry.dtype).itemsize
+        if layout.divisions(entry.spec):
+            # Gradient and params go to the devices with their layers, and the update back.
+            sent += local_steps * 3 * once / n
+        else:
+            # New params are gathered in each step of a round, and once more after it.
+            sent += once * (local_steps + 1 if local_steps > 1 else 1)
+    return sent
+
+
+def _count_gradients(
+    tx: optax.GradientTransformation,
+    params: Params,
+    layout: Layout,
+    layers: Mapping[str, int],
+    tables: Collection[str],
+) -> int:
+    """Return the bytes of the gradients that a device holds before they are reduced.
+
+    Args:
+      tx: the optimizer.
+      params: the shapes of params as they are stored.
+      layout: how params are divided.
+      layers: the bytes of a layer of each leaf that only scans gather. Its gradient is reduced
+        layer by layer, so a device holds one layer, and its shard of all layers.
+      tables: the paths of tables, whose gradients are rows.
+    """
+    read, total = _find_read_gradients(tx, params), 0
+    for entry in jax.tree.leaves(layout.describe(params)):
+        if entry.path not in read or entry.path in tables:
+            continue
+        spec = entry.gradient_spec
+        undivided = restrict_spec(spec, exclude_axes(join_axes(*spec), layout.data_axes))
+        whole = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
+        whole //= count_devices(layout.mesh, join_axes(*undivided))
+        is_held_by_layers = entry.path in layers
+        layer = layers.get(entry.path, 0)
+        total += layer + whole // layout.num_shards if is_held_by_layers else whole
+    return total
+
+
+def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
+    """Trace the update, and return the paths of the leaves whose gradients it reads. If it cannot
+    be traced, the paths of all leaves with gradients are returned.
+
+    An exchange cannot be traced outside of a mesh.
+    """
+    named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
+    extended = optax.with_extra_args_support(tx)
+
+    def update(arrays: list[jax.Array], state: OptState, params: Params) -> PyTree:
+        remaining = iter(arrays)
+
+        def gradient(p: Leaf) -> Leaf:
+            return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
+
+        grads, loss = jax.tree.map(gradient, params), jnp.zeros(())
+        extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
+        return extended.update(grads, state, params, **extra)
+
+    arrays = [p for _, p in named]
+    # A transform of another library may fail in any way here; its gradients then all count.
+    with contextlib.suppress(Exception):
+        program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
+        needed = program.find_dependencies(program.outputs)
+        inputs = zip(named, program.inputs, strict=False)
+        return [path for (path, _), variable in inputs if variable in needed]
+    return [path for path, _ in named]
+
+
+def _find_gathered(state: OptState, params: Params, layout: Layout) -> tuple[str, ...]:
+    """Return the paths of matrices that devices divide, but whose rule needs them whole.
+
+    A leaf that is divided only along its axes of stacked layers has whole matrices.
+    """
+    entries = jax.tree.leaves(layout.describe(params))
+    divided = {entry.path for entry in entries if any(entry.gradient_spec[entry.stacked :])}
+    whole = find_whole_matrices(state, tree.paths(params))
+    return tuple(path for path in whole if path in divided)
+
+
+def _count_bytes(values: PyTree) -> int:
+    """Return the bytes of arrays on each device, from shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(values)
+    )

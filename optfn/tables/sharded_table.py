@@ -1,0 +1,318 @@
+"""Tables whose rows are dealt out to the devices in turn, but are read in natural order.
+
+With N devices, row r of a table is on device r mod N, as its row r // N. Ids are often numbered by
+frequency, and this deals frequent ids out evenly. No PartitionSpec can express this, so the array
+of a `ShardedTable` has all rows of device 0, then all rows of device 1, and so on. The optimizer
+works on this array, and its state for the table has the same order. Outside of a training step,
+arrays have the natural order; `to_logical` and `to_physical` convert them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn.core import checks, tree
+from optfn.core.traits import traits
+from optfn.core.types import DType, Leaf, PyTree
+from optfn.mesh.collectives import mesh as meshes
+from optfn.mesh.collectives.axes import Axes, to_axes
+from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.state.per_worker import PerWorker
+from optfn.tables.tables import find_places
+
+# The attributes that the array of stored rows shares with the table, or has for it.
+_OF_STORED = ("shape", "dtype", "ndim", "size", "sharding", "addressable_shards")
+
+
+@traits(transparent=True)
+@jax.tree_util.register_pytree_with_keys_class
+class ShardedTable:
+    """A table that is read in natural order, and whose rows are dealt out to the devices in turn.
+
+    It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
+    `table[ids]` returns rows, and it has the attributes of the table; only `sharding` and
+    `addressable_shards` describe the stored rows. It is a pytree node with one array, the stored
+    rows, and does not change paths. The state of an optimizer has such a node in the same place.
+
+    Args:
+      stored: the rows, device by device; or an array of the optimizer's state for them.
+      owners: the devices that keep the rows.
+      num_rows: R, the number of rows of the table.
+    """
+
+    def __init__(self, stored: PyTree, owners: Devices, num_rows: int) -> None:
+        self.stored, self.owners, self.num_rows = stored, owners, num_rows
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Devices, int]]:
+        """Return the stored array with its key, and as static data the owners and the row count."""
+        key = jax.tree_util.GetAttrKey("stored")
+        return [(key, self.stored)], (self.owners, self.num_rows)
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: tuple[Devices, int], children: tuple[PyTree, ...]
+    ) -> "ShardedTable":
+        """Return the node of static data and a child."""
+        return cls(children[0], *static)
+
+    def of(self, stored: PyTree) -> "ShardedTable":
+        """Return a node of another array, `stored`, with this table's owners and order of rows."""
+        return ShardedTable(stored, self.owners, self.num_rows)
+
+    def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
+        x = np.asarray(self.stored)
+        axis = _find_row_axis(x.shape, self.num_rows)
+        return np.asarray(x if axis is None else _permute_rows(self, x, axis, True), dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        table: jax.Array = to_logical(self)
+        return table
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        """Return the rows of integer ids, read from the stored rows with the rules of an array. Any
+        other key indexes the table in natural order."""
+        if isinstance(key, int | np.integer | list) or tree.is_array(key):
+            ids = jnp.asarray(key)
+            if jnp.issubdtype(ids.dtype, jnp.integer):
+                # As in an array: negative ids count from the end, ids out of range read the nearest
+                # row.
+                ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
+                rows: jax.Array = self.stored[find_places(self.owners, ids, self.num_rows)]
+                return rows
+        return self.__jax_array__()[key]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(name)
+        return getattr(self.stored if name in _OF_STORED else self.__jax_array__(), name)
+
+    def __repr__(self) -> str:
+        return f"ShardedTable({self.stored!r} of {self.num_rows} rows, in turn)"
+
+
+def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
+    """Tell whether `x` is a ShardedTable."""
+    return isinstance(x, ShardedTable)
+
+
+def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
+    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners. Every
+    other leaf is returned unchanged.
+
+    Args:
+      params: the params.
+      are_tables: whether each leaf is a table.
+      owners: the devices that keep their rows.
+    """
+
+    def leaf(is_table: bool, x: Leaf) -> Leaf:
+        if is_table is not True:
+            return x
+        node = ShardedTable(x, owners, x.shape[0])
+        return node.of(_reorder_rows(node, x, _to_physical_rows))
+
+    return jax.tree.map(leaf, are_tables, params, is_leaf=tree.is_masked)
+
+
+def unwrap_tables(values: PyTree) -> PyTree:
+    """Replace each ShardedTable of a tree by its stored array. Every other leaf is returned
+    unchanged."""
+    return jax.tree.map(
+        lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
+    )
+
+
+def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
+    """Put arrays back into ShardedTables where `like` has them: the inverse of `unwrap_tables`."""
+    return jax.tree.map(
+        lambda x, value: x.of(value) if is_sharded_table(x) else value,
+        like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
+    )  # fmt: skip
+
+
+def to_logical(values: PyTree) -> PyTree:
+    """Replace each ShardedTable by an array with its rows in the order of their ids. Every other
+    leaf is returned unchanged.
+
+    On a mesh, rows are sent between devices; in a run of several processes, all must call it.
+    """
+
+    def convert(node: PyTree) -> PyTree:
+        if not is_sharded_table(node):
+            return node
+        return jax.tree.map(lambda x: _reorder_rows(node, x, _to_logical_rows), node.stored)
+
+    return jax.tree.map(convert, values, is_leaf=is_sharded_table)
+
+
+def to_physical(like: PyTree, values: PyTree) -> PyTree:
+    """Wrap arrays in logical order as `like` stores them: the inverse of `to_logical`.
+
+    Arrays of `like` itself are already in stored order, and stay as they are.
+    """
+
+    def convert(node: PyTree, value: PyTree) -> PyTree:
+        if not is_sharded_table(node):
+            return value
+
+        def reorder_array(old: Leaf, x: Leaf) -> Leaf:
+            return x if x is old else _reorder_rows(node, x, _to_physical_rows)
+
+        return node.of(jax.tree.map(reorder_array, node.stored, value))
+
+    return jax.tree.map(convert, like, values, is_leaf=is_sharded_table)
+
+
+def check_tables(params: PyTree, are_tables: PyTree) -> None:
+    """Raise a TypeError unless each table of params is a ShardedTable, made by `divide_tables`."""
+
+    values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
+    for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):
+        if is_table is True and not is_sharded_table(x):
+            raise TypeError(
+                f"params[{str(place)!r}] is a table whose rows are divided over devices; it must "
+                f"be a ShardedTable, which step.init makes; got {checks.show(x)}"
+            )
+
+
+def check_rows(state: PyTree) -> None:
+    """Raise a ValueError if the state of a sharded table has an array without an axis of rows.
+    Scalars and per-worker arrays need none."""
+
+    def is_per_worker(x: object) -> bool:
+        return isinstance(x, PerWorker)  # flat or of all workers
+
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: is_sharded_table(x) or is_per_worker(x))
+    for node in filter(is_sharded_table, nodes):
+        for x in jax.tree.leaves(node.stored, is_leaf=is_per_worker):
+            if not is_per_worker(x) and x.ndim and node.num_rows not in x.shape:
+                raise ValueError(
+                    f"the table of {node.num_rows} rows has them divided over devices, "
+                    f"but its optimizer state has an array of shape {x.shape}, without an axis of "
+                    "rows. Use another optimizer for the table"
+                )
+
+
+# (rows of this device, owners) -> its rows after all devices have exchanged theirs.
+Exchange = Callable[[jax.Array, Devices], jax.Array]
+
+
+def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
+    """Return the first axis whose size is a multiple of `num_rows`, or None. It counts the rows of
+    the table, or those of all workers."""
+    return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
+
+
+def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
+    """Bring the rows of an array from natural to stored order or back, as `exchange` says. An array
+    without an axis of rows, or with a single owner, is returned unchanged."""
+    axis = _find_row_axis(x.shape, node.num_rows)
+    if axis is None or node.owners.size == 1:
+        return x
+    names = _find_mesh_axes(x, axis)
+    # Devices can exchange their rows only where the owners' axes divide them, innermost.
+    if names[-len(node.owners.axes) :] != node.owners.axes:
+        return _permute_rows(node, x, axis, exchange is _to_logical_rows)
+    return _exchange_rows(x, node.owners, names, axis, exchange)
+
+
+def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
+    """Return the mesh axes that divide an axis of an array. An array that is traced, or has no
+    NamedSharding, gives none."""
+    lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
+    if not isinstance(lies, NamedSharding):
+        return Axes()
+    entries = [*lies.spec, *[None] * x.ndim]  # a spec may be shorter than the shape
+    return to_axes(entries[axis])
+
+
+def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
+    """Reorder rows by a transposition of the whole array: to natural order, or to stored order."""
+    count = node.owners.size
+    per_device = node.num_rows // count
+    rows = (count, per_device) if to_natural else (per_device, count)
+    shape = (*x.shape[:axis], x.shape[axis] // node.num_rows, *rows, *x.shape[axis + 1 :])
+    return x.reshape(shape).swapaxes(axis + 1, axis + 2).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _exchange_rows(
+    x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
+) -> jax.Array:
+    """Reorder rows on the mesh: devices exchange rows, and none ever has all of them.
+
+    Args:
+      x: the array; its rows are divided over the axes `names`.
+      owners: the devices that keep the rows.
+      names: the mesh axes, the owners' axes last.
+      axis: the axis of the rows.
+      exchange: the function that each device runs.
+    """
+
+    def reorder(shard: jax.Array) -> jax.Array:
+        return jnp.moveaxis(exchange(jnp.moveaxis(shard, axis, 0), owners), 0, axis)
+
+    spec = P(*[None] * axis, names)
+    result: jax.Array = meshes.shard_map(reorder, owners.mesh, names, spec, spec)(x)
+    return result
+
+
+def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
+    """Return the places of the rows that this device exchanges with each device k, (N, ⌈count/N⌉):
+    its stored rows that belong to k's natural block, and the rows of its own block that k stores.
+
+    The first are places in its stored rows, the second in its block; `count` stands for none.
+    """
+    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
+    stored, _ = _pair_places(owners, me, all_devices, len(shard))
+    _, block = _pair_places(owners, all_devices, me, len(shard))
+    return stored, block
+
+
+def _to_physical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
+    """Exchange blocks of rows in natural order for the rows that each device keeps."""
+    stored, block = _find_places(shard, owners)
+    return _send_rows(shard, owners, block, stored)
+
+
+def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
+    """Exchange the rows that each device keeps for its block of rows in natural order."""
+    stored, block = _find_places(shard, owners)
+    return _send_rows(shard, owners, stored, block)
+
+
+def _pair_places(
+    owners: Devices, owner: Any, device: Any, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the places of the rows that `owner` keeps and `device`'s natural block contains. Where
+    there is no such row, both places are `count`.
+
+    The first result has their places at the owner, the second their places in the block. `count` is
+    the number of rows of a device.
+    """
+    start = device * count
+    number = np.arange(-(-count // owners.size), dtype=np.int32)[None]
+    # The first place at `owner` whose row lies in the block.
+    place = (start - owner + owners.size - 1) // owners.size
+    place = place + number
+    in_block = place * owners.size + owner - start
+    is_inside = in_block < count
+    return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)
+
+
+def _send_rows(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
+    """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`. All other rows of
+    the result are 0."""
+    rows = shard.at[sent].get(mode="fill", fill_value=0)
+    arrived = lax.all_to_all(rows, owners.axes, 0, 0)
+    return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

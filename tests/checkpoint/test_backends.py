@@ -1,0 +1,43 @@
+"""The two forms of a checkpoint keep one contract: `optfn.checkpoint.storage.Backend`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from optfn.checkpoint.directory import OrbaxDirectory
+from optfn.checkpoint.file import NpzFile
+from optfn.checkpoint.snapshot import Snapshot
+
+PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "empty": jnp.zeros((0, 2)), "n": jnp.int32(3)}
+BESIDE = {"history/loss": np.arange(3.0), "history/batches": np.frombuffer(b"[null]", np.uint8)}
+
+
+@pytest.mark.parametrize("backend", [NpzFile(), OrbaxDirectory()], ids=["file", "directory"])
+def test_a_backend_replaces_reads_and_removes_a_checkpoint(backend, tmp_path):
+    if isinstance(backend, OrbaxDirectory):
+        pytest.importorskip("orbax.checkpoint")
+    state = optfn.make_train_step(lambda p, x: jnp.sum(p["w"]), optfn.adam(0.1)).init(PARAMS)
+    path, kept = tmp_path / f"checkpoint{backend.suffix}", tmp_path / f"kept{backend.suffix}"
+    backend.writer(kept, Snapshot.of(state), BESIDE)()
+    for factor in (2, 3):
+        saved = jax.tree.map(lambda x, factor=factor: x * factor, state)
+        backend.writer(path, Snapshot.of(saved), BESIDE)()
+    found = backend.read(
+        path, Snapshot.of(state), lambda name: not name.startswith("scale_by_adam/")
+    )
+    want = optfn.state_dict(saved) | BESIDE
+    assert found.keys() - {"per_worker", "dtypes"} == want.keys()
+    for name, x in want.items():
+        if name.startswith("scale_by_adam/"):
+            assert found[name] is None or not x.size
+        else:
+            assert found[name].dtype == x.dtype
+            np.testing.assert_array_equal(found[name], x)
+    assert sorted(tmp_path.iterdir()) == [path, kept]
+    backend.remove(path)
+    assert list(tmp_path.iterdir()) == [kept]
+    whole = backend.read(kept, Snapshot.of(state), lambda name: True)
+    for name, x in optfn.state_dict(state).items():
+        np.testing.assert_array_equal(whole[name], x)

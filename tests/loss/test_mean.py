@@ -1,0 +1,516 @@
+"""A loss that is a `Mean` gives the step of one big batch, in every way to divide the batch.
+
+The reference is the quotient as a plain loss, on one device and the whole batch, in float64.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import (
+    exchange,
+    pipeline_value_and_grad,
+    sharded,
+    stack_stages,
+    top_k,
+    unstack_stages,
+)
+from optfn.loss.mean import Mean
+
+EXAMPLES, WIDTH, STEPS, TOLERANCE = 32, 8, 3, 1e-12
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+X = normal(0, EXAMPLES, WIDTH)
+# The first worker of 8 has no tokens, and some microbatches have none.
+MASK = (np.random.default_rng(1).random((EXAMPLES, WIDTH)) < 0.4).astype(np.float64)
+MASK[:4] = MASK[8:12] = 0
+PARAMS = {"w": normal(2, WIDTH, 16), "v": normal(3, 16), "layers": 0.3 * normal(4, 3, 16, 16)}
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def squares(params, x):
+    """Return the loss of each token, (examples, WIDTH)."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    h = jax.lax.scan(jax.checkpoint(layer), jnp.tanh(x @ params["w"]), params["layers"])[0]
+    return ((h * params["v"])[:, :WIDTH] - x) ** 2
+
+
+def plain(params, batch):
+    """Return the mean over tokens of a whole batch, and two numbers of it."""
+    x, mask = batch
+    each = squares(params, x)
+    first = jnp.sum(each[:, 0] * mask[:, 0]) / jnp.sum(mask[:, 0] > 0)
+    return jnp.sum(each * mask) / jnp.sum(mask), {"first": first, "each": jnp.mean(each)}
+
+
+def mean_of(params, batch):
+    """Return the same as Means; the total of a part without tokens is 0/0, as its gradient is."""
+    x, mask = batch
+    each = squares(params, x)
+    count = jnp.sum(mask)
+    first = Mean(jnp.sum(each[:, 0] * mask[:, 0]), jnp.sum(mask[:, 0] > 0))
+    return Mean(jnp.sum(each * mask) / count * count, count), {
+        "first": first,
+        "each": jnp.mean(each),
+    }
+
+
+def mesh_of(*sizes, names=("data", "model")):
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, names[: len(sizes)])
+
+
+def two_levels():
+    return {
+        "mesh": mesh_of(2, 4, names=("node", "data")),
+        "data_axis": ("node", "data"),
+        "shard": sharded("params", axis="data"),
+    }
+
+
+WAYS = {
+    "one device": dict,
+    "microbatches": lambda: {"microbatches": 4},
+    "workers": lambda: {"mesh": mesh_of(8)},
+    "workers, microbatches": lambda: {"mesh": mesh_of(4, 2), "microbatches": 2},
+    "state": lambda: {"mesh": mesh_of(8), "shard": "state"},
+    "params": lambda: {"mesh": mesh_of(8), "shard": "params"},
+    "params, microbatches": lambda: {
+        "mesh": mesh_of(4, 2), "shard": "params", "microbatches": 4
+    },
+    "params, gathered once": lambda: {
+        "mesh": mesh_of(8), "shard": sharded("params", gather_once=True), "microbatches": 2
+    },
+    "two levels": two_levels,
+    "two levels, microbatches": lambda: two_levels() | {"microbatches": 2},
+    "compiler": lambda: {"mesh": mesh_of(8), "partitioner": "compiler"},
+    "compiler, microbatches": lambda: {
+        "mesh": mesh_of(4, 2), "partitioner": "compiler", "microbatches": 4, "shard": "params"
+    },
+    "packed": lambda: {"mesh": mesh_of(8), "packed": True},
+    "packed, params": lambda: {"mesh": mesh_of(8), "packed": True, "shard": "params"},
+}  # fmt: skip
+OFTEN = ("one device", "microbatches", "workers", "params", "two levels, microbatches", "compiler")
+
+
+def cases(names, often):
+    return [pytest.param(n, marks=() if n in often else pytest.mark.nightly) for n in names]
+
+
+def adam():
+    return optfn.adam(1e-2)
+
+
+def train(loss, tx=adam, params=PARAMS, batch=(X, MASK), steps=STEPS, **options):
+    step = optfn.make_train_step(loss, tx(), **options)
+    state = step.init(jax.tree.map(jnp.asarray, params))
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return jax.device_get((optfn.unpack(state.params), metrics))
+
+
+@functools.cache
+def expected():
+    with jax.enable_x64(True):
+        return train(plain, has_aux=True)
+
+
+def assert_near(a, b, tolerance=TOLERANCE):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b)
+
+
+@pytest.mark.parametrize("way", cases(WAYS, OFTEN))
+def test_loss_aux_and_params_are_those_of_one_big_batch(way):
+    params, metrics = train(mean_of, has_aux=True, **WAYS[way]())
+    want, of_want = expected()
+    assert_near(params, want)
+    assert_near(metrics["loss"], of_want["loss"])
+    assert_near(metrics["aux"], of_want["aux"])
+    assert metrics["weight"] == MASK.sum()
+
+
+def test_the_obvious_loss_is_another_one():
+    """It fails without a `Mean`, so the tests above can fail."""
+    params, _ = train(lambda p, b: plain(p, b)[0], mesh=mesh_of(4, 2), batch=(X, MASK + (X > 1)))
+    want, _ = train(lambda p, b: plain(p, b)[0], batch=(X, MASK + (X > 1)))
+    assert np.abs(params["w"] - want["w"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("way", cases(WAYS, ("workers", "params")))
+def test_a_gradient_flows_through_a_weight_that_depends_on_params(way):
+    def mean(params, batch):
+        x, mask = batch
+        weights = mask * jax.nn.sigmoid(x @ params["w"])[:, :WIDTH]
+        return Mean(jnp.sum(squares(params, x) * weights), jnp.sum(weights))
+
+    def quotient(params, batch):
+        return mean(params, batch).total / mean(params, batch).weight
+
+    options = WAYS[way]()
+    if options.get("microbatches", 1) > 1:
+        with pytest.raises(ValueError, match="stop_gradient"):
+            train(mean, **options)
+        return
+    assert_near(train(mean, **options)[0], train(quotient)[0])
+
+
+@pytest.mark.parametrize("way", ["one device", "workers", "params"])
+def test_calls_of_accumulate_count_by_their_weights(way):
+    def accumulated():
+        return optfn.accumulate(optfn.adam(1e-2), 4)
+
+    def loss(params, batch):
+        return mean_of(params, batch)[0]
+
+    step = optfn.make_train_step(loss, accumulated(), **WAYS[way]())
+    state = step.init(jax.tree.map(jnp.asarray, PARAMS))
+    for _ in range(STEPS):
+        for part in range(4):
+            rows = slice(8 * part, 8 * part + 8)
+            state, _ = step(state, (X[rows], MASK[rows]))
+    assert_near(jax.device_get(state.params), expected()[0])
+
+
+def test_weights_of_accumulate_in_a_loop_of_your_own():
+    """A call without a weight counts 1; weights of 0 alone take no step."""
+    tx = optfn.accumulate(optfn.sgd(1.0), 3)
+    params = jnp.zeros(2)
+    g = [jnp.array([1.0, 2.0]), jnp.array([4.0, -1.0]), jnp.array([0.0, 3.0])]
+
+    def run(weights):
+        state, total = tx.init(params), jnp.zeros(2)
+        for x, w in zip(g, weights, strict=True):
+            more = {} if w is None else {"weight": w}
+            u, state = tx.update(x, state, params, **more)
+            total += u
+        assert int(state.micro_step) == 0
+        return total
+
+    np.testing.assert_allclose(run([None] * 3), -(g[0] + g[1] + g[2]) / 3)
+    np.testing.assert_allclose(run([2, 5.0, 1]), -(2 * g[0] + 5 * g[1] + g[2]) / 8)
+    np.testing.assert_allclose(run([None, None, 0.5]), -(g[0] + g[1] + 0.5 * g[2]) / 2.5)
+    np.testing.assert_array_equal(run([0, 0.0, jnp.zeros(())]), 0)
+
+
+@pytest.mark.parametrize("way", ["one device", "workers", "params", "compiler"])
+def test_an_update_without_weight_changes_nothing(way):
+    step = optfn.make_train_step(mean_of, adam(), has_aux=True, **WAYS[way]())
+    state, _ = step(step.init(jax.tree.map(jnp.asarray, PARAMS)), (X, MASK))
+    before = jax.device_get(state)
+    state, metrics = step(state, (X, 0 * MASK))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)[1:], before[1:])
+    assert np.isnan(metrics["loss"]) and metrics["weight"] == 0
+    assert np.isnan(metrics["aux"]["first"])
+    state, metrics = step(state, (X, MASK))
+    assert np.isfinite(metrics["loss"])
+
+
+def loss_alone(params, batch):
+    return mean_of(params, batch)[0]
+
+
+def test_an_exchange_takes_each_workers_own_gradient():
+    """The gradient of total · N / ∑ weight, as a plain loss with these weights has it."""
+
+    def by_hand(params, batch):
+        x, mask, factor = batch
+        return jnp.mean(jnp.sum(squares(params, x) * mask, 1) * factor)
+
+    factors = np.full(EXAMPLES, EXAMPLES / MASK.sum())
+    for transform in (top_k(0.5), top_k(1.0)):
+
+        def tx(transform=transform):
+            return optfn.chain(exchange(transform, min_size=1), optfn.sgd(0.1))
+
+        found = train(loss_alone, tx, mesh=mesh_of(8))[0]
+        want = train(by_hand, tx, batch=(X, MASK, factors), mesh=mesh_of(8))[0]
+        assert_near(found, want)
+    assert_near(found, train(lambda p, b: plain(p, b)[0], lambda: optfn.sgd(0.1))[0])
+
+
+def test_local_steps_are_each_worker_s_own():
+    mask = MASK.copy()
+    mask[:, 0] = 1
+    step = optfn.make_train_step(loss_alone, optfn.sgd(0.1), mesh=mesh_of(4, 2), local_steps=2)
+    state, metrics = step(step.init(jax.tree.map(jnp.asarray, PARAMS)), (X, mask))
+    gradient = jax.grad(lambda p, b: plain(p, b)[0])
+    ends, total, weight = [], 0.0, 0.0
+    for worker in range(4):
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        for k in range(2):
+            rows = slice(8 * worker + 4 * k, 8 * worker + 4 * k + 4)
+            batch = X[rows], mask[rows]
+            total += jnp.sum(squares(params, X[rows]) * mask[rows])
+            weight += mask[rows].sum()
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params, batch))
+        ends.append(params)
+    assert_near(jax.device_get(state.params), jax.tree.map(lambda *p: sum(p) / 4, *ends))
+    assert_near(metrics["loss"], total / weight)
+    assert metrics["weight"] == weight
+
+
+# A value_and_grad has no partitioner.
+OF_WORKERS = [way for way in WAYS if not way.startswith("compiler")]
+
+
+@pytest.mark.parametrize("way", cases(OF_WORKERS, ("workers, microbatches",)))
+def test_a_value_and_grad_returns_the_gradient_of_its_own_quotient(way):
+    def value_and_grad(params, batch):
+        return loss_alone(params, batch), jax.grad(lambda p: plain(p, batch)[0])(params)
+
+    params, metrics = train(None, value_and_grad=value_and_grad, **WAYS[way]())
+    assert_near(params, expected()[0])
+    assert_near(metrics["loss"], expected()[1]["loss"])
+
+
+# lbfgs takes no packed params.
+OF_TREES = [way for way in WAYS if not way.startswith("packed")]
+
+
+@pytest.mark.parametrize("way", cases(OF_TREES, ("params",)))
+def test_line_searches_see_the_same_loss(way):
+    def quotient(params, batch):
+        return plain(params, batch)[0]
+
+    want = train(quotient, optax.lbfgs, steps=2)[0]
+    assert_near(train(loss_alone, optax.lbfgs, steps=2, **WAYS[way]())[0], want, 1e-9)
+
+
+@pytest.mark.parametrize("way", cases(WAYS, ("params",)))
+def test_loss_scales_see_the_same_loss(way):
+    def scaled():
+        return optfn.dynamic_loss_scale(adam())
+
+    assert_near(train(loss_alone, scaled, **WAYS[way]())[0], expected()[0])
+
+
+TABLES = {
+    "one device": dict,
+    "microbatches": lambda: {"microbatches": 4},
+    "workers": lambda: {"mesh": mesh_of(8)},
+    "rows": lambda: {"mesh": mesh_of(8), "shard_tables": True},
+    "rows, microbatches": lambda: {
+        "mesh": mesh_of(4, 2), "shard_tables": True, "microbatches": 2
+    },
+    "rows, params": lambda: {"mesh": mesh_of(8), "shard": "params", "shard_tables": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", cases(TABLES, ("microbatches", "rows, microbatches")))
+def test_rows_of_tables(way):
+    params = {"table": normal(5, 40, 6), "w": normal(6, 6)}
+    ids = np.random.default_rng(7).integers(0, 40, size=(EXAMPLES, 5))
+    mask = (np.random.default_rng(8).random((EXAMPLES, 5)) < 0.5).astype(int)
+    mask[:8] = 0
+
+    def loss(params, batch):
+        ids, mask = batch
+        each = (params["table"][ids] @ params["w"] - 1) ** 2
+        return Mean(jnp.sum(each * mask) / jnp.sum(mask) * jnp.sum(mask), jnp.sum(mask))
+
+    def quotient(params, batch):
+        return loss(params, batch).total / loss(params, batch).weight
+
+    def lazy():
+        return optfn.adam(1e-2, lazy=True)
+
+    options = {"tx": lazy, "params": params, "batch": (ids, mask), "tables": "table"}
+    found = train(loss, **options, **TABLES[way]())
+    want = train(quotient, **options)
+    for name in params:
+        assert_near(np.asarray(found[0][name]), want[0][name])
+    assert_near(found[1]["loss"], want[1]["loss"])
+
+
+BLOCKS = [0.5 * normal(i, WIDTH, WIDTH) for i in range(4)]
+PIPELINES = {
+    "1f1b": ((4,), {}, False),
+    "gpipe": ((4,), {"schedule": "gpipe"}, False),
+    "zb": ((4,), {"schedule": "zb"}, False),
+    "data axis": ((4, 2), {"data_axis": "data"}, False),
+    "data axis of the step": ((4, 2), {}, True),
+    "list": ((4,), {"is_list": True}, False),
+}
+
+
+@pytest.mark.parametrize("name", cases(PIPELINES, ("1f1b", "data axis", "data axis of the step")))
+def test_pipelines(name):
+    sizes, options, in_mesh = PIPELINES[name]
+    is_list = options.get("is_list", False)
+    options = {k: x for k, x in options.items() if k != "is_list"}
+    mesh = mesh_of(*sizes, names=("stage", "data"))
+    batch = X, (X[::-1].copy(), MASK)
+
+    def stage(w, x):
+        return jnp.tanh(x @ w)
+
+    def loss(y, target):
+        x, mask = target
+        return Mean(jnp.sum((y - x) ** 2 * mask) / mask.sum() * mask.sum(), mask.sum())
+
+    def whole(params, batch):
+        x, target = batch
+        for w in params:
+            x = stage(w, x)
+        return jnp.sum((x - target[0]) ** 2 * target[1]) / jnp.sum(target[1])
+
+    stages = [stage] * 4 if is_list else stage
+    value_and_grad = pipeline_value_and_grad(stages, loss, mesh=mesh, num_microbatches=4, **options)
+    of_step = {"mesh": mesh, "shard": {".*": P("stage")}} if in_mesh else {}
+    params = (
+        list(map(jnp.asarray, BLOCKS)) if is_list else stack_stages(list(map(jnp.asarray, BLOCKS)))
+    )
+    step = optfn.make_train_step(None, adam(), value_and_grad=value_and_grad, **of_step)
+    state = step.init(params)
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+    want = train(whole, params=BLOCKS, batch=batch)
+    found = state.params if is_list else unstack_stages(state.params)
+    assert_near(np.stack(found), np.stack(want[0]))
+    assert_near(metrics["loss"], want[1]["loss"])
+    assert metrics["weight"] == MASK.sum()
+
+
+def test_a_pipeline_refuses_a_weight_that_depends_on_params():
+    def loss(y, target):
+        return Mean(jnp.sum((y - target) ** 2), jnp.sum(jax.nn.sigmoid(y)))
+
+    value_and_grad = pipeline_value_and_grad(
+        lambda w, x: x @ w, loss, mesh=mesh_of(4, names=("stage",)), num_microbatches=4
+    )
+    with pytest.raises(ValueError, match=r"weight of the loss.*stop_gradient"):
+        value_and_grad(stack_stages(list(map(jnp.asarray, BLOCKS))), X, X)
+
+
+EVALUATED = {
+    "a Mean": (lambda p, b: mean_of(p, b)[0], lambda p, b: plain(p, b)[0]),
+    "a dict": (
+        lambda p, b: {"loss": mean_of(p, b)[0], "each": jnp.mean(squares(p, b[0]))},
+        lambda p, b: {"loss": plain(p, b)[0], "each": jnp.mean(squares(p, b[0]))},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_over_batches_is_the_mean_over_tokens_of_all_batches(kind):
+    of_batches, of_all = EVALUATED[kind]
+    batches = [(X[i : i + 7], MASK[i : i + 7]) for i in range(0, EXAMPLES, 7)]
+    batches.append((X[:4], 0 * MASK[:4]))  # all padding
+    found = optfn.over_batches(of_batches, batches[:-1] if kind == "a dict" else batches)(PARAMS)
+    assert_near(found, jax.tree.map(float, of_all(PARAMS, (X, MASK))))
+
+
+def test_a_run_logs_quotients_counts_tokens_and_names_a_step_without_weight(tmp_path):
+    batches = [(X[:8], MASK[:8]), (X[:8], 0 * MASK[:8]), (X, MASK)]
+    with pytest.warns(UserWarning, match="add up to 0 in step 2") as caught:
+        _, history = optfn.minimize(
+            loss_alone, optfn.sgd(0.1), PARAMS, batches, progress=False, log=tmp_path / "log.jsonl",
+            count_tokens="weight", on_nonfinite="stop", evaluate_every=3,
+            evaluate=lambda params: mean_of(params, (X, MASK))[0],
+        )  # fmt: skip
+    assert len(caught) == 1
+    np.testing.assert_array_equal(history["weight"], [x[1].sum() for x in batches])
+    np.testing.assert_array_equal(np.isnan(history["loss"]), [False, True, False])
+    after, _ = train(lambda p, b: plain(p, b)[0], lambda: optfn.sgd(0.1), batch=batches[0], steps=1)
+    assert_near(history["loss"][2], plain(after, batches[2])[0], 1e-9)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert '"weight"' in lines[0] and '"evaluation"' in lines[2]
+
+
+def test_count_tokens_by_weight_needs_a_mean(tmp_path):
+    with pytest.raises(ValueError, match=r"count_tokens='weight'.*optfn.Mean"):
+        optfn.minimize(
+            lambda p, b: plain(p, b)[0], optfn.sgd(0.1), PARAMS, [(X, MASK)], progress=False,
+            log=tmp_path / "log.jsonl", count_tokens="weight",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_weights_may_be_numbers_and_integers(steps):
+    for weight in (32 * WIDTH // steps, np.int32(32 * WIDTH // steps), float(32 * WIDTH // steps)):
+        params, metrics = train(
+            lambda p, b, weight=weight: Mean(jnp.sum(squares(p, b[0])), weight), microbatches=steps
+        )
+        want, of_want = train(lambda p, b: jnp.mean(squares(p, b[0])))
+        assert_near(params, want)
+        assert_near(metrics["loss"], of_want["loss"])
+
+
+BAD = {
+    "complex": (lambda x: Mean(1j * x, 1), TypeError, "total of a Mean must be real"),
+    "text": (lambda x: Mean(x, "tokens"), TypeError, "weight of a Mean must be a number"),
+    "shape": (lambda x: Mean(x, jnp.ones(3)), ValueError, "same shape"),
+    "array": (lambda x: Mean(x * jnp.ones(3), jnp.ones(3)), ValueError, "must return a scalar"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_mean_is_an_error(kind):
+    make, error, match = BAD[kind]
+    with pytest.raises(error, match=match):
+        train(lambda p, b: make(jnp.sum(squares(p, b[0]))))
+
+
+def test_a_mean_is_no_pair():
+    for options in ({"has_aux": True}, {"model_state": True}):
+        step = optfn.make_train_step(lambda p, *b: Mean(jnp.sum(p), 1), optfn.sgd(0.1), **options)
+        given = [jnp.ones(2)] if options.get("model_state") else []
+        with pytest.raises(TypeError, match="got a Mean"):
+            step(step.init(jnp.ones(2), *given), np.ones(2))
+
+
+def test_multi_steps_of_optax_knows_no_weights():
+    with pytest.raises(ValueError, match=r"optfn\.accumulate"):
+        train(loss_alone, lambda: optax.MultiSteps(optfn.sgd(0.1), 2))
+
+
+def test_a_plain_loss_has_no_weight_and_no_more_equations():
+    def text(loss):
+        step = optfn.make_train_step(loss, adam(), mesh=mesh_of(8), shard="params")
+        return step.lower(jax.tree.map(jnp.asarray, PARAMS), (X, MASK)).as_text()
+
+    def of_examples(params, batch):
+        return jnp.mean(squares(params, batch[0]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "weight" not in train(of_examples)[1]
+    # A sum of weights and one of totals, both of one number.
+    more = text(loss_alone).count("all_reduce") - text(of_examples).count("all_reduce")
+    assert more >= 1
+
+
+@pytest.mark.optimized
+def test_the_pass_that_gives_the_weight_is_dropped():
+    """Under shard="params" a trace differentiates a `Mean` twice, and the program once."""
+
+    def program(loss):
+        step = optfn.make_train_step(loss, adam(), mesh=mesh_of(8), shard="params")
+        lowered = step.lower(jax.tree.map(jnp.asarray, PARAMS), (X, MASK))
+        return lowered.compile().as_text()
+
+    def of_examples(params, batch):
+        return jnp.mean(squares(params, batch[0]))
+
+    for name in ("all-gather(", "reduce-scatter(", " dot("):
+        assert program(loss_alone).count(name) == program(of_examples).count(name)

@@ -1,0 +1,149 @@
+"""A batch in microbatches: the step is that of the whole batch, with less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import weights
+from compilations import compilations
+from grids import suite
+from jax.sharding import Mesh
+
+import optfn
+from benchmarks import wire
+from optfn.distributed import data_mesh, exchange, quantize, scan_layers, sharded
+from optfn.mesh.layout import data_parallel
+
+EXAMPLES, WIDTH, LAYERS = 64, 16, 3
+
+
+PARAMS = {
+    "table": weights(0, 32, WIDTH),
+    "layers": optfn.Stacked({"w": weights(1, LAYERS, WIDTH, WIDTH)}),
+    "count": np.arange(3),  # not trained
+}
+BATCH = {"ids": np.arange(EXAMPLES) % 32, "target": weights(2, EXAMPLES), "rate": np.float32(0.7)}
+
+
+def loss_fn(params, batch):
+    x = params["table"][batch["ids"]]
+    x = scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]), params["layers"], x)
+    return batch["rate"] * jnp.mean((jnp.mean(x, -1) - batch["target"]) ** 2)
+
+
+def trained(microbatches, tx=None, steps=3, loss=loss_fn, **options):
+    tx = optfn.adam(1e-3) if tx is None else tx()
+    step = optfn.make_train_step(loss, tx, microbatches=microbatches, **options)
+    state = step.init(PARAMS)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    params = state.params if not options.get("packed") else optfn.unpack(state.params)
+    return jax.device_get(params), float(metrics["loss"]), step
+
+
+def four():
+    return {"mesh": data_mesh(4)}
+
+
+def two_level():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))
+    return {"mesh": mesh, "data_axis": ("slow", "fast"), "shard": sharded("params", axis="fast")}
+
+
+WAYS = {
+    "one device": dict,
+    "mesh": four,
+    "packed": lambda: {"packed": True},
+    "tables": lambda: {"tables": "table"},
+    "tables on a mesh": lambda: four() | {"tables": "table"},
+    "sharded tables": lambda: four() | {"tables": "table", "shard_tables": True},
+    "state": lambda: four() | {"shard": "state"},
+    "params": lambda: four() | {"shard": "params"},
+    "gathered once": lambda: four() | {"shard": sharded("params", gather_once=True)},
+    "two levels": two_level,
+    "own gradient": lambda: {"value_and_grad": jax.value_and_grad(loss_fn, allow_int=True)},
+    "exchange": lambda: four() | {
+        "tx": lambda: optfn.chain(exchange(quantize(8), min_size=64), optfn.sgd(0.1))
+    },
+    "rounds": lambda: four() | {"local_steps": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "way", suite(WAYS, "one device", "tables", "state", "two levels", "rounds")
+)
+def test_the_step_is_that_of_the_whole_batch(way):
+    options = WAYS[way]()
+    loss = None if way == "own gradient" else loss_fn
+    expected, of_loss, _ = trained(1, loss=loss, **options)
+    found, loss, step = trained(4, loss=loss, **options)
+    assert loss == pytest.approx(of_loss, rel=1e-5)
+    bound = 1e-3 if way == "exchange" else 1e-6  # codes of eight bits
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=bound)
+    assert compilations(step) == 1
+
+
+def test_parts_have_keys_and_a_model_state_in_turn():
+    def loss_fn(w, seen, x, key):
+        noise = jax.random.uniform(key)
+        loss = jnp.mean((w - x) ** 2) * noise
+        return loss, (0.5 * seen + jnp.mean(x), {"noise": noise, "count": jnp.int32(x.size)})
+
+    options = {"rng": 3, "model_state": True, "has_aux": True}
+    step = optfn.make_train_step(loss_fn, optfn.sgd(1.0), microbatches=2, **options)
+    x = np.asarray([1.0, 3.0, 5.0, 9.0], np.float32)
+    state, metrics = step(step.init(jnp.zeros(()), jnp.ones(())), x)
+    key = jax.random.fold_in(jax.random.key(3), 0)
+    u = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(2)]
+    assert float(metrics["loss"]) == pytest.approx((u[0] * 5 + u[1] * 53) / 2, rel=1e-6)
+    assert float(state.params) == pytest.approx(2 * (u[0] * 2 + u[1] * 7) / 2, rel=1e-6)
+    assert float(state.model_state) == pytest.approx((0.5 + 2) / 2 + 7)
+    assert float(metrics["aux"]["noise"]) == pytest.approx(np.mean(u), rel=1e-6)
+    assert int(metrics["aux"]["count"]) == 4
+
+
+def test_gradients_of_bfloat16_are_added_in_float32():
+    x = np.asarray([256.0] + [1.0] * 63, np.float32)
+    step = optfn.make_train_step(
+        lambda w, x: jnp.sum(w.astype(jnp.float32) * x), optfn.sgd(1.0), microbatches=64
+    )
+    state, _ = step(step.init(jnp.zeros((), jnp.bfloat16)), x)
+    assert float(state.params) == float(jnp.bfloat16(-319 / 64))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "kind", "words"),
+    [
+        (3, ValueError, r"microbatches=3 must divide .* leaf 'ids' has length 64"),
+        (0, ValueError, "microbatches must be"),
+        (1.5, TypeError, "microbatches must be"),
+    ],
+)
+def test_bad_numbers(microbatches, kind, words):
+    with pytest.raises(kind, match=words):
+        trained(microbatches, steps=1)
+
+
+@pytest.mark.optimized
+def test_memory_and_bytes():
+    def compiled(microbatches, **options):
+        options = four() | options
+        step = optfn.make_train_step(
+            loss_fn, optfn.adam(1e-3), microbatches=microbatches, **options
+        )
+        state = step.init(PARAMS)
+        batch = {"ids": np.arange(4096) % 32, "target": weights(2, 4096), "rate": np.float32(1)}
+        batch = data_parallel.split_batch(batch, step.layout.mesh, step.layout.data_axes)
+        program = step.compiled.lower(state, batch).compile()
+        return program.memory_analysis().temp_size_in_bytes, wire.bytes_sent(program, 4)
+
+    whole, sent = compiled(1)
+    parts, sent_by_parts = compiled(4)
+    assert parts <= 0.35 * whole
+    assert sent_by_parts == pytest.approx(sent, rel=1e-3)
+    _, fsdp = compiled(1, shard="params")
+    _, once = compiled(4, shard=sharded("params", gather_once=True))
+    _, each = compiled(4, shard="params")
+    assert each <= 4 * fsdp
+    assert once < 1.01 * fsdp

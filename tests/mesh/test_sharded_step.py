@@ -1,0 +1,520 @@
+"""Params and state spread over a mesh: the trajectory of one device, 1/N of the bytes, the wire."""
+
+import functools
+import re
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from compilations import compilations
+from grids import nightly, suite
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from problems import stacked_layers, trained
+
+import optfn
+from optfn.distributed import data_mesh, plan_memory, scan_layers
+from optfn.mesh.layout.sharding import layout_of
+
+N = 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, 16, 32)).astype(np.float32)
+PARAMS = {
+    "w": 0.1 * RNG.normal(size=(32, 24)).astype(np.float32),
+    "v": 0.1 * RNG.normal(size=(24, 16)).astype(np.float32),
+    "b": np.zeros(16, np.float32),
+    "odd": np.ones(3, np.float32),  # 8 divides none of its dimensions
+}
+SHARDS = {
+    "state": "state",
+    "params": "params",
+    "specs": {"w": P(None, "data"), "v|b": P("data")},
+}
+
+
+def loss_fn(params, x):
+    hidden = jnp.tanh(x @ params["w"])
+    return jnp.mean((hidden @ params["v"] + params["b"] - params["odd"].sum()) ** 2)
+
+
+def run(step, batches=X, params=PARAMS):
+    return trained(step, step.init(params), batches)
+
+
+def bytes_a_device(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+WRAPPED = {
+    "int8 and clip": lambda: optfn.adamw(
+        0.01, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0)
+    ),
+    "averages": lambda: optfn.chain(
+        optfn.adam(0.01), optfn.exponential_moving_average(0.9), optfn.model_average(0.15)
+    ),
+    "accumulate": lambda: optfn.accumulate(optfn.adam(0.01), 2),
+    "guard and metrics": lambda: optfn.record_metrics(optfn.skip_nonfinite(optfn.lamb(0.01))),
+    "attributes": lambda: optfn.lars(
+        0.1, 0.9,
+        grad_clip=optfn.clip_by_norm(0.1),
+        param_attrs={
+            "b": optfn.ParamAttr(trainable=False),
+            "v": optfn.ParamAttr(learning_rate=0.5),
+        },
+    ),
+    "master weights": lambda: optfn.master_weights(optfn.adam(0.01)),
+    "optax.adamw": lambda: optax.adamw(0.01),
+    "optax.adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=8),
+    "optax.partition": lambda: optax.partition(
+        {"a": optfn.adam(0.01), "b": optax.sgd(0.1)}, {"w": "a", "v": "b", "b": "a", "odd": "b"}
+    ),
+}  # fmt: skip
+ALL = {name: entry.make for name, entry in registry.OPTIMIZERS.items()} | WRAPPED
+
+
+# Each with one layout in turn; those that read norms, blocks or other shapes with all.
+FEW = ("lars", "adamw_int8", "accumulate", "attributes", "optax.adafactor")
+CASES = [(name, list(SHARDS)[i % len(SHARDS)]) for i, name in enumerate(ALL) if name not in FEW]
+CASES += [(name, shard) for name in FEW for shard in SHARDS]
+
+
+@functools.cache
+def run_alone(name):
+    return run(optfn.make_train_step(loss_fn, ALL[name]()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    suite(CASES, ("sgd", "state"), ("adam", "specs"), ("lamb", "params"), ("lars", "specs")),
+)
+@pytest.mark.filterwarnings("ignore:.*has no effect without tables")
+def test_the_trajectory_is_that_of_one_device(name, shard):
+    make, shard = ALL[name], SHARDS[shard]
+    alone, losses = run_alone(name)
+    step = optfn.make_train_step(loss_fn, make(), mesh=data_mesh(N), shard=shard)
+    state, found = run(step)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    # Where gradients differ by a rounding, a few codes of moments in few bits differ by one.
+    of_the_way = 1e-2 if "int8" in name or "bfloat16" in name else 1e-4
+    for path, start in PARAMS.items():
+        moved = np.abs(np.asarray(alone.params[path]) - start).max()
+        error = np.abs(np.asarray(state.params[path]) - np.asarray(alone.params[path])).max()
+        assert error <= of_the_way * max(moved, 1e-3)
+    assert compilations(step) == 1
+    for name, x in optfn.state_dict(alone.opt_state).items():
+        if np.issubdtype(np.asarray(x).dtype, np.integer) and x.ndim == 0:
+            assert optfn.state_dict(state.opt_state)[name] == x
+
+
+def test_int8_moments_are_bit_identical_given_equal_gradients():
+    tx, mesh = optfn.adamw(0.01, moment_dtype="int8"), data_mesh(N)
+    params = {"w": RNG.normal(size=(64, 512)).astype(np.float32)}
+    grads = {"w": RNG.normal(size=(64, 512)).astype(np.float32)}
+
+    def update(grads, state, params):
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+            params = optfn.apply_updates(params, updates)
+        return params, state
+
+    want = jax.jit(update)(grads, tx.init(params), params)
+    for dimension in (0, 1):
+        spec = {"w": P(*[None] * dimension, "data")}
+        sharding = layout_of(spec, mesh, "data")
+        placed = jax.device_put((grads, params), NamedSharding(mesh, spec["w"]))
+        specs = sharding.state_specs(jax.eval_shape(tx.init, params), params)
+        state = jax.device_put(tx.init(params), sharding.make_shardings(specs))
+        found = jax.jit(update)(placed[0], state, placed[1])
+        chex.assert_trees_all_equal(jax.device_get(found[1]), jax.device_get(want[1]))
+
+
+# The shape of a leaf, the axis that is divided, and the collectives of the update.
+DIVIDED = [
+    ((64, 512), 0, set()),
+    ((3, 16, 512), 1, set()),
+    ((8, 3, 512), 0, set()),
+    ((64, 512), 1, {"all-reduce"}),
+    ((3, 3, 16, 64), 2, {"all-reduce"}),
+    ((96,), 0, {"all-reduce"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "axis", "expected"), DIVIDED)
+def test_codes_and_scales_stay_where_they_are(shape, axis, expected):
+    """Where a row is divided, the devices agree on its maximum, a number a row."""
+    tx, mesh = optfn.adam(0.01, moment_dtype="int8"), data_mesh(N)
+    spec = P(*[None] * axis, "data")
+    params = {"w": RNG.normal(size=shape).astype(np.float32)}
+    grads = {"w": RNG.normal(size=shape).astype(np.float32)}
+    layout = layout_of({"w": spec}, mesh, "data")
+    specs = layout.state_specs(jax.eval_shape(tx.init, params), params)
+    state = jax.device_put(tx.init(params), layout.make_shardings(specs))
+    placed = jax.device_put(grads, NamedSharding(mesh, spec))
+    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, layout.make_shardings(specs)))
+    text = update.lower(placed, state).compile().as_text()
+    found = re.findall(r"= f32\[([\d,]*)\]\S* (all-\w+|collective-\w+|reduce-scatter)", text)
+    assert {kind for _, kind in found} == expected
+    rows = tx.init(params)[0].mu_scale["w"].size
+    assert all(np.prod([int(n) for n in x.split(",") if n]) <= rows for x, _ in found)
+    assert not re.findall(r"= \(?[su]8\S* (?:all-|collective-)", text)
+    chex.assert_trees_all_equal(
+        jax.device_get(update(placed, state)[1]),
+        jax.device_get(jax.jit(tx.update)(grads, tx.init(params))[1]),
+    )
+
+
+def big():
+    return {
+        "embed": np.ones((256, 64), np.float32),
+        "layers": [{"w": np.ones((64, 64), np.float32), "b": np.ones(64, np.float32)}] * 2,
+    }
+
+
+@pytest.mark.parametrize("shard", ["state", "params"])
+def test_each_device_keeps_an_eighth(shard):
+    step = optfn.make_train_step(
+        lambda p, x: jnp.sum(p["embed"]),
+        optfn.adamw(0.01, moment_dtype="int8", multi_precision=True),
+        mesh=data_mesh(N),
+        shard=shard,
+    )
+    state = step.init(big())
+    total = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
+    assert bytes_a_device(state.opt_state) <= 1.01 * total / N
+    whole = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    part = bytes_a_device(state.params)
+    assert part <= 1.01 * whole / N if shard == "params" else part == whole
+
+
+SIZES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+
+
+def wire(step, state, batch):
+    """Return the bytes that a device of a ring sends for each kind of collective, from the HLO."""
+    sent = {}
+    text = step.compiled.lower(state, batch).compile().as_text()
+    factors = {
+        "all-reduce": 2 * (N - 1) / N, "all-gather": (N - 1) / N, "reduce-scatter": N - 1,
+        "all-to-all": (N - 1) / N,
+    }  # fmt: skip
+    found = re.findall(r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    for shapes, kind in found:
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        size = sum(
+            SIZES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n], initial=1))
+            for dtype, shape in arrays
+        )
+        sent[kind] = sent.get(kind, 0) + factors[kind] * size
+    return sent
+
+
+@pytest.mark.optimized
+def test_spread_state_costs_the_wire_of_an_all_reduce():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] @ params["v"]) ** 2)
+
+    params = {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 128), np.float32)}
+    tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
+    sent = []
+    for shard in (None, "state"):
+        step = optfn.make_train_step(loss, tx, mesh=data_mesh(N), shard=shard)
+        sent.append(wire(step, step.init(params), X[0]))
+    assert set(sent[0]) == {"all-reduce"}
+    assert sum(sent[1].values()) == pytest.approx(sent[0]["all-reduce"], rel=0.01)
+    assert sent[1]["all-reduce"] < 100  # the loss and the norm
+
+
+def test_updates_are_in_place():
+    params = {"w": np.ones((64, 128), np.float32)}
+    step = optfn.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"][:32]) ** 2),
+        optfn.adam(0.01),
+        mesh=data_mesh(N),
+        shard="params",
+    )
+    optfn.assert_in_place(step, step.init(params), X[0], min_size=512)
+
+
+# Stacked layers.
+
+LAYERS, WIDTH = 8, 128  # 8 workers divide the layers as well
+
+
+def layer(params, x):
+    return x + jnp.tanh(x @ params["w"] + params["b"])
+
+
+def stacked_params(mark=lambda x: x):
+    return stacked_layers(LAYERS, WIDTH, mark)
+
+
+def stacked_loss(params, x):
+    return jnp.mean((scan_layers(layer, params["layers"], x) @ params["head"]) ** 2)
+
+
+STACKED_X = RNG.normal(size=(3, 16, WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mark", [optfn.Stacked, nightly(lambda x: x)])
+@pytest.mark.parametrize("shard", [None, "state", "params"])
+def test_scan_layers_is_the_loop_over_layers(shard, mark):
+    def by_hand(params, x):
+        for i in range(LAYERS):
+            x = layer({"w": params["layers"]["w"][i], "b": params["layers"]["b"][i]}, x)
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    alone, losses = run(
+        optfn.make_train_step(by_hand, optfn.lamb(0.01)), STACKED_X, stacked_params(mark)
+    )
+    options = {} if shard is None else {"mesh": data_mesh(N), "shard": shard}
+    step = optfn.make_train_step(stacked_loss, optfn.lamb(0.01), **options)
+    state, found = run(step, STACKED_X, stacked_params(mark))
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-3, atol=1e-5
+    )
+
+
+@pytest.mark.optimized
+def test_layers_are_gathered_one_at_a_time():
+    """Temporaries hold a few layers, not all; and no whole stack is gathered."""
+    step = optfn.make_train_step(stacked_loss, optfn.adam(0.01), mesh=data_mesh(N), shard="params")
+    state = step.init(stacked_params())
+    compiled = step.compiled.lower(state, STACKED_X[0]).compile()
+    one = 4 * WIDTH * WIDTH
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * one < LAYERS * one
+    gathers = re.findall(r"= (\S+) all-gather(?:-start)?\(", compiled.as_text())
+    assert gathers and not any(f"[{LAYERS},{WIDTH},{WIDTH}]" in g for g in gathers)
+
+
+def program_of_layers(fn):
+    """Return the text of a step whose layers are `fn`."""
+
+    def loss(params, x):
+        return jnp.mean((scan_layers(fn, params["layers"], x) @ params["head"]) ** 2)
+
+    step = optfn.make_train_step(loss, optfn.adam(0.01), mesh=data_mesh(N), shard="params")
+    return step.lower(stacked_params(), STACKED_X[0]).as_text()
+
+
+@pytest.mark.parametrize("wrapped", [jax.checkpoint, lambda fn: jax.jit(jax.checkpoint(fn))])
+def test_a_checkpoint_around_a_layer_changes_nothing(wrapped):
+    """Its barrier would hold products back until all of the layer is gathered."""
+    assert program_of_layers(wrapped(layer)) == program_of_layers(layer)
+
+
+def test_a_checkpoint_around_a_part_of_a_layer_stays():
+    def layer_of_parts(params, x):
+        return 2 * jax.checkpoint(layer)(params, x)
+
+    barriers = [program_of_layers(fn).count("_barrier") for fn in (layer, layer_of_parts)]
+    assert barriers == [1, 2]
+
+
+# Meshes of several axes.
+
+
+def test_tensor_parallel_axes_are_left_to_the_compiler():
+    mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 4), ("data", "model"))
+    shard = {"w": P("data", "model"), "v": P("model", "data"), "b": P()}
+    alone, losses = run(optfn.make_train_step(loss_fn, optfn.lamb(0.01)))
+    step = optfn.make_train_step(loss_fn, optfn.lamb(0.01), mesh=mesh, shard=shard)
+    state, found = run(step)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-3, atol=1e-5
+    )
+    assert state.params["w"].addressable_shards[0].data.shape == (16, 6)
+    assert state.params["v"].addressable_shards[0].data.shape == (6, 8)
+    mu = next(x for k, x in _named(state) if k.endswith("mu/w"))
+    assert mu.addressable_shards[0].data.shape == (16, 6)
+    assert compilations(step) == 1
+
+
+def _named(state):
+    from optfn.mesh.state.names import arrays_with_names
+
+    return list(arrays_with_names(state.opt_state))
+
+
+@pytest.mark.parametrize("shard", ["state", "params"])
+def test_explicit_axes_work_as_auto_ones_do(shard):
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.01), mesh=mesh, shard=shard)
+    _, losses = run(step)
+    _, expected = run(optfn.make_train_step(loss_fn, optfn.adam(0.01)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert compilations(step) == 1
+
+
+def test_model_state_keys_aux_and_what_optax_asks_for():
+    def loss(params, model_state, x, key):
+        value = loss_fn(params, x) + jax.random.uniform(key)
+        return value, (0.5 * model_state + x.mean(), {"noise": jax.random.uniform(key)})
+
+    options = {"model_state": True, "has_aux": True, "rng": 3, "mesh": data_mesh(N)}
+    runs = []
+    for shard in (None, "params"):
+        step = optfn.make_train_step(loss, optax.lbfgs(), shard=shard, **options)
+        state = step.init(PARAMS, jnp.zeros(()))
+        for x in X:
+            state, metrics = step(state, x)
+        runs.append((state.model_state, metrics["loss"], metrics["aux"]["noise"]))
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-3)
+
+
+def test_a_value_and_grad_of_ones_own_sees_whole_params():
+    def own(params, x):
+        assert params["w"].shape == (32, 24)
+        return jax.value_and_grad(loss_fn)(params, x)
+
+    alone, _ = run(optfn.make_train_step(loss_fn, optfn.adam(0.01)))
+    for shard in ("state", "params"):
+        step = optfn.make_train_step(
+            None, optfn.adam(0.01), value_and_grad=own, mesh=data_mesh(N), shard=shard
+        )
+        state, _ = run(step)
+        chex.assert_trees_all_close(
+            jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_integers_stay_whole_and_as_they_are():
+    def loss(params, x):
+        return loss_fn(params, x) * params["n"][0]
+
+    params = PARAMS | {"n": np.arange(1, 9, dtype=np.int32)}
+    for shard in ("state", "params"):
+        step = optfn.make_train_step(loss, optfn.adam(0.01), mesh=data_mesh(N), shard=shard)
+        state, _ = run(step, params=params)
+        np.testing.assert_array_equal(state.params["n"], params["n"])
+        assert state.params["n"].sharding.is_fully_replicated
+
+
+def test_a_checkpoint_resumes_bit_for_bit_and_moves_to_another_layout(tmp_path):
+    def minimize(directory=None, batches=X, **options):
+        return optfn.minimize(
+            loss_fn, optfn.adam(0.01), PARAMS, batches, progress=False, checkpoint=directory,
+            **options,
+        )  # fmt: skip
+
+    sharded = {"mesh": data_mesh(N), "shard": "params"}
+    whole, _ = minimize(**sharded)
+    minimize(tmp_path / "saved", X[:2], **sharded)
+    # Copies, so that each resumes from the second step.
+    shutil.copytree(tmp_path / "saved", tmp_path / "same")
+    state, _ = minimize(tmp_path / "same", **sharded)
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(whole))
+    assert not state.params["w"].sharding.is_fully_replicated
+    for name, options in {"four": {"mesh": data_mesh(4), "shard": "state"}, "one": {}}.items():
+        shutil.copytree(tmp_path / "saved", tmp_path / name)
+        state, _ = minimize(tmp_path / name, **options)
+        chex.assert_trees_all_close(
+            jax.device_get(state.params), jax.device_get(whole.params), rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"shard": "state", "mesh": None}, ValueError, "shard='state' needs mesh"),
+        ({"shard": "all"}, TypeError, 'must be "state", "params", a mapping.*got \'all\''),
+        (
+            {"shard": {"w": "data"}},
+            TypeError,
+            "must be .* a mapping from patterns of paths to PartitionSpecs, .*got 'data'.* at 'w'",
+        ),
+        ({"shard": {"w": P("model")}}, ValueError, "no axis 'model' for 'w'"),
+        (
+            {"shard": "state", "local_steps": 2},
+            ValueError,
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
+        ),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), **{"mesh": data_mesh(N)} | options)
+
+
+@pytest.mark.parametrize(
+    ("tx", "shard", "words"),
+    [
+        (
+            lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0),
+            "state",
+            "shard: tx exchanges gradients",
+        ),
+        (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
+        (
+            lambda: optfn.sgd(0.1),
+            {"odd": P("data")},
+            r"dimension 0 of leaf 'odd', which has shape \(3,\)",
+        ),
+        (lambda: optfn.sgd(0.1), {"b": P(None, "data")}, "more entries than leaf 'b'"),
+    ],
+)
+def test_what_does_not_fit_is_said_at_init(tx, shard, words):
+    with pytest.raises(ValueError, match=words):
+        optfn.make_train_step(loss_fn, tx(), mesh=data_mesh(N), shard=shard).init(PARAMS)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("shard", [None, "state", "params"])
+@pytest.mark.parametrize("stacked", [True, nightly(False)])
+def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
+    if stacked:
+        params, loss, x = stacked_params(optfn.Stacked), stacked_loss, STACKED_X[0]
+    else:
+        params = {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 128), np.float32)}
+        params["odd"] = np.ones(3, np.float32)
+        x = X[0]
+
+        def loss(p, x):
+            return jnp.mean((x @ p["w"] @ p["v"]) ** 2) + jnp.sum(p["odd"])
+
+    tx, mesh = optfn.adam(0.01), data_mesh(N)
+    step = optfn.make_train_step(loss, tx, mesh=mesh, shard=shard)
+    state = step.init(params)
+    plan = plan_memory(tx, params, mesh, shard=shard)
+    compiled = step.compiled.lower(state, x).compile()
+    arguments = compiled.memory_analysis().argument_size_in_bytes - x.nbytes / N
+    assert plan.params + plan.state == pytest.approx(arguments, rel=0.05)
+    assert plan.params == bytes_a_device(state.params)
+    assert plan.state == bytes_a_device(state.opt_state)
+    assert plan.gradients == sum(p.nbytes for p in jax.tree.leaves(params))
+    if not (stacked and shard == "params"):  # the HLO counts what is in the loop once
+        assert plan.sent == pytest.approx(sum(wire(step, state, x).values()), rel=0.05)
+    else:
+        assert plan.sent == pytest.approx(
+            7 / 8 * sum(3 * p.nbytes for p in jax.tree.leaves(params["layers"].layers))
+            + 7 / 8 * 2 * params["head"].nbytes
+            + 2 * 7 / 8 * 4  # the loss
+        )
+
+
+def test_a_plan_counts_what_an_exchange_sends():
+    params = {"w": jnp.ones((8, 4)), "v": jnp.ones(16), "masked": None}
+    mesh, labels = data_mesh(N), {"w": "dgc", "v": "adam", "masked": None}
+    dgc = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=8)  # one entry, 8 bytes
+    some = optax.partition({"dgc": dgc, "adam": optfn.adam(1e-3)}, labels)
+    every = optfn.chain(optfn.distributed.exchange(None), optfn.adam(1e-3))
+    loss, agreed = 2 * 7 / 8 * 4, 2 * 7 / 8 * 2 * 4  # the largest of two numbers of all workers
+    assert [plan_memory(tx, params, mesh).sent for tx in (optfn.adam(1e-3), some, every)] == [
+        2 * 7 / 8 * 4 * 48 + loss,
+        2 * 7 / 8 * 4 * 16 + 7 * 8 + loss + agreed,
+        2 * 7 / 8 * 4 * 48 + loss,
+    ]
+
+
+def test_a_plan_needs_no_devices():
+    mesh = jax.sharding.AbstractMesh((512, 8), ("data", "model"))
+    params = {"w": jax.ShapeDtypeStruct((1 << 16, 1 << 14), jnp.bfloat16)}
+    plan = plan_memory(optfn.adam(1e-3), params, mesh, shard={"w": P("data", "model")})
+    assert plan.params == 2 * 2**30 // 4096 and plan.gradients == 2 * 2**30 // 8
+    assert plan.state == pytest.approx(4 * plan.params, rel=1e-3)

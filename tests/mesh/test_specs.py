@@ -1,0 +1,387 @@
+"""`shard=` takes the shardings that models have: trees of the params' structure, or prefixes."""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import weights
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from problems import trained
+
+import optfn
+from optfn.distributed import plan_memory, sharded
+from optfn.mesh.layout.sharding import layout_of
+
+X = np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32)
+ROWS, COLUMNS = P("data", None), P(None, "data")
+
+
+def mesh_of(sizes=(4, 2), names=("data", "model")):
+    return Mesh(np.array(jax.devices()).reshape(sizes), names)
+
+
+def specs_of(shard, params, mesh=None):
+    """Return the PartitionSpec of each leaf, without the axes that specs leave out at the end."""
+    mesh = mesh_of() if mesh is None else mesh
+    specs = layout_of(shard, mesh, "data").param_specs(params)
+    return jax.tree.map(trimmed, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def trimmed(spec):
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+class Layer(NamedTuple):
+    up: Any
+    down: Any
+
+
+class Weights(NamedTuple):
+    """The weights of a model as Llama's programs have them."""
+
+    embedding: Any
+    layers: list
+    norm: Any
+
+
+WEIGHTS = Weights(
+    weights(0, 16, 8),
+    [Layer(weights(i, 8, 16), weights(9 + i, 16, 8)) for i in range(2)],
+    weights(7, 8),
+)
+
+
+def broadcast(prefix, params):
+    """Return the specs by JAX's own reading of a prefix."""
+    whole = jax.tree.map(
+        lambda x: P() if x is None else x.spec if isinstance(x, NamedSharding) else x,
+        prefix,
+        is_leaf=lambda x: x is None or isinstance(x, P),
+    )
+    specs = jax.tree.broadcast(whole, params, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(trimmed, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+FULL = Weights(P("model", "data"), [Layer(COLUMNS, ROWS), Layer(P(), P("model"))], P("data"))
+TREES = {
+    "whole structure": FULL,
+    "NamedShardings": jax.tree.map(
+        lambda spec: NamedSharding(mesh_of(), spec), FULL, is_leaf=lambda x: isinstance(x, P)
+    ),
+    "a prefix": Weights(P("model"), P("data"), None),
+    "prefixes in a list": Weights(None, [Layer(COLUMNS, None), P("data")], P("data")),
+    "one spec": P("data"),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("way", ["alone", "in sharded"])
+def test_a_tree_is_read_as_jax_reads_a_prefix(name, way):
+    shard = TREES[name] if way == "alone" else sharded(TREES[name], axis="data")
+    assert specs_of(shard, WEIGHTS) == broadcast(TREES[name], WEIGHTS)
+
+
+def test_none_in_a_prefix_stands_for_modules_without_params_too():
+    params = {"dense": {"w": np.ones((8, 4))}, "dropout": {}, "bias": None}
+    expected = {"dense": {"w": P("data")}, "dropout": {}, "bias": None}
+    for shard in ({"dense": {"w": ROWS}, "dropout": None}, {"dense": ROWS, "dropout": None}):
+        assert specs_of(shard, params) == expected
+
+
+# A flat mapping from text to specs could be a tree or patterns.
+
+
+@pytest.mark.parametrize(
+    ("shard", "params", "expected"),
+    [
+        pytest.param(
+            {"w": ROWS, "b": None}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P()}, id="both"
+        ),
+        pytest.param(
+            {"w": ROWS}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P()}, id="patterns"
+        ),
+        pytest.param(
+            {"w|b": P("data")}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P("data")}, id="or"
+        ),
+        pytest.param(
+            {"net": ROWS, "b": P()},
+            {"net": {"w": (8, 4), "v": (4, 4)}, "b": (4,)},
+            {"net": {"w": P("data"), "v": P("data")}, "b": P()},
+            id="a prefix, of which no key is a pattern",
+        ),
+        pytest.param(
+            {"net/~/linear": ROWS, "net": P(None, "data"), "net/~/linear/b": P()},
+            {"net/~/linear": {"w": (8, 4), "b": (4,)}, "net": {"w": (8, 4)}},
+            {"net/~/linear": {"w": P("data"), "b": P()}, "net": {"w": P(None, "data")}},
+            id="the longest path",
+        ),
+        pytest.param(
+            {"w.0": ROWS, "w.00": P(None, "data"), "w_0": P()},
+            {"w.0": (8, 4), "w.00": (4, 4), "w_0": (4, 4)},
+            {"w.0": P("data"), "w.00": P(None, "data"), "w_0": P()},
+            id="names, though the first is a pattern of the last as well",
+        ),
+        pytest.param(
+            {"w.*": ROWS, "b": P("data")},
+            {"w.0": (8, 4), "w.1": (8, 4), "b": (4,)},
+            {"w.0": P("data"), "w.1": P("data"), "b": P("data")},
+            id="patterns of some names",
+        ),
+    ],
+)
+def test_a_flat_mapping_is_names_where_it_names_all_leaves_and_else_patterns(
+    shard, params, expected
+):
+    arrays = jax.tree.map(np.ones, params, is_leaf=lambda x: isinstance(x, tuple))
+    assert specs_of(shard, arrays) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_both_readings_agree_on_trees_that_are_named_by_words(depth):
+    rng = np.random.default_rng(depth)
+    leaf = {"kernel": np.ones((8, 8)), "bias": np.ones(8)}
+    params = {f"block{i}": leaf for i in range(3)} if depth == 2 else leaf
+    names = optfn.core.tree.paths(params)
+    for _ in range(20):
+        chosen = dict.fromkeys(names, P())
+        chosen |= {name: P("data") for name in names if rng.integers(2)}
+        tree = jax.tree.unflatten(jax.tree.structure(params), chosen.values())
+        # A last pattern that matches all, and nothing that is left, lets only patterns be read.
+        assert (
+            specs_of(tree, params)
+            == specs_of(chosen, params)
+            == specs_of(chosen | {".*": P("model")}, params)
+        )
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("shard", "error", "words"),
+    [
+        (FULL._replace(norm=P("stage")), ValueError, "no axis 'stage' for 'norm'.*P.*'stage'.*are"),
+        (P("data", "data"), ValueError, "P.*for '' must not name a mesh axis twice"),
+        (
+            Weights(3, None, None),
+            TypeError,
+            "a tree of PartitionSpecs.*got 3 of type int at 'embed",
+        ),
+        (Weights(None, [Layer(None, "data")], None), TypeError, "got 'data'.* at 'layers/0/down'"),
+    ],
+)
+def test_what_is_no_spec_of_the_mesh_is_said_where_the_step_is_made(shard, error, words):
+    with pytest.raises(error, match=words):
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=mesh_of(), shard=shard)
+
+
+@pytest.mark.parametrize(
+    ("shard", "words"),
+    [
+        (
+            FULL._replace(layers=[Layer(P(("data", "model"), "data"), P())]),
+            "must not name a mesh axis twice",
+        ),
+        (
+            {"embedding": P(), "layer": P("data"), "norm": [P()]},
+            r"structure of params.*missing 'layers/0/up', 'layers/0/down', .*not expected 'layer'",
+        ),
+        (FULL._replace(layers=FULL.layers[:1]), "missing 'layers/1/up', 'layers/1/down'"),
+        (FULL._replace(layers=[*FULL.layers, P("data")]), "not expected 'layers/2'"),
+        (FULL._replace(norm=Layer(P("data"), P())), "missing 'norm'.*not expected 'norm/up'"),
+        (
+            FULL._replace(norm=P(("data", "model"), None)),
+            r"'model'.*more entries than leaf 'norm'",
+        ),
+    ],
+)
+def test_a_tree_that_does_not_fit_names_the_paths(shard, words):
+    with pytest.raises(ValueError, match=words):
+        specs_of(shard, WEIGHTS)
+
+
+def test_what_does_not_divide_names_leaf_spec_and_mesh():
+    params = {"w": np.ones((6, 4))}
+    words = r"leaf 'w', .*\(6, 4\).*4 devices along 'data'.*P.*'data'.*'data': 4, 'model': 2"
+    with pytest.raises(ValueError, match=words):
+        specs_of({"w": ROWS}, params)
+
+
+# Training.
+
+
+def loss_fn(w, x):
+    x = x @ w.embedding.T @ w.embedding
+    for layer in w.layers:
+        x = x + jnp.tanh(x @ layer.up) @ layer.down
+    return jnp.mean((x * w.norm - 1.0) ** 2)
+
+
+def run(step, params, batches=X):
+    return trained(step, step.init(params), batches)
+
+
+def assert_trains_alike(loss_fn, params, shard, batches=X, tx=None, **options):
+    """Compare with one device, and return the state."""
+    tx = optfn.adam(1e-2) if tx is None else tx
+    alone, losses = run(optfn.make_train_step(loss_fn, tx), params, batches)
+    step = optfn.make_train_step(loss_fn, tx, shard=shard, **{"mesh": mesh_of()} | options)
+    state, found = run(step, params, batches)
+    np.testing.assert_allclose(found, losses, rtol=2e-5)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-3, atol=1e-5
+    )
+    return state
+
+
+@pytest.mark.parametrize("name", ["NamedShardings", "a prefix"])
+def test_a_step_is_that_of_one_device_and_the_plan_of_its_bytes(name):
+    state = assert_trains_alike(loss_fn, WEIGHTS, TREES[name])
+    assert jax.tree.map(lambda x: trimmed(x.sharding.spec), state.params) == broadcast(
+        TREES[name], WEIGHTS
+    )
+    kept = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+            for tree in (state.params, state.opt_state)]  # fmt: skip
+    for mesh in (mesh_of(), AbstractMesh((4, 2), ("data", "model"))):
+        plan = plan_memory(optfn.adam(1e-2), WEIGHTS, mesh, shard=TREES[name])
+        assert [plan.params, plan.state] == kept
+    table = optfn.summary(optfn.adam(1e-2), WEIGHTS, mesh=mesh_of(), shard=TREES[name])
+    assert "layers/1/down" in table
+
+
+def test_a_run_is_evaluated_saved_and_continued_by_another_tree(tmp_path):
+    def minimize(shard, directory=None, batches=X, **options):
+        return optfn.minimize(
+            loss_fn, optfn.adam(1e-2), WEIGHTS, batches, shard=shard, mesh=mesh_of(),
+            progress=False, checkpoint=directory, **options,
+        )  # fmt: skip
+
+    evaluate = functools.partial(loss_fn, x=X[0])
+    whole, _ = minimize(FULL)
+    minimize(FULL, tmp_path, X[:2])
+    state, history = minimize(TREES["a prefix"], tmp_path, evaluate=evaluate)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(whole.params), rtol=1e-3, atol=1e-5
+    )
+    np.testing.assert_allclose(history["evaluation"][-1], evaluate(whole.params), rtol=1e-4)
+
+
+def test_packed_params_are_whole_buffers_with_a_tree_as_with_patterns():
+    params = {"w": weights(1, 8, 8), "v": weights(2, 8, 8)}
+
+    def loss_fn(p, x):
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - 1.0) ** 2)
+
+    for shard in ({"w": P("data"), "v": P()}, {"w": P("data")}):
+        step = optfn.make_train_step(
+            loss_fn, optfn.adam(1e-2), shard=shard, mesh=mesh_of(), packed=True
+        )
+        _, losses = run(step, params)
+        _, expected = run(optfn.make_train_step(loss_fn, optfn.adam(1e-2)), params)
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
+
+
+# The annotations of libraries.
+
+
+def test_flax_boxes_stay_boxes_and_their_specs_are_taken_boxed_or_not():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def boxed(*names):
+                return nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+            x = nn.relu(nn.Dense(16, kernel_init=boxed(None, "model"))(x))
+            return nn.Dense(8, use_bias=False, kernel_init=boxed("model", None))(x)
+
+    net = Net()
+    boxed = net.init(jax.random.key(0), X[0])["params"]
+    specs = nn.get_partition_spec(boxed)
+
+    def loss_fn(params, x):
+        return jnp.mean((net.apply({"params": params}, x) - 1.0) ** 2)
+
+    for params in (boxed, nn.unbox(boxed)):
+        state = assert_trains_alike(loss_fn, params, specs)
+        chex.assert_trees_all_equal_structs(state.params, params)
+        kernels = nn.unbox(state.params)
+        assert kernels["Dense_0"]["kernel"].addressable_shards[0].data.shape == (8, 8)
+        assert kernels["Dense_1"]["kernel"].addressable_shards[0].data.shape == (8, 8)
+    state = assert_trains_alike(loss_fn, boxed, nn.get_sharding(boxed, mesh_of()))
+    assert isinstance(state.params["Dense_0"]["kernel"], nn.Partitioned)
+    names = optfn.state_dict(optfn.make_train_step(loss_fn, optfn.adam(1e-2)).init(boxed))
+    assert any(name.endswith("mu/Dense_0/kernel/value") for name in names)
+
+
+def test_specs_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+
+            def partitioned(*names):
+                init = nnx.initializers.lecun_normal()
+                return nnx.with_metadata(init, out_sharding=names)
+
+            self.up = nnx.Linear(8, 16, rngs=rngs, kernel_init=partitioned(None, "model"))
+            self.down = nnx.Linear(16, 8, rngs=rngs, kernel_init=partitioned("model", None))
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    with jax.set_mesh(mesh_of()):
+        graphdef, params = nnx.split(Net(), nnx.Param)
+        specs = nnx.get_partition_spec(params)
+    params = jax.tree.map(np.asarray, params)
+
+    def loss_fn(params, x):
+        return jnp.mean((nnx.merge(graphdef, params)(x) - 1.0) ** 2)
+
+    for shard in (specs, nnx.get_named_sharding(params, mesh_of())):
+        state = assert_trains_alike(loss_fn, params, shard)
+        assert state.params["up"]["kernel"][...].addressable_shards[0].data.shape == (8, 8)
+        assert state.params["up"]["bias"][...].sharding.is_fully_replicated
+
+
+def test_trees_of_equinox_with_none_in_the_place_of_what_is_no_array():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, width_size=16, depth=1, use_bias=False, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(params, x):
+        return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - 1.0) ** 2)
+
+    def choose(x):
+        return P("model", "data") if x.shape[0] == 16 else NamedSharding(mesh_of(), P())
+
+    state = assert_trains_alike(loss_fn, params, jax.tree.map(choose, params))
+    assert state.params.layers[0].weight.addressable_shards[0].data.shape == (8, 2)
+    prefix = eqx.tree_at(lambda p: p.layers, params, (P("data"), None))
+    assert_trains_alike(loss_fn, params, prefix)
+
+
+def test_trees_of_haiku():
+    hk = pytest.importorskip("haiku")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 8])(x)))
+    params = net.init(jax.random.key(0), X[0])
+
+    def loss_fn(params, x):
+        return jnp.mean((net.apply(params, x) - 1.0) ** 2)
+
+    for shard in (
+        {"mlp/~/linear_0": P("data"), "mlp/~/linear_1": {"w": P("model", "data"), "b": None}},
+        {"mlp/~/linear_0": P("data"), "mlp/~/linear_1": None},
+    ):
+        state = assert_trains_alike(loss_fn, params, shard)
+        assert state.params["mlp/~/linear_0"]["w"].addressable_shards[0].data.shape == (2, 16)
