@@ -59,7 +59,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("quick_compiler"):
         add_flags(QUICK_COMPILER)
-        keep_programs(config)
+        clear_kept_programs(config)
     # The process that hands out tests and reports needs no JAX; the workers wait for it.
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
@@ -69,7 +69,8 @@ def pytest_configure(config):
     # References have products of float32, which TPUs and GPUs make in fewer bits by default.
     jax.config.update("jax_default_matmul_precision", "float32")
     share_context()
-    keep_programs_of_one_device()
+    if config.getoption("quick_compiler"):
+        keep_programs(config)
 
 
 def share_context():
@@ -83,37 +84,35 @@ def share_context():
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
-def keep_programs(config):
-    """Let workers, processes and later runs read what was compiled once: it takes 3 ms a program.
-
-    JAX's keys are made of the program, the flags and the version. Not for optimized programs: what
-    the tests read of them should be the compiler's own figures.
-    """
+def kept_programs(config) -> Path:
+    """Return the folder of compiled programs, for this compiler and its flags."""
     flags = hashlib.sha256(QUICK_COMPILER.encode()).hexdigest()[:8]
-    version = importlib.metadata.version("jaxlib")
-    folder = config.rootpath / ".cache" / "programs" / f"{version}-{flags}"
+    return config.rootpath / ".cache/programs" / f"{importlib.metadata.version('jaxlib')}-{flags}"
+
+
+def clear_kept_programs(config):
+    """Let the folder of compiled programs begin anew where it has grown to `MOST_KEPT`."""
+    folder = kept_programs(config)
     kept = folder.iterdir() if folder.exists() and not hasattr(config, "workerinput") else ()
     if sum(file.stat().st_size for file in kept) > MOST_KEPT:
         shutil.rmtree(folder)
-    options = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in options.items():
-        os.environ[name.upper()] = str(value)  # also for the processes that tests start
-        if "jax" in sys.modules:  # a plugin has imported it
-            sys.modules["jax"].config.update(name, value)
 
 
-def keep_programs_of_one_device():
-    """Compile programs of several CPU devices in each process.
+def keep_programs(config):
+    """Let workers and later runs read what was compiled once: it takes 3 ms a program.
 
-    XLA loads them from a file as other programs: at a rendezvous of a mesh of two axes they wait
-    for ever, or give what stands in memory (jaxlib 0.10.2 and 0.12).
+    JAX's keys are made of the program, the flags and the version. Not for optimized programs: what
+    the tests read of them should be the compiler's own figures. Nor for programs of several
+    devices: XLA reads some with two mesh axes from a file as other programs, which wait for ever at
+    a rendezvous, or give what stands in memory (jaxlib 0.10.2 and 0.12). Processes that tests start
+    do not leave these out, and keep none.
     """
+    import jax
     from jax._src import compiler
 
+    jax.config.update("jax_compilation_cache_dir", str(kept_programs(config)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     make_key = compiler._get_cache_key
 
     def key_of_one_device(options, *, devices, **rest):

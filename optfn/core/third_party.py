@@ -52,10 +52,10 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
         try:
             return tx.init(params)
         except (TypeError, ValueError) as error:
-            nodes = jax.tree.leaves(params, is_leaf=tree.is_transparent)
-            inner = tree.unwrap_transparent(params)
+            nodes = jax.tree.leaves(params, is_leaf=_is_stacked)
+            inner = tree.unwrap_nodes(params, _is_stacked)
             # Only if the same call succeeds without the nodes is the cause known.
-            if any(map(tree.is_transparent, nodes)) and _is_traceable(lambda: tx.init(inner)):
+            if any(map(_is_stacked, nodes)) and _is_traceable(lambda: tx.init(inner)):
                 raise ValueError(
                     f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
                     "it into an optfn.Stacked, like the params, or pass a function of params"
@@ -80,6 +80,12 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             raise
 
     return tx._replace(init=init, update=update)
+
+
+def _is_stacked(x: object) -> bool:
+    """Tell whether `x` is a `Stacked`, whose module imports this one: no other node that adds no
+    word to paths has layouts of its leaves."""
+    return tree.is_transparent(x) and hasattr(x, "leaf_layouts")
 
 
 def _is_traceable(fn: Callable[[], PyTree]) -> bool:

@@ -189,13 +189,13 @@ def inner_tree(node: PyTree) -> PyTree:
     return next(iter(children))
 
 
-def unwrap_transparent(x: PyTree) -> PyTree:
-    """Return a tree in which each node that adds no word to paths is replaced by its tree."""
+def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
+    """Return a tree in which each node that `is_node` chooses is replaced by the tree in it."""
 
     def unwrap(node: PyTree) -> PyTree:
-        return unwrap_transparent(inner_tree(node)) if is_transparent(node) else node
+        return unwrap_nodes(inner_tree(node), is_node) if is_node(node) else node
 
-    return jax.tree.map(unwrap, x, is_leaf=is_transparent)
+    return jax.tree.map(unwrap, x, is_leaf=is_node)
 
 
 def join(*words: str) -> str:

@@ -241,7 +241,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    layers = tree.unwrap_transparent(stacked)
+    layers = tree.unwrap_nodes(stacked, tree.is_transparent)
     shapes = [np.shape(x) for x in jax.tree.leaves(layers)]
     if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(

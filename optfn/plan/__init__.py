@@ -1,1 +1,1 @@
-"""Seconds of a compiled step, read from its schedule."""
+"""A step before it runs: memory and traffic from its trace, seconds from its compiled schedule."""

@@ -1,4 +1,4 @@
-"""The training step: its loss and gradients, the update, rounds of local steps, its state.
+"""The training step: its options, the update, rounds of local steps, its state.
 
 A gradient in `make_train_step(loss, adam(1e-3), mesh=data_mesh(), shard="params")`, where the data
 axis is a shard axis, and there are no worker axes:

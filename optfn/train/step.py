@@ -3,7 +3,7 @@
 `make_train_step` compiles it once, and it updates params and state in place. All options are
 composed of the same functions (composition.py):
 
-    layout       how params, state and batch are divided over a mesh         mesh_layout.py
+    layout       how params, state and batch are divided over a mesh         mesh/layout/
     objective    loss and gradients; means over devices that divide params   loss/objective.py
     update       means over the worker axes, or an exchange; the optimizer   worker_step.py
     rounds       local steps of each worker, and an outer step after them    local_steps.py
