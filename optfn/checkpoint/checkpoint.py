@@ -287,20 +287,16 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        missing, extra = (
-            list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)
-        )
-        if wrong := misfits(missing, extra):
+        selected = [list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)]
+        if wrong := misfits(*selected):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
         return loader, (state, history, Changes([], [], []))
 
     place = to_path(path)
     if only is not None and not any(is_chosen(f"params/{p}") for p in tree.paths(params)):
-        raise ValueError(
-            f"load_params: only={only!r} matches no path of params; it has "
-            f"{tree.list_names(tree.array_paths(params))}"
-        )
+        names = tree.list_names(tree.array_paths(params))
+        raise ValueError(f"load_params: only={only!r} matches no path of params; it has {names}")
     found = find_newest(place, read)
     if found is None:
         if not place.exists() or (place.is_dir() and not any(place.iterdir())):

@@ -84,12 +84,7 @@ class OrbaxDirectory:
         that writes both."""
         ocp = _import_orbax()
         arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
-        cut = [name for name in arrays if name.endswith("/")]
-        if cut:
-            raise ValueError(
-                f"the names {list_names(cut)} end with an empty key or with '/', which orbax cuts "
-                "off. Rename them, or save a file by sharded=False"
-            )
+        _check_ends(arrays)
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
@@ -197,6 +192,16 @@ class OrbaxDirectory:
             path.rmtree()  # type: ignore[attr-defined]
         else:
             shutil.rmtree(path)
+
+
+def _check_ends(names: Iterable[str]) -> None:
+    """Raise a ValueError that lists the names that end with "/", whose ends orbax cuts off."""
+    cut = [name for name in names if name.endswith("/")]
+    if cut:
+        raise ValueError(
+            f"the names {list_names(cut)} end with an empty key or with '/', which orbax cuts "
+            "off. Rename them, or save a file by sharded=False"
+        )
 
 
 def _hash_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:

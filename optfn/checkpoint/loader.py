@@ -12,7 +12,7 @@ import numpy as np
 from optfn.checkpoint.changes import Changes, Misfit
 from optfn.checkpoint.directory import ENTRIES
 from optfn.checkpoint.frozen import FROZEN, compare_frozen, select_frozen
-from optfn.checkpoint.loading import load_named, to_host
+from optfn.checkpoint.loading import load_named
 from optfn.checkpoint.newest import OtherRun, backend_of
 from optfn.checkpoint.snapshot import ABOUT, Snapshot, to_key_data
 from optfn.checkpoint.storage import NONFINITE
@@ -22,6 +22,7 @@ from optfn.core.types import PyTree
 from optfn.leaves.patterns import Pattern, matches
 from optfn.mesh.state.bits import DecodedArrays
 from optfn.mesh.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
+from optfn.mesh.state.reports import read_local
 from optfn.tables.sharded_table import unwrap_tables
 from optfn.train.state import TrainState
 
@@ -181,7 +182,7 @@ def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, A
     both = like.arrays, mapping
     # In the state of a pmap each device has a copy of the count.
     now, before = (
-        {int(n) for name in find_count_names(x, names) for n in np.ravel(to_host(x[name]))}
+        {int(n) for name in find_count_names(x, names) for n in np.ravel(read_local(x[name]))}
         for x in both
     )
     if now == before or len(now) != 1 or not names:

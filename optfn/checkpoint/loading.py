@@ -35,6 +35,7 @@ from optfn.mesh.state.names import (
     states_with_names,
 )
 from optfn.mesh.state.placement import pad_to_multiple
+from optfn.mesh.state.reports import read_local
 from optfn.tables.sharded_table import to_physical, unwrap_tables
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
@@ -102,9 +103,8 @@ def load_named(
     mapping = DecodedArrays(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
-    is_converted = any(
-        map(is_packed_or_padded, jax.tree.leaves(opt_state, is_leaf=is_packed_or_padded))
-    )
+    found = jax.tree.leaves(opt_state, is_leaf=is_packed_or_padded)
+    is_converted = any(map(is_packed_or_padded, found))
     plain = unwrap_tables(opt_state)
     if is_converted:
         plain = _unpack_for(mapping, plain)
@@ -288,20 +288,14 @@ def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[
             "correction also counts the steps before"
         )
         return {}
-    made = np.subtract(to_host(loaded), to_host(shared))
-    counts = {path: made + to_host(x) for path, x in started.items()}
+    made = np.subtract(read_local(loaded), read_local(shared))
+    counts = {path: made + read_local(x) for path, x in started.items()}
     return {path: count for path, count in counts.items() if np.any(count)}
 
 
 def _is_on_host(x: Leaf) -> bool:
     """Tell whether this process can read an array's value."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-
-
-def to_host(x: Leaf) -> np.ndarray:
-    """Return an array on the host, one of its replicas if several processes hold it."""
-    is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
-    return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
@@ -352,7 +346,7 @@ def _begin_at_params(
                 param, _ = _fit(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
                 if weight:
-                    wide *= to_host(mapping[weight]).astype(wide.dtype)
+                    wide *= read_local(mapping[weight]).astype(wide.dtype)
                 begun[name] = wide
             elif weight:
                 at_zero.append(name)

@@ -126,9 +126,8 @@ def differentiate(
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
 
-    transform = None
-    if recompute is not None:
-        transform = functools.partial(recompute_function, names=recompute, argument="recompute")
+    by_names = functools.partial(recompute_function, names=recompute or (), argument="recompute")
+    transform = None if recompute is None else by_names
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         program = make_program(inputs)

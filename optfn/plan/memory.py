@@ -21,7 +21,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.equations import Equations
 from optfn.loss.jaxprs.liveness import find_live
 from optfn.loss.jaxprs.primitives import Jaxpr, as_collective
-from optfn.loss.scans import record_gathers
+from optfn.loss.scans import RecordedGather, record_gathers
 from optfn.mesh.collectives.axes import Axes, AxisName, exclude_axes, join_axes, restrict_spec
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.layout.mesh_layout import Layout
@@ -34,7 +34,9 @@ from optfn.plan.planned_loss import (
     plan_any_loss,
     plan_users_loss,
 )
+from optfn.train.local_steps import trace_update
 from optfn.train.options import StepArguments
+from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, find_layout
 
 
@@ -130,14 +132,9 @@ def plan_memory(
     else:
         loss = plan_users_loss(loss_fn, params, model_state, batch, layout, parts)
     step = TrainStep(_with_loss(options, loss, value_and_grad))
-    state, examples = step.shapes(params, loss.batch, model_state)
-    with record_gathers() as gathers:
-        traced = step.compiled.trace(*step.list_arguments(state, examples))
-    whole: Mapping[str, str] = {}
+    state, program, gathers = _trace_step(step, params, loss.batch, model_state)
     layers = {x.path: x.layer_bytes for x in gathers if x.layer_bytes is not None}
-    if loss.program is not None:
-        divided = _find_divided(layout, params)
-        whole = find_whole_gathers(loss.program, tree.array_paths(params), divided, gathers)
+    whole = {} if loss.program is None else _find_whole(loss.program, layout, params, gathers)
     stored = jax.eval_shape(pack if packed else lambda x: x, params)
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     return MemoryPlan(
@@ -145,7 +142,7 @@ def plan_memory(
         _count_bytes(state.opt_state),
         _count_gradients(tx, stored, layout, held, patterns.match_names(tables, stored, "tables")),
         round(
-            _count_sent(traced.jaxpr.jaxpr, mesh, layout.data_axes)
+            _count_sent(program, mesh, layout.data_axes)
             + _count_padded(layout, stored, local_steps)
         ),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
@@ -161,10 +158,23 @@ def _with_loss(options: StepArguments, loss: PlannedLoss, is_wrapped: bool) -> S
     return dataclasses.replace(options, loss_fn=loss.fn, has_aux=loss.has_aux)
 
 
-def _find_divided(layout: Layout, params: Params) -> list[str]:
-    """Return the paths of the leaves that data axes divide between steps."""
+def _trace_step(
+    step: TrainStep, params: Params, batch: Batch, model_state: PyTree
+) -> tuple[TrainState, Jaxpr, list[RecordedGather]]:
+    """Trace a step, and return the shapes of its state, its program, and the leaves it gathers."""
+    state, examples = step.shapes(params, batch, model_state)
+    with record_gathers() as gathers:
+        traced = step.compiled.trace(*step.list_arguments(state, examples))
+    return state, traced.jaxpr.jaxpr, gathers
+
+
+def _find_whole(
+    program: Equations, layout: Layout, params: Params, gathers: list[RecordedGather]
+) -> Mapping[str, str]:
+    """Return the line of the loss that needs a divided leaf as a whole, by path."""
     entries = jax.tree.leaves(layout.describe(params))
-    return [entry.path for entry in entries if layout.divisions(entry.spec)]
+    divided = [entry.path for entry in entries if layout.divisions(entry.spec)]
+    return find_whole_gathers(program, tree.array_paths(params), divided, gathers)
 
 
 def _count_sent(program: Jaxpr, mesh: Mesh, along: Axes) -> float:
@@ -242,9 +252,8 @@ def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Co
         def gradient(p: Leaf) -> Leaf:
             return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
-        grads, loss = jax.tree.map(gradient, params), jnp.zeros(())
-        extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
-        return extended.update(grads, state, params, **extra)
+        grads = jax.tree.map(gradient, params)
+        return trace_update(extended, grads, state, params, jnp.zeros(()))
 
     arrays = [p for _, p in named]
     # A transform of another library may fail in any way here; its gradients then all count.

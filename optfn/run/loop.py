@@ -186,10 +186,9 @@ class _Run:
             early = self._describe_early_end(interrupt.name)
             page.end = early or page.end
             self._announce_end(bar, early, interrupt.name)
-        history = self.history.arrays()
         # A scalar of NumPy, which is a str too.
-        history[STOPPED] = cast("Any", np.str_(self._name_end(interrupt.name)))
-        return self.best.choose(self.state), history
+        end = cast("Any", np.str_(self._name_end(interrupt.name)))
+        return self.best.choose(self.state), self.history.arrays() | {STOPPED: end}
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
         """Take a step on a batch, evaluate the state if that is due, and return the metrics of

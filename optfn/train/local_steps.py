@@ -210,10 +210,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
         # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
-        extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}
-        if find_nodes(AccumulateState, state):
-            extra["weight"] = loss
-        return tx.update(grads, state, params, **extra)[1]
+        return trace_update(tx, grads, state, params, loss)[1]
 
     shapes = jax.eval_shape(tx.init, params)
     varies = jax.tree.map(lambda x: False, shapes)
@@ -224,6 +221,20 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
         if jax.tree.leaves(found) == jax.tree.leaves(varies):
             return varies
         varies = found
+
+
+def trace_update(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Updates,
+    state: OptState,
+    params: Params,
+    loss: jax.Array,
+) -> tuple[Updates, OptState]:
+    """Call `tx.update` as a step does, with the loss as each number that it hands over."""
+    extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
+    if find_nodes(AccumulateState, state):
+        extra["weight"] = loss
+    return tx.update(grads, state, params, **extra)
 
 
 def _make_gradient(p: Leaf) -> Leaf:

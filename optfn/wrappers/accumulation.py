@@ -77,22 +77,13 @@ def accumulate(
         )
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
-        errors.check_state("accumulate", state, AccumulateState)
-        errors.check_shapes("accumulate", updates, "the state", state.total)
-        if params is not None:
-            errors.check_shapes("accumulate", updates, "params", params)
-        count = state.micro_step + 1
-        due = count >= every  # a run that resumes with a smaller `every` may be beyond it
-        is_first = state.micro_step == 0
-        excess = jnp.where(is_first, 0, state.excess)
+        _check_arguments(updates, state, params)
         call_weight = extra.pop("weight", None)
-        if call_weight is not None:
-            excess += jnp.asarray(call_weight, excess.dtype) - 1
-        weight = count.astype(excess.dtype) + excess
+        count, due, weight, excess = _count_call(state, every, call_weight)
         # The mean is total/every, and a total of another weight is scaled here: for total/weight
         # XLA's compiler for TPUs keeps a temporary of half the size.
         share = jnp.where(due, every / jnp.where(weight == 0, 1, weight), 1.0)
-        add = partial(_add_to_total, is_first, share, call_weight)
+        add = partial(_add_to_total, state.micro_step == 0, share, call_weight)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -115,6 +106,27 @@ def accumulate(
         return updated, AccumulateState(micro_step, shared, private, inner_state, excess)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
+    """Raise an error of a state of another wrapper, or of updates of other shapes."""
+    errors.check_state("accumulate", state, AccumulateState)
+    errors.check_shapes("accumulate", updates, "the state", state.total)
+    if params is not None:
+        errors.check_shapes("accumulate", updates, "params", params)
+
+
+def _count_call(
+    state: AccumulateState, every: int, call_weight: jax.Array | float | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the number of calls with this one, whether the step is due, and the weight of these
+    calls, with its excess over their number. A call without a weight counts 1."""
+    count = state.micro_step + 1
+    due = count >= every  # a run that resumes with a smaller `every` may be beyond it
+    excess = jnp.where(state.micro_step == 0, 0, state.excess)
+    if call_weight is not None:
+        excess += jnp.asarray(call_weight, excess.dtype) - 1
+    return count, due, count.astype(excess.dtype) + excess, excess
 
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:

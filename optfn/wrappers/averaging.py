@@ -6,7 +6,7 @@ average, and changes neither state nor params, so training can continue.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -275,26 +275,28 @@ def model_average(
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
-
-        def apply_to_sums(rule: Any) -> Any:
-            return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
-
-        rules = list(map(apply_to_sums, (_move_to_third, _move_to_second, _clear_first)))
-
-        def add(new: PyTree, sum_1: PyTree, sum_2: PyTree, sum_3: PyTree) -> Any:
-            sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen_param(p)), new, sum_1)[1]
-            carry = sum_1, sum_2, sum_3
-            return run_in_passes(rules, carry, full, close, due=full | close)
-
-        one, two, three = add(p, state.sum_1, state.sum_2, state.sum_3)
+        add = functools.partial(_add_to_sums, full, close)
+        one, two, three = add(p, (state.sum_1, state.sum_2, state.sum_3))
         statistics = state.statistics
         if statistics is not None:
-            statistics = tuple(add(_select_statistics(extra), *statistics))
+            statistics = tuple(add(_select_statistics(extra), statistics))
         old = jnp.where(close, acc, state.old_num_accumulates)
         acc = jnp.where(close, 0, acc)
         return updates, ModelAverageState(num_updates, acc, old, one, two, three, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add_to_sums(full: jax.Array, close: jax.Array, new: PyTree, sums: Sequence[PyTree]) -> Any:
+    """Add `new` to the first of three sums. If `full`, it moves into the second, and at the end of
+    a window, `close`, both move into the third."""
+
+    def apply_to_sums(rule: Any) -> Any:
+        return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
+
+    rules = list(map(apply_to_sums, (_move_to_third, _move_to_second, _clear_first)))
+    one = leafwise.apply(lambda p, s1: (p, s1 + _widen_param(p)), new, sums[0])[1]
+    return run_in_passes(rules, (one, *sums[1:]), full, close, due=full | close)
 
 
 def is_average(x: object) -> bool:

@@ -17,6 +17,7 @@ first have none before them: of the 7B on 8 H100s 0.4 ms of a layer are exposed.
 layer ahead would save 2 % of the step.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -111,15 +112,11 @@ def scan_recomputed(
         of_results = _select_gradients(cotangents[len(inputs) :])
         zeros = [jnp.zeros_like(x) for x in select_inexact_leaves(constants)]
         (of_init, sums), of_stacks = order.turn().scan(body, (of_carry, zeros))
-        return (
-            _as_cotangent(constants, sums),
-            _as_cotangent(inputs, of_init),
-            _as_cotangent(stacks, of_stacks),
-        )
+        of_inputs = (constants, sums), (inputs, of_init), (stacks, of_stacks)
+        return tuple(itertools.starmap(_as_cotangent, of_inputs))
 
     scan.defvjp(forward, backward)
-    results: list[Value] = scan(constants, init, list(stacks))
-    return results
+    return list(scan(constants, init, list(stacks)))
 
 
 def _take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:

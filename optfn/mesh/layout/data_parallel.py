@@ -129,7 +129,9 @@ def copy_beside(batch: Batch, like: jax.Array) -> Batch:
     if like.sharding.num_devices > 1:
         return batch
     device = next(iter(like.devices())) if like.committed else None
-    return jax.tree.map(lambda x: jax.device_put(x, device) if _is_host(x) else x, batch)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, device) if isinstance(x, np.ndarray) else x, batch
+    )
 
 
 def copy_host_arrays(batch: Batch) -> Batch:
@@ -140,11 +142,7 @@ def copy_host_arrays(batch: Batch) -> Batch:
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
     jax#37830).
     """
-    return jax.tree.map(lambda x: _copy_aligned(x) if _is_host(x) else x, batch)
-
-
-def _is_host(x: Leaf) -> bool:
-    return isinstance(x, np.ndarray)
+    return jax.tree.map(lambda x: _copy_aligned(x) if isinstance(x, np.ndarray) else x, batch)
 
 
 def _copy_aligned(x: np.ndarray) -> np.ndarray:

@@ -50,7 +50,8 @@ class DecodedArrays(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         x = self._mapping[name]
-        if _is_host(x) and not x.dtype.isnative:  # bits are read in the order of this machine
+        # Bits are read in the order of this machine.
+        if isinstance(x, np.ndarray) and not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
         if name == DTYPES or not _may_be_bits(x):
             return x
@@ -89,16 +90,12 @@ def bits_dtype(dtype: DType) -> np.dtype:
 def view_as_bits(x: Leaf) -> Leaf:
     """Return a host array without a NumPy dtype as its bits. Any other array is returned
     unchanged."""
-    return x.view(bits_dtype(x.dtype)) if _is_host(x) and is_foreign(x.dtype) else x
+    return x.view(bits_dtype(x.dtype)) if isinstance(x, np.ndarray) and is_foreign(x.dtype) else x
 
 
 def _may_be_bits(x: Leaf) -> bool:
     """Tell whether an array has integers as those of `view_as_bits`: NumPy's, of up to 2 bytes."""
-    return _is_host(x) and x.dtype.kind == "u" and x.dtype.itemsize <= 2
-
-
-def _is_host(x: Leaf) -> bool:
-    return isinstance(x, np.ndarray)
+    return isinstance(x, np.ndarray) and x.dtype.kind == "u" and x.dtype.itemsize <= 2
 
 
 def convert_dtype(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, str]:

@@ -100,8 +100,10 @@ def raise_lasting_flags(opt_state: OptState) -> None:
 
 
 def read_local(x: Any) -> np.ndarray[Any, Any]:
-    """Return the value of a replicated array, from a device of this process."""
-    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
+    """Return an array on the host. Of an array that several processes hold, it is the shard or copy
+    of this process's first device."""
+    is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
 @functools.cache
