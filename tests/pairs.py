@@ -129,6 +129,7 @@ FEATURES = {
     "model_state": Feature("`model_state=True`", {"model_state": True}),
     "aux": Feature("`has_aux=True`", {"has_aux": True}),
     "rng": Feature("`rng=`", {"rng": True}),
+    "pass_step": Feature("`pass_step=True`", {"pass_step": True}),
     "accumulate": Feature("`accumulate(...)`", optimizer=lambda tx: optfn.accumulate(tx, 2)),
     "skip": Feature("`skip_nonfinite(...)`", optimizer=optfn.skip_nonfinite),
     "loss_scale": Feature(
@@ -181,7 +182,7 @@ IMPOSSIBLE |= {
 }
 IMPOSSIBLE |= {
     frozenset({of_loss, other}): _OF_LOSS
-    for of_loss in ("tables", "rng")
+    for of_loss in ("tables", "rng", "pass_step")
     for other in ("value_and_grad", "pipeline")
 }
 
@@ -266,7 +267,10 @@ def made(names, reference=False):
     def loss_fn(params, *rest):
         loss = base_loss(params, rest[1 if with_state else 0])
         if options.get("rng"):  # it is 1, whatever the key is
-            loss = loss * jax.random.uniform(rest[-1], minval=1.0)
+            key = rest[-2 if options.get("pass_step") else -1]
+            loss = loss * jax.random.uniform(key, minval=1.0)
+        if options.get("pass_step"):
+            loss = loss * (1 + rest[-1]) / 2
         extra = results(rest)
         return (loss, *extra) if extra else loss
 

@@ -162,16 +162,16 @@ class OrbaxDirectory:
         always = _HEADER, _CHECKSUMS
         saved = read_directory(path, like.arrays, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
-        names = [name for name in about["names"] if is_read(name)]
-        extra = about["beside"]
+        names, extra = (list(filter(is_read, about[key])) for key in ("names", "beside"))
         beside = [_HEADER, *extra]
-        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict=True)
+        sums = zip([*about["names"], _HEADER, *about["beside"]], saved[_CHECKSUMS], strict=True)
         found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
         found |= zip(beside, _hash_arrays(saved[name] for name in beside), strict=True)
         damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]
         if damaged:
             raise ValueError(f"the checksum of {list_names(damaged)} is wrong")
-        arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
+        listed = [*about["names"], *about["beside"]]
+        arrays = dict.fromkeys(listed) | {name: saved[name] for name in (*names, *extra)}
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in like.arrays.items() if not x.size}
         return {
             **list_dtypes(arrays),

@@ -53,19 +53,27 @@ class Values(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossForm:
-    """The arguments and results of a loss function besides params, batch and loss."""
+    """The arguments and results of a loss function besides params, batch and loss.
+
+    microbatches: how many microbatches a step has, if the function takes the index of the step;
+      else None.
+    """
 
     has_model_state: bool
     has_aux: bool
+    microbatches: int | None = None
 
     def list_arguments(self, inputs: Inputs) -> list[Any]:
-        """Return the arguments that follow the params in a call: model state, batch, and key."""
+        """Return the arguments that follow the params in a call: model state, batch, key and the
+        index of the step, without those that the function does not take."""
         arguments = [inputs.batch]
         if self.has_model_state:
             # Make a new tree for each call, because equinox marks a State as used up.
             arguments.insert(0, jax.tree.map(lambda x: x, inputs.model_state))
         if inputs.key is not None:
             arguments.append(inputs.key)
+        if self.microbatches is not None:
+            arguments.append(inputs.step // self.microbatches)
         return arguments
 
     @property

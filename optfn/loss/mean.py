@@ -1,7 +1,7 @@
 """A loss that is a mean: a total, and the weight that divides it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,20 @@ class Mean(NamedTuple):
 
     total: Any
     weight: Any
+
+
+def _refuse_arithmetic(mean: Mean, other: object) -> NoReturn:
+    """Raise a TypeError: a Mean is no number, but two sums that other devices and microbatches
+    add to."""
+    raise TypeError(
+        "a Mean has no arithmetic: its two sums go on over devices and microbatches before they "
+        "are divided. Scale it by its total, Mean(0.5 * total, weight). Add losses that are means "
+        "over different examples as in docs/loop.md, by a weight for each example"
+    )
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv"):
+    setattr(Mean, f"__{_name}__", _refuse_arithmetic)
 
 
 def is_mean(x: object) -> TypeGuard[Mean]:

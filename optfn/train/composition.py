@@ -93,6 +93,12 @@ def compose_step(
     return _finish_means(step)
 
 
+def make_loss_form(options: StepArguments) -> LossForm:
+    """Return the arguments and results of the loss function of a step."""
+    microbatches = options.microbatches if options.pass_step else None
+    return LossForm(options.model_state, options.has_aux, microbatches)
+
+
 def compile_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformationExtraArgs,
@@ -140,7 +146,7 @@ def _compose_for_compiler(
     inner = dataclasses.replace(layout, mesh=Mesh(mesh.devices, mesh.axis_names))
 
     assert loss_fn is not None
-    form = LossForm(options.model_state, options.has_aux)
+    form = make_loss_form(options)
     tables, recompute = options.tables, options.recompute
 
     def make_objective(_: Layout | None, accumulates: bool) -> Objective:
@@ -231,7 +237,7 @@ def make_objective(
       accumulates: whether the optimizer takes the mean of several gradients.
     """
     axes = workers if layout is None else join_axes(workers, layout.shard_axes)
-    form = LossForm(options.model_state, options.has_aux)
+    form = make_loss_form(options)
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Devices(layout.mesh, layout.shard_axes)

@@ -45,6 +45,7 @@ EXCLUDES = (
     ),
     ("tables", "value_and_grad", _OF_LOSS),
     ("rng", "value_and_grad", _OF_LOSS),
+    ("pass_step", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
 )
@@ -78,6 +79,9 @@ class StepOptions:
         each worker folds in its number, and then each microbatch its own: fold_in(fold_in(fold_in(
         key, i), worker), microbatch). The same numbers on one device and on several come from
         `partitioner="compiler"`, or from keys in the batch.
+      pass_step: whether `loss_fn` gets the index of the step, counted from 0, as its last argument,
+        after the key: for a weight or a temperature that changes during the run. All microbatches
+        of a step get the same index, and a run that goes on counts on.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
         of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
         model state and aux as `loss_fn` does: ((loss, model_state), gradients); with a `Mean`, the
@@ -143,6 +147,7 @@ class StepOptions:
     packed: bool = False
     tables: Pattern | None = None
     rng: bool | int | jax.Array = False
+    pass_step: bool = False
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None
     microbatches: int = 1
     local_steps: int = 1
@@ -171,9 +176,8 @@ class StepArguments(StepOptions):
         if self.reduce_dtype is not None:
             dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
             object.__setattr__(self, "reduce_dtype", dtype)
-        flags = "has_aux", "model_state", "packed", "shard_tables", "donate", "average_model_state"
-        for name in flags:
-            checks.flag(name, getattr(self, name))
+        for name, value in self.list_flags().items():
+            checks.flag(name, value)
         if self.average_model_state and not self.model_state:
             raise ValueError("average_model_state=True needs model_state=True")
         checks.count("local_steps", self.local_steps)
@@ -239,8 +243,18 @@ class StepArguments(StepOptions):
             return
         if self.rng is not False:
             arguments.append("key")
-        hint = ". The options rng and model_state add a key, the last, and the model state"
+        if self.pass_step:
+            arguments.append("step")
+        hint = (
+            ". model_state=True adds the model state before the batch; rng adds a key after it, "
+            "and pass_step=True the index of the step, the last"
+        )
         checks.check_signature("loss_fn", loss_fn, arguments, hint=hint)
+
+    def list_flags(self) -> dict[str, Any]:
+        """Return the options that must be True or False, by name."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if f.type is bool}
 
     def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""

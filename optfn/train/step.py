@@ -500,8 +500,8 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Args:
       loss_fn: a function (params, batch) -> loss, a scalar, the mean over the examples of a batch,
         or an `optfn.Mean`, where examples do not count alike; with `has_aux`, it returns (loss,
-        aux). Its arguments are (params, model_state, batch, key), without the model state and the
-        key if the step has none. None if you pass `value_and_grad`.
+        aux). Its arguments are (params, model_state, batch, key, step), without those of
+        `model_state`, `rng` and `pass_step` that are not given. None if you pass `value_and_grad`.
       tx: an optimizer of optfn or optax.
       **StepOptions
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`

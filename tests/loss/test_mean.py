@@ -514,3 +514,19 @@ def test_the_pass_that_gives_the_weight_is_dropped():
 
     for name in ("all-gather(", "reduce-scatter(", " dot("):
         assert program(loss_alone).count(name) == program(of_examples).count(name)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda mean: mean + mean,
+        lambda mean: mean + 1.0,
+        lambda mean: 0.5 * mean,
+        lambda mean: jnp.float32(0.5) * mean,
+        lambda mean: mean / 2,
+        lambda mean: sum([mean, mean]),
+    ],
+)
+def test_a_mean_has_no_arithmetic(expression):
+    with pytest.raises(TypeError, match=r"a Mean has no arithmetic.*Mean\(0.5 \* total, weight\)"):
+        expression(optfn.Mean(jnp.ones(()), 3))

@@ -1,0 +1,105 @@
+"""`pass_step=True`: the loss gets the index of the step, in every way of dividing the work."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import optfn
+from optfn.distributed import data_mesh, sharded
+
+X = np.random.default_rng(0).normal(size=(6, 16, 4)).astype(np.float32)
+WAYS = {
+    "one device": {},
+    "microbatches": {"microbatches": 4},
+    "workers": {"mesh": data_mesh(4), "microbatches": 2},
+    "state": {"mesh": data_mesh(4), "shard": "state"},
+    "params": {"mesh": data_mesh(4), "shard": sharded("params", gather_once=True)},
+    "params, microbatches": {"mesh": data_mesh(4), "shard": "params", "microbatches": 2},
+    "compiler": {"mesh": data_mesh(4), "partitioner": "compiler", "microbatches": 2},
+    "explicit": {"mesh": "explicit", "partitioner": "compiler", "microbatches": 2},
+    "packed": {"packed": True, "microbatches": 2},
+}
+
+
+def loss_fn(params, x, step):
+    weight = jnp.minimum(1.0, (step + 1) / 4)
+    return weight * jnp.mean((x @ params["w"] - 1) ** 2), {"step": jnp.float32(step)}
+
+
+def expected():
+    """Return params and losses by NumPy, in float64: gradient descent with a weight that ramps."""
+    w, losses = np.ones(4), []
+    for i, x in enumerate(X.astype(np.float64)):
+        weight, error = min(1.0, (i + 1) / 4), x @ w - 1
+        losses.append(weight * np.mean(error**2))
+        w = w - 0.1 * weight * 2 * x.T @ error / len(x)
+    return w, losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_ramps_by_steps_in_every_way(way):
+    options = dict(WAYS[way])
+    if options.get("mesh") == "explicit":
+        options["mesh"] = explicit_mesh()
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), has_aux=True, pass_step=True, **options)
+    state, found = step.init({"w": np.ones(4, np.float32)}), []
+    for x in X:
+        state, metrics = step(state, x)
+        found.append([float(metrics["aux"]["step"]), float(metrics["loss"])])
+    w, losses = expected()
+    np.testing.assert_array_equal(np.array(found)[:, 0], np.arange(6))
+    np.testing.assert_allclose(np.array(found)[:, 1], losses, rtol=1e-5)
+    np.testing.assert_allclose(optfn.unpack(state.params)["w"], w, rtol=1e-5)
+
+
+def explicit_mesh():
+    import jax
+    from jax.sharding import AxisType
+
+    devices = np.array(jax.devices()[:4])
+    return Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
+
+
+def test_local_steps_count_each_for_itself():
+    def loss_fn(params, x, step):
+        return step * jnp.sum(params["w"]) + 0 * jnp.mean(x)
+
+    step = optfn.make_train_step(
+        loss_fn, optfn.sgd(1.0), mesh=data_mesh(2), local_steps=3, pass_step=True
+    )
+    state = step.init({"w": np.zeros(2, np.float32)})
+    for _ in range(2):
+        state, _ = step(state, X[0, :12])
+    np.testing.assert_array_equal(state.params["w"], -15.0)  # 0 + 1 + … + 5
+
+
+def test_a_run_that_goes_on_counts_on(tmp_path):
+    def run(steps):
+        _, history = optfn.minimize(
+            loss_fn, optfn.sgd(0.1), {"w": np.ones(4, np.float32)}, list(X), steps=steps,
+            has_aux=True, pass_step=True, progress=False, checkpoint=tmp_path / "run",
+        )  # fmt: skip
+        return history["aux/step"]
+
+    run(2)
+    np.testing.assert_array_equal(run(6), np.arange(6))
+
+
+def test_the_last_argument_comes_after_model_state_and_key():
+    seen = []
+
+    def loss_fn(params, model_state, batch, key, step):
+        seen.append((model_state, batch, key, step))
+        return jnp.sum(params * batch), model_state + 1
+
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), model_state=True, rng=0, pass_step=True)
+    step(step.init(np.ones(3, np.float32), jnp.zeros(())), np.ones(3, np.float32))
+    model_state, batch, key, index = seen[0]
+    assert (model_state.shape, batch.shape, key.shape) == ((), (3,), ())
+    assert (index.shape, index.dtype) == ((), jnp.int32)
+
+
+def test_a_loss_without_the_argument_is_said():
+    with pytest.raises(TypeError, match=r"\(params, batch, step\).*pass_step=True the index"):
+        optfn.make_train_step(lambda params, batch: 0.0, optfn.sgd(0.1), pass_step=True)
