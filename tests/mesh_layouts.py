@@ -25,7 +25,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import pipeline_value_and_grad, scan_layers, sharded, stack_stages, sum_over
+from benchmarks import wire
+from optfn.distributed import (
+    pipeline_value_and_grad,
+    plan_memory,
+    scan_layers,
+    sharded,
+    stack_stages,
+    sum_over,
+)
 from optfn.mesh.layout import mesh_layout
 from optfn.tables.sharded_table import to_logical
 
@@ -247,10 +255,40 @@ def difference(layout: Layout) -> str:
         after = [jax.tree.map(lambda w, i=i: w[i], after.layers) for i in range(STAGES)]
     if not np.allclose(found, losses, rtol=1e-5):
         return f"the losses are {found} for {losses}"
+    if not in_pipeline and (text := misplanned(layout, step, data(in_pipeline)[0])):
+        return text
     worst = 0.0
     for start, want, got in zip(*map(jax.tree.leaves, (before, expected, after)), strict=True):
         worst = max(worst, float(np.abs(got - want).max() / np.abs(want - start).max()))
     return "" if worst < 1e-3 else f"params are off by {worst:.1g} of the way they went"
+
+
+def misplanned(layout: Layout, step: Any, batch: Any) -> str:
+    """Return how the bytes of the compiled step differ from its plan; "" if they do not."""
+    options = {
+        "shard": step.options.shard, "data_axis": layout.data, "tables": step.options.tables,
+        "shard_tables": step.options.shard_tables, "batch": batch,
+    }  # fmt: skip
+    with mock.patch.object(mesh_layout, "SMALL_BYTES", 0):
+        loss = functools.partial(loss_fn, layout.scans)
+        plan = plan_memory(step.tx, PARAMS, layout.mesh, loss_fn=loss, **options)
+        state, shapes = step.shapes(PARAMS, batch)
+        program = step.compiled.lower(state, shapes).compile()
+    kept = sum(
+        np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
+        for x in jax.tree.leaves((state.params, state.opt_state))
+    )
+    along = wire.bytes_by_axes(program, layout.mesh).items()
+    sent = sum(count for axes, count in along if {*axes} & {*layout.data})
+    if plan.params + plan.state != kept:
+        return f"the plan keeps {plan.params + plan.state} bytes for {kept}"
+    # Along axes that are left to the compiler, the equations of the step do not show its shards.
+    named = {
+        name for spec in layout.specs.values() for entry in spec for name in np.atleast_1d(entry)
+    }
+    is_seen = layout.way.startswith(("state", "params")) or named <= {*layout.data, None}
+    is_wrong = is_seen and not np.isclose(plan.sent, sent, rtol=0.02)
+    return f"the plan sends {plan.sent} bytes for {sent}" if is_wrong else ""
 
 
 def outcomes(cases: list[tuple[str, int]]) -> dict[str, str]:

@@ -140,6 +140,7 @@ def _number_devices(shape: str, order: str | None) -> np.ndarray:
 def _find_connected(pairs: Pairs) -> Group:
     """Return the first pair's devices, and all devices that further pairs link to them."""
     found = set(pairs[0])
-    while more := [set(pair) for pair in pairs if len(found & set(pair)) == 1]:
+    # A pair from a device to itself, as in a partial permutation, links none.
+    while more := [{*pair} for pair in pairs if found & {*pair} and not found >= {*pair}]:
         found.update(*more)
     return tuple(sorted(found))

@@ -1,4 +1,7 @@
-"""Random layouts train as one device does, in a child process that an abort of XLA may end."""
+"""Random layouts train as one device does, and keep and send what their plan says.
+
+They run in a child process, which an abort of XLA may end.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +17,13 @@ import optfn
 SUITE = range(1)
 
 
-def test_layouts_train_as_one_device():
+def test_layouts_train_as_one_device_and_as_planned():
     assert outcomes([(way, seed) for way in WAYS for seed in SUITE]) == {}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
-def test_hundreds_of_layouts_train_as_one_device(way):
+def test_hundreds_of_layouts_train_as_one_device_and_as_planned(way):
     assert outcomes([(way, seed) for seed in range(len(SUITE), 40)]) == {}
 
 

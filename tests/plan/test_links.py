@@ -6,7 +6,7 @@ import pytest
 
 from optfn.distributed import Chip
 from optfn.plan.clocks import Clocks, Transfer
-from optfn.plan.communication import Collective, read_collective
+from optfn.plan.communication import Collective, read_collective, read_group
 from optfn.plan.hlo import Program
 from optfn.plan.links import Switch, Torus, list_places
 
@@ -153,6 +153,13 @@ def test_groups(form):
     x = program.computations["e"]["g"]
     found = read_collective(x, "e", num_partitions=4)
     assert found == Collective("all-gather", 32, FORMS[form])
+
+
+def test_a_pair_from_a_device_to_itself_links_no_other():
+    pairs = "{{0,0},{1,2},{2,1},{3,3}}"
+    line = f"%g = f32[8] collective-permute(%x), source_target_pairs={pairs}"
+    x = Program(f"ENTRY %e () -> f32[8] {{\n  {line}\n}}\n").computations["e"]["g"]
+    assert read_group(x) == (0,)
 
 
 RING = '{"phase_rings":[{"ring_type":"ICI_RING_TYPE_UNIDIR_CW"}]}'
