@@ -20,6 +20,8 @@ from optfn.pipeline.value_and_grad import pipeline_value_and_grad
 from optfn.plan.memory import plan_memory
 from optfn.plan.memory_plan import MemoryPlan
 from optfn.plan.step_estimate import StepEstimate, estimate_step
+from optfn.plan.trial import Trial
+from optfn.plan.tuning import Tuning, tune
 
 __all__ = [
     "Chip",
@@ -27,6 +29,8 @@ __all__ = [
     "PipelineParams",
     "Plan",
     "StepEstimate",
+    "Trial",
+    "Tuning",
     "compare_replicas",
     "copy_to",
     "data_mesh",
@@ -48,5 +52,6 @@ __all__ = [
     "state_specs",
     "sum_over",
     "top_k",
+    "tune",
     "unstack_stages",
 ]

@@ -51,7 +51,8 @@ class _Schedule:
 
 
 def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
-    """Decorate a factory so that the `repr` of its schedules is the call that made them."""
+    """Decorate a factory so that the `repr` of its schedules is the call that made them, and steps
+    beyond int32 do not overflow."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
@@ -61,7 +62,8 @@ def _record_call(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _make_schedule(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Turn a function of an array into a schedule, which also takes numbers."""
+    """Return a schedule that calls `rule` on the step as an array, even if it is a number, and
+    casts the result to the dtype of rates."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
@@ -81,7 +83,8 @@ def _count_periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
 
 @_record_call
 def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Schedule:
-    """Return lr·d^(−½)·min(s^(−½), s·w^(−3/2)) with s = i + 1.
+    """Return the schedule lr·d^(−½)·min(s^(−½), s·w^(−3/2)) with s = i + 1, which rises in a line
+    for w steps and then falls as 1/√s.
 
     Args:
       d_model: d, the width of the model, > 0.
@@ -105,7 +108,7 @@ def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Sc
 def exponential(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return lr·rate^(i/steps).
+    """Return the schedule lr·rate^(i/steps), in which i/steps is rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -122,7 +125,7 @@ def exponential(
 def natural_exp(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return lr·e^(−rate·i/steps).
+    """Return the schedule lr·e^(−rate·i/steps), in which i/steps is rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -138,7 +141,7 @@ def natural_exp(
 def inverse_time(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return lr/(1 + rate·i/steps).
+    """Return the schedule lr/(1 + rate·i/steps), in which i/steps is rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -153,7 +156,8 @@ def inverse_time(
 def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
-    """Check the arguments that the three decays share, and return lr, steps and rate."""
+    """Return lr, steps and rate, or raise a TypeError or ValueError if one of them or `staircase`
+    is not what the three decays take."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -167,7 +171,8 @@ def polynomial(
     power: float = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """Return (lr − end)·((D − min(i, D))/D)^power + end.
+    """Return the schedule (lr − end)·((D − min(i, D))/D)^power + end, which is end from step D on,
+    or rises again after each D steps if `cycle`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -199,7 +204,8 @@ def polynomial(
 
 @_record_call
 def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
-    """Return values[j] for the first j with i < boundaries[j], or the last value if there is none.
+    """Return the schedule values[j] for the first j with i < boundaries[j], or the last value if
+    there is none, or raise a ValueError if the lengths do not fit.
 
     Args:
       boundaries: increasing steps ≥ 1; at each the rate changes.
@@ -216,7 +222,8 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
-    """Return steps as integers ≥ 1. Raise a ValueError unless they increase."""
+    """Return steps as integers, or raise a TypeError for what is no integer and a ValueError if one
+    is below 1 or they do not increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
@@ -225,10 +232,11 @@ def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
 
 @_record_call
 def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule:
-    """Return lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1).
+    """Return the schedule lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1), which falls from lr to 0
+    over `epochs` epochs and then rises again.
 
-    After the last epoch the cosine continues, and the rate rises again, as in fluid. Use
-    `warmup_cosine` or `optax.cosine_decay_schedule` if it should stay at its last value.
+    After the last epoch the cosine continues, as in fluid. Use `warmup_cosine` or
+    `optax.cosine_decay_schedule` if the rate should keep its last value.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -253,10 +261,11 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
 def linear_warmup(
     learning_rate: Number | Schedule, warmup_steps: int, start_lr: Number, end_lr: Number
 ) -> Schedule:
-    """Return start + (end − start)·i/w for i < w, and then `learning_rate` at i.
+    """Return the schedule start + (end − start)·i/w for i < w, and from step w on `learning_rate`,
+    which is called with i if it is a schedule.
 
-    If `learning_rate` is a schedule, it is called with i, not with the number of steps since the
-    warm-up, so the rate may jump at w; see `warmup_cosine`.
+    A schedule is not called with the number of steps since the warm-up, so the rate may jump at w;
+    see `warmup_cosine`.
 
     Args:
       learning_rate: the rate after the warm-up, a number ≥ 0 or a schedule.
@@ -277,7 +286,8 @@ def linear_warmup(
 def warmup_cosine(
     peak: Number, warmup_steps: int, total_steps: int, *, start: Number = 0.0, end: Number = 0.0
 ) -> Schedule:
-    """Return a rate that rises linearly to peak at step w, then falls as a cosine to end at step T.
+    """Return the schedule that rises in a line to peak at step w, falls as a cosine to end at step
+    T, and is end from then on.
 
         start + (peak − start)·i/w                             i < w
         end + (peak − end)·(1 + cos(π·(i − w)/(T − w)))/2      w ≤ i < T
@@ -314,14 +324,16 @@ def warmup_cosine(
 def _add_warmup(
     length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
 ) -> Schedule:
-    """Return the schedule of a line from start to end for `length` steps, then of `after`."""
+    """Return the schedule that goes from start to end in a line for the first `length` steps, and
+    is after(i) from then on."""
     return _make_schedule(
         lambda i: jnp.where(i < length, _interpolate(i, length, start, end), after(i))
     )
 
 
 def _interpolate(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
-    """Return start + (end − start)·i/length for i < length."""
+    """Return start + (end − start)·i/length, the value at step i of a line, in which a length of 0
+    counts as 1."""
     return start + (end - start) * _to_float(i) / max(length, 1)
 
 
@@ -335,7 +347,8 @@ def warmup_stable_decay(
     start: Number = 0.0,
     end: Number = 0.0,
 ) -> Schedule:
-    """Return a rate that rises linearly to peak, stays constant, and falls linearly to end.
+    """Return the schedule that rises in a line for w steps to peak, is constant for s steps, falls
+    in a line for d steps to end, and is end from then on.
 
         start + (peak − start)·i/w              i < w
         peak                                    w ≤ i < w + s
@@ -382,7 +395,8 @@ def one_cycle(
     final_div_factor: Number = 1e4,
     three_phase: bool = False,
 ) -> Schedule:
-    """Return a rate that rises from peak/d to peak, and then falls to peak/(d·f) at step T − 1.
+    """Return the schedule that rises from peak/d to peak, falls to peak/(d·f) at step T − 1, by way
+    of peak/d if `three_phase`, and is constant from then on.
 
     Each phase goes from its rate a to its rate b along half a cosine, or a line:
 
@@ -436,7 +450,8 @@ def one_cycle(
 
 @_record_call
 def step_decay(learning_rate: Number, step_size: int, decay_rate: float = 0.1) -> Schedule:
-    """Return lr·rate^⌊i/step_size⌋.
+    """Return the schedule lr·rate^⌊i/step_size⌋, which is multiplied by `decay_rate` after each
+    `step_size` steps.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -451,7 +466,8 @@ def step_decay(learning_rate: Number, step_size: int, decay_rate: float = 0.1) -
 def multi_step(
     learning_rate: Number, milestones: Sequence[int], decay_rate: float = 0.1
 ) -> Schedule:
-    """Return lr·rate^(the number of milestones ≤ i).
+    """Return the schedule lr·rate^(the number of milestones ≤ i), which is multiplied by
+    `decay_rate` at each milestone.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -466,7 +482,8 @@ def multi_step(
 
 @_record_call
 def lambda_decay(learning_rate: Number, lr_lambda: Callable[[Any], Any]) -> Schedule:
-    """Return lr·lr_lambda(i).
+    """Return the schedule lr·lr_lambda(i), which calls the function in each step, or raise a
+    TypeError if it is not callable.
 
     Args:
       learning_rate: lr, ≥ 0.

@@ -27,13 +27,16 @@ _writing: dict[Path, Future[Any]] = {}
 
 @functools.cache
 def _get_thread() -> ThreadPoolExecutor:
+    """Return the pool of the one thread that writes, made at the first call, which also has Python
+    wait for all writes at the end of the program."""
     # `atexit` is too late: by then Python has shut down all pools, and orbax needs its own.
     threading._register_atexit(wait_for_writes)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
 def start_write(directory: Path, *calls: Callable[[], None]) -> None:
-    """Begin to run `calls`, one after the other, in the thread that writes.
+    """Run `calls` one after the other in the thread that writes, until one of them fails, and
+    record this as the write under way of `directory`.
 
     Call `wait_for_writes` first, for an earlier write of the same directory.
     """
@@ -41,9 +44,10 @@ def start_write(directory: Path, *calls: Callable[[], None]) -> None:
 
 
 def wait_for_writes(directory: Path | None = None) -> None:
-    """Wait until the writes of a directory are on the disk, or for None all writes.
+    """Wait until the write of a directory has ended, or for None every write, and raise the error
+    of a failed one, also of one in another directory.
 
-    The error of a failed write, in any directory, is raised once.
+    Each error is raised once.
     """
     for place, write in list(_writing.items()):
         # A failed write of another directory is raised here too, or nobody would hear of it.
@@ -56,7 +60,8 @@ def wait_for_writes(directory: Path | None = None) -> None:
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
-    """Copy the arrays of a tree, so that the originals may be donated or overwritten at once.
+    """Copy the arrays of a tree, JAX arrays in the background and to the host if it has pinned
+    memory, so that the originals may be overwritten at once.
 
     JAX arrays are copied in the background, to pinned memory of the host if their devices have it,
     and stay divided over processes; everything else is copied by NumPy, now.
@@ -80,8 +85,8 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
-    """Return an array's sharding with pinned host memory as its memory kind. If its devices lack
-    such memory, the array's own sharding is returned."""
+    """Return an array's sharding in pinned host memory, or its own sharding if its devices lack
+    such memory."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
@@ -89,4 +94,6 @@ def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
 
 @functools.lru_cache(maxsize=16)  # a later save of the same state does not compile again
 def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[PyTree], PyTree]:
+    """Return a jitted function that copies a list of arrays, each to the sharding at its place in
+    `shardings`."""
     return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=list(shardings))

@@ -20,7 +20,7 @@ class Changes:
     dropped: Sequence[str]
 
     def __bool__(self) -> bool:
-        """Tell whether there is a difference."""
+        """Tell whether any name is new or dropped."""
         return bool(self.new or self.dropped)
 
     def __str__(self) -> str:
@@ -33,8 +33,8 @@ class Changes:
 
 
 def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
-    """Return a clause for each list of names, "missing …" and "not expected …". An empty list has
-    no clause."""
+    """Return the clauses "missing …" and "not expected …" with the names of each list, leaving out
+    the clause of an empty list."""
     found = {"missing": missing, "not expected": superfluous}
     return [f"{word} {tree.list_names(names)}" for word, names in found.items() if names]
 

@@ -50,7 +50,8 @@ def save_checkpoint(
     save_frozen: bool = True,
     tx: optax.GradientTransformation | None = None,
 ) -> Path:
-    """Save a training state in `directory`, as the file step_<n>.npz or the directory step_<n>.
+    """Save a state in `directory` as the file step_<n>.npz, or as the directory step_<n> if devices
+    divide it, and remove older checkpoints beyond `keep`.
 
     A checkpoint gets its name only when all of it is on the disk. So if the process is killed, at
     any moment, the newest checkpoint is intact. In a run of several processes, all must call it.
@@ -126,7 +127,8 @@ def write_checkpoint(
     background: bool | None = None,
     frozen: FrozenParams | None = None,
 ) -> Path:
-    """Save as `save_checkpoint` does, without the frozen params if `frozen` is given."""
+    """Save a state as `save_checkpoint` does, but without the frozen params if `frozen` is given,
+    and return the path."""
     check_leaves("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
     if not isinstance(history, Mapping | None):
@@ -162,9 +164,8 @@ def write_checkpoint(
 
 
 def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:
-    """Return whether to write a directory: as given, else as the store and the state need it.
-
-    A remote store needs it, and so does a state with arrays divided over devices, with orbax.
+    """Return `sharded` if it is given, else whether the store is remote or devices divide the
+    state, and raise a ValueError for False with a remote store.
 
     Raises:
       ValueError: sharded=False for a store that takes only directories.
@@ -180,7 +181,8 @@ def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> boo
 
 
 def _find_step(state: PyTree) -> int:
-    """Return the step of a state, or of a population whose members have all made as many.
+    """Return the step of a state, or the one that all members of a population share, and raise an
+    error if it has no step or several.
 
     Raises:
       TypeError: there is no field or key `step` of integers.
@@ -210,7 +212,8 @@ def load_checkpoint(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """Return the state and the history in one checkpoint, given by its path.
+    """Return the state and the history in the checkpoint at `path`, placed like the template
+    `state`, or raise a ValueError if it is damaged or does not fit.
 
     `restore_checkpoint` finds the newest checkpoint of a directory. Each array gets the sharding of
     its array in the template. If the number of workers has changed, `rescale_residuals` converts
@@ -240,7 +243,8 @@ def load_params(
     average: bool | str = False,
     model_state: PyTree = None,
 ) -> Any:
-    """Return only the parameters in a checkpoint, for inference or to fine-tune them.
+    """Return only the parameters of a checkpoint, or of the newest intact one in a directory, with
+    those that `only` leaves out taken from `params`.
 
     If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
     `params`: pass the model that the run began with; the result has its frozen and the checkpoint's
@@ -314,7 +318,8 @@ def load_params(
 def _with_average(
     loader: Loader, path: Path, average: bool | str, is_chosen: Callable[[str], bool]
 ) -> Loader:
-    """Return a loader that also loads the average in a checkpoint.
+    """Return a loader that also loads the average in a checkpoint, and raise a ValueError unless
+    exactly one average fits.
 
     Args:
       loader: a loader of params.
@@ -362,7 +367,8 @@ def restore_checkpoint(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the state and the history of the newest intact checkpoint in `directory`.
+    """Return the state and the history of the newest intact checkpoint in `directory`, skipping
+    damaged ones with a warning, or None if there is no checkpoint.
 
     Returns None if there is no checkpoint, so that a program can begin with
     `restore_checkpoint(...) or (template, {})`. A damaged checkpoint is skipped with a warning that
@@ -410,7 +416,8 @@ def restore_newest(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Restore as `restore_checkpoint` does, whatever the learning rates are."""
+    """Restore as `restore_checkpoint` does, or return None without a checkpoint, but never warn
+    that learning rates differ."""
     wait_for_writes()
     place = to_path(directory)
     loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
@@ -420,8 +427,8 @@ def restore_newest(
 
 
 def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
-    """Warn of the first learning rate that differs between a checkpoint and tx, and say which
-    counts. The checkpoint's counts if the rate is a number, and that of tx if it is an array.
+    """Warn of the first learning rate that differs between a checkpoint and tx, where the
+    checkpoint's counts if it is a number and that of tx if it is an array.
 
     Args:
       given: the template, with the rates of tx.
@@ -445,8 +452,8 @@ def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
 def _find_changed_rates(
     kind: type[RateState], given: PyTree, found: PyTree
 ) -> Iterator[tuple[float, float]]:
-    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs. A rate of 0
-    in the template does not count, because a template of zeros has no rate of tx."""
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs, unless that
+    of tx is 0. A template of zeros has no rate of tx."""
     new, old = (numbers_of_rates(x, kind) for x in (given, found))
     for name in new.keys() & old.keys():
         if new[name] not in (0, old[name]):

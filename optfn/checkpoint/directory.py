@@ -52,15 +52,18 @@ def is_directory_default(state: PyTree) -> bool:
 
 
 def _import_orbax() -> Any:
+    """Import and return orbax.checkpoint, or raise an ImportError that names the extra to
+    install."""
     return checks.optional_module("orbax.checkpoint", "orbax")
 
 
 @functools.cache
 def _get_checkpointer() -> Any:
-    """Return orbax's checkpointer of this process.
+    """Return this process's one checkpointer of orbax, which synchronizes processes through the
+    coordinator instead of collectives.
 
-    It synchronizes processes through the coordinator. A collective of devices, from the thread that
-    writes, could meet the collectives of the training in another order in each process.
+    A collective of devices, from the thread that writes, could meet the collectives of the training
+    in another order in each process.
     """
     ocp = _import_orbax()
     every = set(range(jax.process_count())) if jax.process_count() > 1 else None
@@ -81,7 +84,7 @@ class OrbaxDirectory:
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Begin to copy a state to the host and to compute its checksums, and return the function
-        that writes both."""
+        that writes both, with a mark if params or loss are not finite."""
         ocp = _import_orbax()
         arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
         _check_ends(arrays)
@@ -120,10 +123,11 @@ class OrbaxDirectory:
         return write
 
     def _publish(self, unsynced: Path, path: Path) -> None:
-        """Give a directory, which is written, its name `path`, once all of it is on the disk.
+        """Flush a written directory to the disk and give it the name `path`, moving one that has
+        this name aside first and removing that at the end.
 
-        A directory that has this name is moved aside first, where readers find it until the new one
-        has the name. A disk cannot exchange two directories at once everywhere.
+        Readers find the old one aside until the new one has the name. A disk cannot exchange two
+        directories at once everywhere.
         """
         for written in (unsynced, *unsynced.rglob("*")):
             sync(written)
@@ -138,8 +142,8 @@ class OrbaxDirectory:
             self.remove(aside)
 
     def _write_remote(self, path: Path, saved: Any, marks: list[str]) -> None:
-        """Write a directory in an object store. If one of this name exists, the new one is first
-        written aside as well.
+        """Write a directory and its marks in an object store, first aside if one of this name
+        exists, and then under its name.
 
         Otherwise a process that is killed would leave none, since orbax removes the earlier one.
         """
@@ -154,7 +158,8 @@ class OrbaxDirectory:
             self.remove(aside)
 
     def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return all arrays of a directory by name, None for the names that `is_read` leaves out.
+        """Return all arrays of a directory by name, with None for names that `is_read` leaves out,
+        or raise a ValueError if a checksum of those read is wrong.
 
         Raises:
           ValueError: a checksum is wrong.
@@ -185,7 +190,8 @@ class OrbaxDirectory:
         return not (path / NONFINITE).exists()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory and all that is in it, once for all processes, which share it."""
+        """Remove a directory and all that is in it from process 0, and do nothing in other
+        processes, which share it."""
         if jax.process_index() != 0:
             return
         if is_remote(path):

@@ -31,10 +31,8 @@ _Finish: TypeAlias = Callable[[], Leaf]
 def read_directory(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
-    """Return the selected arrays of a directory by name.
-
-    A large array that fits its template gets the sharding of the template; all others are host
-    arrays.
+    """Return the selected arrays of a directory by name, large ones that fit their templates with
+    the template's sharding and all others on the host.
 
     Args:
       path: the directory.
@@ -67,7 +65,8 @@ def _is_multiprocess(x: Leaf) -> bool:
 def _read_all(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
-    """Read the selected arrays, at most `_AT_ONCE` bytes at a time."""
+    """Read the selected arrays of a directory by name, and wait for those under way whenever they
+    exceed `_AT_ONCE` bytes."""
     ts = checks.optional_module("tensorstore", "orbax")
     context = ts.Context(_CACHE)
     base = f"{path}/" if is_remote(path) else {"driver": "file", "path": f"{path.absolute()}/"}
@@ -97,10 +96,10 @@ def _store_bytes(store: Any) -> int:
 
 
 def _begin_read(store: Any, template: Leaf) -> _Finish:
-    """Begin to read an array with the sharding of its template, and return a function that waits
-    for it.
+    """Begin to read an array in the shards of its template, or as a whole if it is small or does
+    not fit, and return a function that waits for it.
 
-    An array that is small, or does not fit its template, is read as a whole.
+    It is also read as a whole if the template is not committed to its devices.
     """
     shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
     sharding: Any = getattr(template, "sharding", None)

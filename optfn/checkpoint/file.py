@@ -35,7 +35,7 @@ class NpzFile:
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
         """Begin to copy a whole state to the host in each process, and return the function that
-        writes it."""
+        writes it as a file, with a mark if params or loss are not finite."""
         names = list(snapshot.arrays)
         whole = copy_to_host(list(map(_gather_leaf, snapshot.arrays.values())))
 
@@ -49,7 +49,8 @@ class NpzFile:
         return write
 
     def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a file by name, None for the names that `is_read` leaves out.
+        """Return the arrays of a file by name, with None for names that `is_read` leaves out, or
+        raise a ValueError if it has no version or is too large for the state.
 
         Nothing is run, unpickled or unpacked to the disk.
 
@@ -75,9 +76,10 @@ class NpzFile:
             }
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a file lacks the mark of params or a loss that is not finite.
+        """Tell whether a file lacks the mark of params or a loss that is not finite, which is also
+        true if it cannot be opened.
 
-        A file that cannot be opened passes: `read` raises its error.
+        `read` then raises its error.
         """
         try:
             with zipfile.ZipFile(path) as file:
@@ -86,13 +88,13 @@ class NpzFile:
             return True
 
     def remove(self, path: Path) -> None:
-        """Remove a file."""
+        """Remove a file, or do nothing if it does not exist."""
         path.unlink(missing_ok=True)
 
 
 def _gather_leaf(x: Leaf) -> Leaf:
-    """Gather an array of which this process holds only a shard. Of an array that is replicated it
-    returns this process's first copy, and any other leaf is returned unchanged."""
+    """Gather an array of which this process holds only a shard, take the first copy of a replicated
+    one, and return any other leaf unchanged."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -101,8 +103,8 @@ def _gather_leaf(x: Leaf) -> Leaf:
 
 
 def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, and rename it once all of it is on the disk. After an
-    OSError nothing of it is left."""
+    """Write a file under a temporary name and rename it once it is on the disk, or remove it and
+    raise an OSError that explains why it failed."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
@@ -122,7 +124,7 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an entry of a zip file as an array. Raise a ValueError if it has objects, or another
+    """Return an entry of a zip file as an array, or raise a ValueError if it has objects or another
     count of bytes than its npy header says."""
     # The header first: read_array allocates as much as the header says, before it reads any data.
     with file.open(name) as stream:

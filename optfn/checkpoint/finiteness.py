@@ -21,19 +21,18 @@ def has_guard(opt_state: OptState) -> bool:
 
 
 def select_params(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
-    """Return the floating-point arrays whose name has the word "params"."""
+    """Return the floating-point arrays that have "params" as one of the words of their path."""
     return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
 
 
 def are_finite(arrays: Mapping[str, Leaf]) -> bool:
-    """Tell whether the params among the arrays of a state by name, on the host, are finite."""
+    """Tell whether the params among the arrays of a state by name, on the host, are all finite,
+    whatever the other arrays are."""
     return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays.items()))
 
 
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
-    """Tell whether the last loss of a history is finite, or may belong to a step left out.
-
-    True too for an optimizer with a guard, and without a loss.
-    """
+    """Tell whether the last loss of a history is finite, which is also true without a loss or if
+    the optimizer has a guard that leaves such steps out."""
     losses = np.asarray(history.get("loss", ()))
     return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)

@@ -29,9 +29,8 @@ class FrozenParams:
         self._entry: dict[str, np.ndarray] = {}
 
     def leave_out(self, snapshot: Snapshot) -> tuple[Snapshot, dict[str, np.ndarray]]:
-        """Return a snapshot without its frozen params, and the entry of a checkpoint about them.
-
-        If no param is frozen, the snapshot is returned unchanged, and the entry is {}.
+        """Return a snapshot without its frozen params and an entry with their checksums, or the
+        snapshot unchanged and {} if no param is frozen.
 
         Raises:
           TypeError: it is not of a TrainState.
@@ -63,8 +62,8 @@ def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dict[str, Any]:
-    """Return by name the arrays of a template that a checkpoint left out as frozen. If it left out
-    none, the dict is empty.
+    """Return by name the arrays of a template that a checkpoint left out as frozen, or {} if it
+    left out none.
 
     Args:
       saved: the arrays of the checkpoint by name.
@@ -84,8 +83,8 @@ def compare_frozen(
     is_selected: Callable[[str], bool],
     shown: Callable[[str], str],
 ) -> None:
-    """Raise a ValueError unless the frozen params of a template have the checksums that a
-    checkpoint lists.
+    """Raise a ValueError that names the arrays unless the selected frozen params of a template have
+    the checksums that a checkpoint lists.
 
     In a run of several processes, all must call it.
 

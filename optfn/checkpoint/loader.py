@@ -52,12 +52,14 @@ class Loader:
         return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
-        """Return the names of the arrays in a checkpoint, of which none is read."""
+        """Return the names of the state's arrays in a checkpoint, without those of the history, and
+        without reading any array."""
         saved = backend_of(path).read(path, self.like, lambda name: False)
         return [_public_name(name) for name in saved if not _is_beside(name)]
 
     def load(self, path: Path) -> Loaded:
-        """Return (state, history, changes of names) of the checkpoint at a path.
+        """Return (state, history, changes of names) of the checkpoint at a path, or raise an
+        OtherRun if it does not fit and a ValueError if it is damaged.
 
         Raises:
           OtherRun: names or shapes do not fit the template, or `only` matches none.
@@ -102,7 +104,7 @@ class Loader:
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
     def _select(self, path: Path, names: Sequence[str]) -> set[str]:
-        """Return those of the names that are loaded. Raise an OtherRun if there are none."""
+        """Return those of the names that are loaded, or raise an OtherRun if there are none."""
         chosen = {*filter(self.is_selected, names)}
         if chosen:
             return chosen
@@ -118,20 +120,20 @@ class Loader:
         )
 
     def is_selected(self, name: str) -> bool:
-        """Tell whether the array with this name is loaded."""
+        """Tell whether the array with this name is loaded, as all are if `only` is None."""
         return matches(self.only, _public_name(name.removeprefix(self.prefix)))
 
     def _is_read(self, name: str) -> bool:
-        """Tell whether an array is read: an entry beside the state always, else if it is selected.
+        """Tell whether an array is read: entries beside the state and numbers of workers always,
+        all others if they are selected.
 
-        Numbers of workers are read too, because conversions need them.
+        Conversions need the numbers of workers.
         """
         return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
 
     def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
-        """Warn of changed names if loading is not strict or `only` is given, and return (state,
-        history). If the checkpoint has checksums of frozen params, the template's params are first
-        compared.
+        """Return (state, history) after a check of frozen params that the checkpoint lacks, and
+        warn of changed names unless loading is strict without `only`.
 
         Raises:
           ValueError: the checkpoint lacks its frozen params, and the template's differ from them.
@@ -152,7 +154,8 @@ def _is_beside(name: str) -> bool:
 
 
 def _public_name(name: str) -> str:
-    """Return a name as `only` takes it: a field of a TrainState lacks "train/" in front.
+    """Return a name as `only` takes it, without "train/" in front of a field of a TrainState, and
+    otherwise unchanged.
 
     The labels of the states of an optimizer come first too, and "train" may be one of them.
     """
@@ -162,8 +165,8 @@ def _public_name(name: str) -> str:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return the hint that names the argument with which the arrays that fit are loaded. If no
-    argument avoids the error, the hint is ""."""
+    """Return the hint that names the argument with which the arrays that fit are loaded, or ""
+    unless the error is a Misfit."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:
@@ -172,10 +175,8 @@ def _remedy(error: ValueError) -> str:
 
 
 def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Rescale the per-worker arrays of a mapping to the count of workers of a template.
-
-    If the counts agree, or one of them is unknown, the mapping is returned unchanged.
-    """
+    """Rescale the per-worker arrays of a mapping to the template's count of workers, or return it
+    unchanged if the counts agree or the template's is unknown."""
     if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]

@@ -44,7 +44,8 @@ from optfn.transforms.late_steps import LateStepsState, Steps, has_leaf_counts
 def load_state_dict(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
 ) -> OptState:
-    """Return `opt_state` with the arrays of `mapping`, which `state_dict` returned.
+    """Return `opt_state` with the arrays that `mapping` has under their names, or raise a
+    ValueError if shapes or, with `strict`, names do not fit.
 
     Args:
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
@@ -92,7 +93,8 @@ def load_named(
     strict: bool,
     shown: Callable[[str], str] = str,
 ) -> tuple[OptState, Changes]:
-    """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`.
+    """Return the state that `load_state_dict` returns and how the names differ, or raise a `Misfit`
+    if arrays or, with `strict`, names do not fit.
 
     Errors have the names as `shown` returns them.
 
@@ -142,8 +144,8 @@ def load_named(
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
-    """Raise a TypeError unless it is a Mapping, and a ValueError if its format is newer than
-    VERSION. A mapping without a version is accepted."""
+    """Raise a TypeError unless `mapping` is a Mapping, and a ValueError if its version is newer
+    than VERSION, while one without a version is accepted."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -158,13 +160,12 @@ def _check_format(mapping: Mapping[str, Any]) -> None:
 
 
 def _resize(value: Leaf, leaf: Leaf, entry: Entry, stacked: int) -> Leaf:
-    """Return a saved array in the template's shape: reshape a per-worker one, replace a sliced
-    one's padding, and fold the axes of stages.
+    """Return a saved array in the template's shape if it is per-worker, sliced or stacked and holds
+    the same elements but for padding, and otherwise unchanged.
 
     A per-worker array is flat, or has the shape of the leaf where devices divide it. A sliced array
     is padded for the number of workers. In an array with `stacked` leading axes, stages are in the
-    order of the model, however these axes are folded (`stack_stages`). All other arrays, and arrays
-    that do not fit, are returned unchanged.
+    order of the model, however these axes are folded (`stack_stages`).
     """
     shape = np.shape(value)
     rest = leaf.shape[stacked:]
@@ -180,7 +181,7 @@ def _resize(value: Leaf, leaf: Leaf, entry: Entry, stacked: int) -> Leaf:
 
 
 def _count_stacked_axes(state: PyTree) -> list[int]:
-    """Return the count of `Stacked` around each array of a state."""
+    """Return for each array of a state how many `Stacked` nodes are around it."""
     counts = []
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Stacked)):
         is_stacked = isinstance(node, Stacked)
@@ -191,8 +192,8 @@ def _count_stacked_axes(state: PyTree) -> list[int]:
 def _take_one_replica(
     entries: Sequence[tuple[Entry, Leaf]], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the arrays of one replica, if the mapping has the state of a pmap. Otherwise it
-    returns the mapping itself.
+    """Return a mapping with one copy of each shared array if the given one has the state of a pmap,
+    or the given mapping itself otherwise.
 
     There each shared array has one more axis in front, with a copy for each worker; the counters of
     steps show it. Arrays that are a worker's own keep that axis, which they have anyway.
@@ -223,8 +224,8 @@ def _take_one_replica(
 def _compare_names(
     template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]
 ) -> Changes:
-    """Compare names: carried ones are in mapping and state, new ones only in the template,
-    dropped ones only in the mapping."""
+    """Return the names that are carried over, in both mapping and state, new, which the mapping
+    lacks, and dropped, which the state lacks."""
     known = {*state, *ABOUT}
     return Changes(
         [name for name in state if name in mapping],
@@ -236,8 +237,8 @@ def _compare_names(
 def _find_late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Find the leaves whose moments the mapping lacks,
-    in states whose step it has: these moments begin late.
+    """Return for each state whose step the mapping has the leaves whose moments begin late, because
+    the mapping lacks them or has them begin late.
 
     If the mapping has the step count of a state but not the moments of a leaf, these moments are
     the template's, and have seen as many steps as the template, which may be none.
@@ -268,8 +269,8 @@ def _find_late_leaves(
 
 
 def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the step count at which each leaf began, by path, without leaves that began at 0. If a
-    count cannot be read here, it warns, and returns {}.
+    """Return by path the step count at which each leaf began, without leaves that began at 0, or
+    warn and return {} if a count cannot be read here.
 
     Args:
       step: the count of the template.
@@ -299,8 +300,8 @@ def _is_on_host(x: Leaf) -> bool:
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Give states the step counts by leaf that `late` has for them. A state whose entry has no
-    leaves gets a plain count, and a state without an entry is returned unchanged."""
+    """Return a state in which states named in `late` count steps by leaf as it says, or plainly if
+    it has no leaves for them, and others are unchanged."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
@@ -323,7 +324,8 @@ def _fill(count: np.ndarray, like: Leaf) -> Leaf:
 def _begin_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return by name the copies and averages of new parameters, begun at the parameter.
+    """Return by name the copies and averages that the mapping lacks, begun at their parameters, and
+    warn of averages that begin at zero without params.
 
     A copy, such as a new master, is the param of the mapping. A sum whose weight the mapping has is
     weight·param, so that the average of a new leaf is its param. If the state has no params, the
@@ -365,8 +367,8 @@ def _has_params(has_weights: bool, x: object) -> bool:
 
 
 def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
-    """Return in words the names that are missing or not expected. Names that only report on a run
-    are left out."""
+    """Return in words the names that are missing or not expected, without names that only report on
+    a run."""
     is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
@@ -374,10 +376,8 @@ def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str])
 
 
 def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return `opt_state` with an unpadded array for each leaf, as the template for a mapping.
-
-    Arrays that the mapping replaces are placeholders. If it lacks any, all arrays are the state's.
-    """
+    """Return `opt_state` with an unpadded array for each leaf, where packed and padded arrays
+    become placeholders if the mapping has all arrays."""
     plain = unpack_state(
         jax.tree.map(
             lambda node: make_placeholders(node) if is_packed_or_padded(node) else node,
@@ -389,8 +389,8 @@ def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _place_like(like: OptState, state: OptState) -> OptState:
-    """Give packed buffers and padded arrays the shardings that they have in `like`. All other nodes
-    are returned unchanged."""
+    """Give packed buffers and padded arrays the dtypes and shardings that they have in `like`, and
+    return all other nodes unchanged."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_packed_or_padded(like):
@@ -401,8 +401,8 @@ def _place_like(like: OptState, state: OptState) -> OptState:
 
 
 def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return a value with the dtype and sharding of a leaf, and "". If it does not fit, the second
-    result is the reason, and the first one has no meaning."""
+    """Return a value with the dtype and sharding of a leaf and "", or an array without meaning and
+    the reason in words if it does not fit."""
     if tree.is_key(leaf):
         data, problem = _fit(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem

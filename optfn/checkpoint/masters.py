@@ -43,8 +43,8 @@ for _kind, _bits in (
 def convert_masters(
     state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Convert the masters of a mapping to the form that they have in a state. If all of them have
-    it, the mapping itself is returned.
+    """Convert the masters of a mapping to the form that they have in a state, or return the mapping
+    itself if all of them have it.
 
     Args:
       state: the template.
@@ -80,8 +80,8 @@ def _convert_each(
     by_name: Mapping[str, Leaf],
     mapping: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Convert the saved masters of one form to another, and return them by the path of their
-    parameter.
+    """Return the saved masters of one form converted to another, by path, or raise a ValueError if
+    copies are needed and a parameter is missing.
 
     Args:
       saved: the names of the saved masters in the mapping, by path.
@@ -109,8 +109,8 @@ def _convert_each(
 def _find_saved_param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return the saved parameter as bfloat16. If the template or the mapping lacks it, or its shape
-    differs, it returns None."""
+    """Return the saved parameter as bfloat16, or None if the template or the mapping lacks it or
+    its shape differs."""
     name = tree.join("train/params", path)
     if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
         return None
@@ -121,8 +121,8 @@ def _find_saved_param(
 def _convert_master(
     kept: Leaf, p: jax.Array | None, before: int | None, after: int | None
 ) -> jax.Array:
-    """Convert between a master and its remainder beside bfloat16 `p`,
-    or between widths of remainders.
+    """Convert a float32 copy to a remainder beside bfloat16 `p`, a remainder beside `p` to a copy,
+    or a remainder to another width.
 
     Args:
       kept: the array in the old form.

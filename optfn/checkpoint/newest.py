@@ -29,15 +29,14 @@ class OtherRun(ValueError):
 
 
 def backend_of(path: Path) -> Backend:
-    """Return the backend that wrote a checkpoint."""
+    """Return the backend of a checkpoint, for directories if there is one at the path and for files
+    otherwise."""
     return OrbaxDirectory() if path.is_dir() else NpzFile()
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a directory, the oldest first.
-
-    One that was put aside is among them only if none has replaced it, because a process was killed.
-    """
+    """Return the checkpoints in a directory, the oldest first, and among them one that was put
+    aside only if none has replaced it."""
     found = [path for path in to_path(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     whole = {path.name for path in found}
     found = [path for path in found if path.suffix != ASIDE or path.stem not in whole]
@@ -49,8 +48,8 @@ def _step_of(path: Path) -> int:
 
 
 def remove_oldest(path: Path, keep: int) -> None:
-    """Remove the oldest finite checkpoints beyond `keep`, all that are not finite, and the remains
-    of killed processes. The checkpoint at `path`, just written, is never removed.
+    """Remove from the directory of `path`, which is kept, the oldest finite checkpoints beyond
+    `keep`, all others that are not finite, and the remains of killed processes.
 
     `path` may not be the newest, if the run went back to an earlier step. A checkpoint that is not
     finite does not count, so that it never displaces a finite one.
@@ -73,7 +72,8 @@ def remove_oldest(path: Path, keep: int) -> None:
 
 
 def remove_checkpoints(directory: Path, steps: Container[int], state: TrainState) -> None:
-    """Remove the checkpoints of these steps.
+    """Wait for the writes of a directory, and remove its checkpoints of these steps, in all
+    processes before any goes on.
 
     Args:
       directory: where they are.
@@ -89,15 +89,16 @@ def remove_checkpoints(directory: Path, steps: Container[int], state: TrainState
 
 
 def is_finite(path: Path) -> bool:
-    """Tell whether a checkpoint was not marked when it was saved."""
+    """Tell whether a checkpoint was not marked as having params or a loss that are not finite when
+    it was saved."""
     return backend_of(path).is_finite(path)
 
 
 def find_newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
-    """Return the path of the newest intact checkpoint, and the result of `read`. If there is no
-    checkpoint, it returns None.
+    """Return the path of the newest checkpoint that `read` accepts and its result, or None without
+    checkpoints, and raise a ValueError if `read` accepts none.
 
     A warning names each checkpoint that is passed over. An intact one from another run ends the
     search, because earlier ones are of that run too. One that is not finite is read only if no
@@ -137,7 +138,8 @@ def find_newest(
 
 
 def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
-    """Warn that the checkpoint that was read is not finite, or else that newer ones are not."""
+    """Warn if the checkpoint that was read is not finite, or else if newer ones were skipped
+    because they are not."""
     newer = [path for path in marked if _step_of(path) > _step_of(found)]
     if found in marked:
         checks.warn(
@@ -155,8 +157,8 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has. A process without its file writes a copy,
-    and reads that.
+    """Return the newest checkpoint that any process has, of which a process without the file writes
+    and reads a copy, or raise a ValueError if it is a directory.
 
     Raises:
       ValueError: it is a directory that some processes cannot see.

@@ -36,8 +36,8 @@ def is_packed_or_padded(x: object) -> bool:
 
 
 def make_placeholders(state: OptState) -> OptState:
-    """Replace arrays by host arrays of their shapes that take no memory. Typed keys are returned
-    unchanged."""
+    """Replace the arrays of a state by host arrays of their shapes that take no memory, and return
+    typed keys unchanged."""
 
     def placeholder(x: Leaf) -> Leaf:
         return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
@@ -46,7 +46,8 @@ def make_placeholders(state: OptState) -> OptState:
 
 
 def unpack_state(state: OptState) -> OptState:
-    """Return a state with an array per leaf instead of buffers, and without padding."""
+    """Return a state with an array per leaf instead of buffers, and without padding, except for
+    buffers that do not have a value for each element."""
     state = map_padded(unwrap_padded, state)
     workers = count_workers(state)
 
@@ -63,8 +64,8 @@ def unpack_state(state: OptState) -> OptState:
 
 
 def pack_state(like: OptState, state: OptState) -> OptState:
-    """Pack and pad the leaves of a state where `like` has buffers or padding:
-    the inverse of `unpack_state`.
+    """Pack and pad the leaves of a state where `like` has buffers or padding, unless they are so
+    already, as the inverse of `unpack_state`.
 
     Args:
       like: a state with buffers or padding.
@@ -81,8 +82,8 @@ def pack_state(like: OptState, state: OptState) -> OptState:
 
 
 def _is_converted_whole(x: object) -> bool:
-    """Tell whether a node is converted as a whole:
-    packed, padded, per-worker, or with scales that span buffers."""
+    """Tell whether a node is converted as a whole, because it is packed, padded or per-worker, or
+    has scales that span buffers."""
     return is_packed_or_padded(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
@@ -92,13 +93,13 @@ def _has_local_buffers(x: object) -> bool:
 
 
 def _unwrap(arrays: Sequence[Leaf]) -> list[Leaf]:
-    """Take arrays out of their PerWorkers. Other arrays are returned unchanged."""
+    """Take arrays out of their PerWorkers, and return all others unchanged."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
 def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
-    """Pad or pack leaves like `like`. If they are so already, or if `like` is neither, or cannot be
-    unpacked, they are returned unchanged.
+    """Pad or pack leaves like `like`, or return them unchanged if they are so already, or if `like`
+    is neither or cannot be unpacked.
 
     Args:
       workers: the number of workers if the arrays of `like` are per-worker, else 0.
@@ -123,10 +124,8 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
 def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Unpack a Packed of per-worker buffers, each (workers·size,). Any other node is returned
-    unchanged.
-
-    So is a Packed without a value for each element of its leaves.
+    """Unpack a Packed of per-worker buffers, each (workers·size,), or return any other node and a
+    Packed without a value for each element unchanged.
 
     Args:
       workers: the number of workers.
@@ -149,8 +148,8 @@ def _unpack_buffers(
 
 
 def _pack_buffers(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
-    """Pack a tree of per-worker arrays into buffers (workers·size,):
-    the inverse of `_unpack_buffers`."""
+    """Pack a tree of per-worker arrays into buffers (workers·size,), as the inverse of
+    `_unpack_buffers`."""
     arrays = _unwrap(layout.structure.flatten_up_to(leaves))
     rows = list(arrays)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):

@@ -44,7 +44,8 @@ class Snapshot(NamedTuple):
         reserved: Collection[str] = ABOUT,
         arrange: Callable[[PyTree], PyTree] = to_logical,
     ) -> "Snapshot":
-        """Return the snapshot of a state.
+        """Return the snapshot of a state, unpacked and with the rows of tables in the order of
+        their ids, or raise a ValueError if its names cannot be saved.
 
         Args:
           state: the state, of arrays on devices or on the host. On a mesh, rows of tables are sent
@@ -71,7 +72,8 @@ class Snapshot(NamedTuple):
         return self._replace(arrays=kept)
 
     def to_mapping(self, beside: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the mapping of `state_dict`, of host arrays, and the arrays `beside` the state."""
+        """Return the mapping of `state_dict`, with the arrays of the snapshot and those `beside` it
+        encoded for a file, and the version."""
         # A reader on another number of workers must know which arrays to convert.
         listed = {PER_WORKER_KEY: np.array(self.per_worker)} if self.per_worker else {}
         arrays = encode_arrays({**self.arrays, **beside})
@@ -93,13 +95,14 @@ def check_leaves(who: str, state: PyTree) -> None:
 
 
 def to_key_data(x: Leaf) -> Leaf:
-    """Return the data of a typed PRNG key, because files keep no keys. Any other leaf is returned
+    """Return the data of a typed PRNG key, because files keep no keys, and any other leaf
     unchanged."""
     return jax.random.key_data(x) if isinstance(x, jax.Array) and tree.is_key(x) else x
 
 
 def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:
-    """Raise a ValueError unless arrays with these names can be saved, in any form.
+    """Raise a ValueError if a name of an array is repeated, has a NUL character, or is one of the
+    reserved names.
 
     Args:
       names: the names of arrays.

@@ -40,7 +40,8 @@ from optfn.wrappers.averaging import is_average, read_average, read_statistics
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name, for saving. `load_state_dict` is the way back.
+    """Return the arrays of a state by name, copied to the host as NumPy arrays for saving, except
+    traced and partly remote ones, which are unchanged. `load_state_dict` is the way back.
 
     Names do not change when you insert a transform in the chain, replace a number as learning rate
     by a schedule, or pack the params. You can save all of it by `numpy.savez(file, **d)`: arrays
@@ -71,8 +72,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def _host_copy(leaf: Leaf) -> Leaf:
-    """Return a copy of an array on the host, and of a key its data. A traced array, and one that
-    this process holds only a shard of, is returned unchanged."""
+    """Copy an array, or the data of a key, to the host, and return it unchanged if it is traced or
+    this process holds only a shard of it."""
     # Neither has a value here; the caller's program or orbax deals with it.
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
@@ -80,11 +81,11 @@ def _host_copy(leaf: Leaf) -> Leaf:
 
 
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
-    """Return the averaged parameters that an optimizer state holds (`apply` in fluid).
+    """Return the average of the parameters that an optimizer's state holds, with a copy of `params`
+    before the first update and for leaves that are not averaged.
 
-    Use it to evaluate or to save the average. The state and `params` are not changed, so nothing
-    has to be restored afterwards. Before the first update, and for leaves that are not averaged,
-    the result is a copy of `params`.
+    Use it to evaluate or to save the average (`apply` in fluid). The state and `params` are not
+    changed, so nothing has to be restored afterwards.
 
     Args:
       opt_state: the state of an optimizer with an average in it.
@@ -100,13 +101,14 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
 
 def averaged_model_state(opt_state: OptState, model_state: PyTree, name: str | None) -> PyTree:
     """Return the model state with the average of its floating-point arrays, where a step made with
-    `average_model_state=True` keeps it. Otherwise the model state is returned unchanged. `name` is
-    as in `averaged_params`."""
+    `average_model_state=True` keeps it, and otherwise unchanged. `name` is as in
+    `averaged_params`."""
     return read_statistics(_find_average(opt_state, name), model_state)
 
 
 def _find_average(opt_state: OptState, name: str | None) -> OptState:
-    """Return the state of the average with a name, or of the only one."""
+    """Return the state of the average with a name, or of the only one for None, and raise a
+    ValueError unless there is exactly one."""
     found = dict(state_names.states_with_names(is_average, map_padded(unwrap_padded, opt_state)))
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -130,7 +132,8 @@ def summary(
     tables: Pattern | None = None,
     shard_tables: bool = False,
 ) -> str:
-    """Return a table of the parameters: their attributes, and the bytes of optimizer state of each.
+    """Return as text a table of the parameters with their attributes and the bytes of optimizer
+    state of each, and their placement if `shard` is given.
 
     Print it before you train, to see which parameters are frozen, which have another rate or no
     weight decay, which label of a partition each has, which are sent compressed, and how much
@@ -198,7 +201,8 @@ def _make_layout(
     data_axis: AxisName,
     tables: Pattern | None,
 ) -> Layout:
-    """Return the layout that the arguments of `summary` describe, as `layout_of` does."""
+    """Return the layout that the arguments of `summary` describe, or raise a ValueError without a
+    mesh."""
     if mesh is None:
         raise ValueError(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
@@ -208,8 +212,8 @@ def _make_layout(
 
 
 def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tuple[str, str]]:
-    """Return for each leaf the mesh axes that divide it and its bytes on a device, and then the
-    sum."""
+    """Return for each leaf the mesh axes that divide it, or "whole", with its bytes of params and
+    state on a device, and at the end the sum of all bytes."""
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -236,7 +240,8 @@ def _leaf_bytes(leaf: Leaf) -> int:
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
-    """Return the bytes of state by the path of the parameter. Counters and rates are left out."""
+    """Return the bytes of state by the path of the parameter, without counters, rates and other
+    arrays that belong to no parameter."""
     kept = dict.fromkeys(names, 0)
     for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:
@@ -245,8 +250,8 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
-    """Return the paths that `exclude=` of an optimizer,
-    or of a link in it, exempts from weight decay."""
+    """Return the paths of leaves that `exclude=` of an optimizer of optfn, or of a link in it,
+    exempts from weight decay."""
     found: set[str] = set()
     for link in getattr(tx, "inner", []):
         found |= _find_without_decay(link, params)
@@ -256,7 +261,8 @@ def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set
 
 
 def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
-    """Return in words how a leaf is treated. If by the optimizer's defaults, the list is empty."""
+    """Return in words how a leaf is treated, with an empty list if it is treated by the optimizer's
+    defaults."""
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:

@@ -30,7 +30,8 @@ class Backend(Protocol):
     def writer(
         self, path: Path, snapshot: Snapshot, beside: Arrays, *, is_loss_finite: bool = True
     ) -> Callable[[], None]:
-        """Return a function that writes a checkpoint as a whole. Any thread may call that function.
+        """Return a function, which any thread may call, that writes a checkpoint as a whole,
+        replaces one at the path, and marks it if it is not finite.
 
         Args:
           path: where; if there is a checkpoint, it is replaced.
@@ -41,7 +42,8 @@ class Backend(Protocol):
         """
 
     def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a checkpoint by name, with None for those that are not read.
+        """Return the arrays of a checkpoint by name, with None for those that are not read, or
+        raise an error of any kind if one is not as it was saved.
 
         Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
         template may have the template's sharding; all others are host arrays. Arrays without
@@ -57,15 +59,17 @@ class Backend(Protocol):
         """
 
     def is_finite(self, path: Path) -> bool:
-        """Tell whether a checkpoint lacks the mark. Nothing else of it is read."""
+        """Tell whether a checkpoint lacks the mark of params or a loss that is not finite, without
+        reading anything else of it."""
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, finished or not."""
 
 
 def to_path(directory: object) -> Path:
-    """Return the user's directory as an absolute Path, because the program may change its working
-    directory during a run. An address with "://" becomes a path of etils."""
+    """Return a directory as an absolute Path, or an address with "://" as a path of etils, and
+    raise a TypeError for anything else. The program may change its working directory during a
+    run."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.show(directory)}"
@@ -87,12 +91,12 @@ def to_path(directory: object) -> Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is an address in an object store."""
+    """Tell whether a path is an address in an object store, because it contains "://"."""
     return "://" in os.fspath(path)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk. On Windows it does nothing."""
+    """Flush a file, or the names in a directory, to the disk, or do nothing on Windows."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -15,16 +15,16 @@ from optfn.mesh.compilers.xla import any_nonfinite, call_for_platform
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
-    """Tell whether a leaf has at least `min_size` elements and accumulates in float32. Wider
-    leaves, such as float64 and complex ones, are sent dense."""
+    """Tell whether a leaf has at least `min_size` elements and a dtype that accumulates in float32,
+    since all others, such as float64 and complex ones, are sent dense."""
     # NumPy's float64 becomes float32 unless jax_enable_x64 is set.
     dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
 def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
-    """Raise a ValueError if an axis is unbound, or if a gradient does not vary over all of them.
-    Where JAX does not track variation, gradients are not checked."""
+    """Raise a ValueError if an axis is unbound, or if JAX tracks variation and an unmasked gradient
+    does not vary over every axis, because it is then already summed."""
     check_axes_bound(name, axis_name)
     checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
@@ -40,8 +40,8 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless x, the state of the leaf at `place`, has this shape, which is that
-    of one worker's state. A masked x raises it too."""
+    """Raise a ValueError that names the leaf at `place`, unless its state `x` is unmasked and has
+    exactly this shape, that of one worker's state."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(
@@ -52,8 +52,8 @@ def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...
 
 
 def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return, from one all-reduce, whether any worker has a gradient that is not finite, and the
-    largest step of any worker.
+    """Return whether any worker has a gradient that is not finite, and the largest step of any
+    worker, both from one all-reduce over `axis_name`.
 
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
@@ -66,11 +66,12 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
 
 
 def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:
-    """Warn in the first step if all workers have the same gradient, as after a `pmean`: they then
-    send the same entries.
+    """Warn in step 0 of a CPU program if all workers have the same nonzero gradient, but not where
+    JAX tracks variation, with one worker or with several processes.
 
-    Where JAX tracks which arrays vary, `check_worker_gradients` has told it already. The host
-    compares, so that no collective is added; programs for TPUs and GPUs do not call it, see
+    Workers with equal gradients, as after a `pmean`, send the same entries. Where JAX tracks which
+    arrays vary, `check_worker_gradients` has told it already. The host compares, so that no
+    collective is added; programs for TPUs and GPUs do not call it, see
     `moved_params.raise_if_moved`, and processes do not know the workers of another.
     """
     leaves = [leafwise.numbers_of(x) for x in tree.arrays(updates) if tree.is_inexact(x)]
@@ -107,8 +108,8 @@ def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_n
 
 
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
-    """Return the sum of the bits of all entries, as float32, modulo 2³², which is 0 for zeros
-    alone."""
+    """Return the uint32 sum, modulo 2³², of the bits of all entries cast to float32, which is 0 if
+    all entries are +0."""
     parts = [x for leaf in leaves for x in (jnp.real(leaf), jnp.imag(leaf))]
     bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in parts]
     return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.zeros((), jnp.uint32))

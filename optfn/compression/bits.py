@@ -26,8 +26,8 @@ def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
-    """Pack fields one after the other into uint32 words (words,), without gaps. Zeros fill the last
-    word.
+    """Return fields packed one after the other into uint32 words (words,), without gaps and with
+    zeros at the end of the last word, or no words without entries.
 
     Args:
       fields: flat uint32 arrays; entries are below 2^width.
@@ -44,8 +44,8 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
 
 
 def _overlap(stream: jax.Array, words: jax.Array, start: int) -> jax.Array:
-    """Return a stream extended by `words` from its word `start` on. A word that both have is their
-    bitwise or."""
+    """Return a stream extended by `words` from its word `start` on, where a word that both have
+    becomes the bitwise or of the two."""
     shared = stream.size - start
     if not shared:
         return jnp.concatenate([stream, words])
@@ -54,7 +54,8 @@ def _overlap(stream: jax.Array, words: jax.Array, start: int) -> jax.Array:
 
 
 def _pack_field(x: jax.Array, width: int) -> jax.Array:
-    """Pack entries of `width` bits into whole uint32 words. Zeros fill the last word."""
+    """Return entries of `width` bits packed without gaps into whole uint32 words, with zeros at the
+    end of the last word."""
     # No digit of this width crosses the end of an entry or of a word, so that packing needs only
     # reshapes and shifts.
     digit = math.gcd(32, width)
@@ -66,8 +67,8 @@ def _pack_field(x: jax.Array, width: int) -> jax.Array:
 
 
 def _shift_up(words: jax.Array, by: int) -> jax.Array:
-    """Put `by` < 32 zero bits in front of a stream of words. If `by` > 0, the result has one word
-    more."""
+    """Return a stream of words with `by` < 32 zero bits put in front, and so one word longer, or
+    unchanged if `by` is 0."""
     if not by:
         return words
     low = jnp.pad(words << np.uint32(by), (0, 1))
@@ -77,7 +78,8 @@ def _shift_up(words: jax.Array, by: int) -> jax.Array:
 def unpack_fields(
     words: jax.Array, widths: Sequence[int], counts: Sequence[int]
 ) -> list[jax.Array]:
-    """Undo `pack_fields`: return each field, uint32 (counts[i],). A field of width 0 is zeros."""
+    """Return each field that `pack_fields` has packed, uint32 (counts[i],), where a field of width
+    0 becomes zeros."""
     fields, start = [], 0
     for width, count in zip(widths, counts, strict=True):
         end = start + width * count
@@ -88,7 +90,7 @@ def unpack_fields(
 
 
 def _unpack_field(words: jax.Array, width: int, count: int) -> jax.Array:
-    """Return the entries that `_pack_field` packed. Entries of width 0 are zeros."""
+    """Return the `count` entries that `_pack_field` has packed, or zeros if their width is 0."""
     if not width or not count:
         return jnp.zeros(count, jnp.uint32)
     digit = math.gcd(32, width)
@@ -96,8 +98,8 @@ def _unpack_field(words: jax.Array, width: int, count: int) -> jax.Array:
 
 
 def _shift_down(words: jax.Array, by: int) -> jax.Array:
-    """Drop the first `by` < 32 bits of a stream of words, and return as many words as before. Zeros
-    fill the last word."""
+    """Return a stream of words without its first `by` < 32 bits, as long as before with zeros at
+    the end, or unchanged if `by` is 0."""
     if not by:
         return words
     next_words = jnp.pad(words[1:], (0, 1))
@@ -118,8 +120,8 @@ def _split_digits(x: jax.Array, width: int, digit: int) -> jax.Array:
 
 
 def _join_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
-    """Join digits to integers of `width` bits, the lowest digit first:
-    the inverse of `_split_digits`."""
+    """Return integers of `width` bits joined from flat digits of `digit` bits, the lowest digit
+    first, which undoes `_split_digits`."""
     if width == digit:
         return digits
     groups = digits.reshape(-1, width // digit) << _shifts(width, digit)
@@ -132,8 +134,11 @@ def count_ones(words: jax.Array) -> jax.Array:
 
 
 def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, counted from 0, by five bisections. If
-    a word has no such bit, the position is 31."""
+    """Return the position of the n-th set bit of each word, counted from 0, or 31 if the word has
+    no such bit.
+
+    It takes five bisections.
+    """
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = count_ones(word & np.uint32((1 << width) - 1))
@@ -145,8 +150,8 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Clear all but the first n set bits of each word. A word with at most n set bits is returned
-    unchanged."""
+    """Return words with all but their first n set bits cleared, where a word with at most n set
+    bits is unchanged."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
     return jnp.where(n < count_ones(words), words & below, words)
 
@@ -154,10 +159,8 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
 def find_positions(
     words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
-    """Return the positions in the stream of words of the set bits whose ranks, counted from 0 over
-    all words, are `number`.
-
-    If there is no such bit, the position is meaningless, but within the words.
+    """Return the positions of the set bits whose ranks, counted from 0 over all words, are
+    `number`, or a meaningless position within the words where there is none.
 
     Args:
       words: uint32, flat.

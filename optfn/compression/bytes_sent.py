@@ -14,8 +14,8 @@ from optfn.mesh.layout.traffic import all_reduce_bytes
 
 
 def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
-    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1), the index of the ramp
-    step. Before `begin` it is 0."""
+    """Return the index of the ramp step, min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps
+    − 1), or 0 before `begin`."""
     # Clipped before the product, which would overflow int32 in a long run.
     since = jnp.clip(step - begin, 0, length)
     return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
@@ -42,8 +42,8 @@ class DgcTraffic:
         return self.small > 0 and not self.large
 
     def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return the bytes that a worker sends in an exchange. Large leaves are sent whole before
-        the ramp, and from then on as packets, unless whole leaves take fewer bytes."""
+        """Return the bytes that a worker sends in an exchange, with large leaves whole before the
+        ramp and then as packets unless whole leaves take fewer bytes."""
         begin = self.rampup_begin_step
         i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
         gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
@@ -68,8 +68,8 @@ class ExchangeTraffic:
     slices: tuple[tuple[BaseCompressor, tuple[int, ...]], ...] = ()
 
     def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
-        """Return a worker's bytes in an exchange:
-        all leaves dense in the warm-up, then packets and dense leaves."""
+        """Return the bytes that a worker sends in an exchange, those of all leaves dense in the
+        first `warmup_steps`, and then those of packets and dense leaves."""
         of_slices = sum(c.num_bytes(slice_shape(p, num_workers)) for c, p in self.slices)
         # Slices go twice: to their owner as updates, and from the owner as means.
         sent_on = (num_workers - 1) * (self.gathered + 2 * of_slices)
@@ -81,9 +81,8 @@ class ExchangeTraffic:
 def traffic_of(
     pairs: Sequence[tuple[BaseCompressor | None, Leaf]], route: str, warmup_steps: int
 ) -> ExchangeTraffic:
-    """Return the traffic of leaves with these compressors. A leaf with None, or whose compressor
-    `is_reduced`, is all-reduced, and the others are gathered or, with route="parts", sent as
-    slices.
+    """Return the traffic of leaves, which are all-reduced if their compressor is None or
+    `is_reduced`, and else sent as slices for the route "parts", or gathered.
 
     `route` and `warmup_steps` are arguments of `exchange`.
     """

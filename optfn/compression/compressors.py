@@ -69,8 +69,8 @@ class BaseCompressor(Compressor):
 
     @classmethod
     def complete(cls, given: Compressor) -> "BaseCompressor":
-        """Give a compressor of any class the defaults that it lacks. A BaseCompressor is returned
-        unchanged."""
+        """Return an object with the methods of the given compressor and defaults for those that it
+        lacks, or the compressor itself if it is a BaseCompressor already."""
         if isinstance(given, BaseCompressor):
             return given
         # An instance of the default class gets the methods of the given object as attributes, bound
@@ -81,21 +81,21 @@ class BaseCompressor(Compressor):
         return completed
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether leaves of this shape are compressed (the default) instead of exchanged
-        densely."""
+        """Tell whether leaves of this shape are compressed, which is True by default, instead of
+        exchanged densely."""
         del shape
         return True
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[PyTree, PyTree]]:
-        """Encode several leaves, and return (packet, next state) of each. By default they are
-        encoded one after the other."""
+        """Return the packet and the next state of each of several leaves, by default encoded one
+        after the other by `encode`."""
         return list(map(self.encode, xs, states))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Encode N slices of a leaf, (N, n), and return their packets, (N, …), and one next state,
-        which all slices share."""
+        """Return the packets (N, …) of the N slices of a leaf, (N, n), encoded by `vmap` from one
+        state, and the next state, which must be the same for all slices."""
         packets, state = jax.vmap(self.encode, in_axes=(0, None), out_axes=(0, None))(xs, state)
         return packets, state
 
@@ -104,20 +104,20 @@ class BaseCompressor(Compressor):
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
 
     def num_entries(self, size: int) -> int | None:
-        """Return how many entries of a leaf a packet has, with their indices. The default None says
-        that it has all entries, without indices."""
+        """Return how many entries with indices a packet of a leaf of `size` elements has, by
+        default None for a packet of all entries without indices."""
         del size
         return None
 
     def entries(self, packet: PyTree, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the rising indices and the values of a packet's entries. It is called only if
-        `num_entries` returns a count."""
+        """Return the rising indices and the values of a packet's entries, or raise a
+        NotImplementedError unless overridden, as needed where `num_entries` returns a count."""
         raise NotImplementedError
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with the mean, the residual and the next state, by all-reduces. It is
-        called only if `is_reduced`."""
+        """Return leaves with the mean, the residual and the next state by all-reduces, or raise a
+        NotImplementedError unless overridden, as needed where `is_reduced`."""
         raise NotImplementedError
 
 
@@ -152,11 +152,12 @@ _METHODS = ("init", "encode", "decode", "num_bytes")
 
 
 def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
-    """Check the compressors, and return them by pattern of paths. A single compressor gets a
-    pattern that matches all paths, and None in a mapping remains None.
+    """Return the compressors by pattern of paths, a single one under a pattern for all paths and
+    None as None, or raise an error for other compressors or patterns.
 
     Raises:
-      TypeError: a value is not a compressor, or a pattern is not a regular expression.
+      TypeError: a value is not a compressor, or a pattern is not text or a compiled expression.
+      ValueError: the text of a pattern is not a regular expression.
     """
     if not isinstance(choice, Mapping):
         # DOTALL, because a key of a mapping may contain a newline.
@@ -173,8 +174,8 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
 
 
 def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
-    """Return the compressor with all methods of a BaseCompressor. Raise a TypeError if it is a
-    class, or lacks a method of the protocol."""
+    """Return the compressor with all methods of a BaseCompressor, or raise a TypeError if it is a
+    class or lacks a method of the protocol."""
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
@@ -188,8 +189,8 @@ def _check_compressor(argument: str, compressor: Any) -> BaseCompressor:
 def choose_compressors(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
-    """Return the compressor of each leaf, which is the first whose pattern matches its path. A leaf
-    that no pattern matches has None.
+    """Return for each leaf the compressor of the first pattern that matches its path, or None
+    without one, and raise a ValueError for a pattern without effect.
 
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.

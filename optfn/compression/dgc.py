@@ -4,10 +4,6 @@
 compressed leaves, and `momentum_correction` the momentum and its masking. As for other compressors,
 `k_largest` finds the entries to send, `packet_format` encodes them, and `gathers` takes their mean
 over workers.
-
-`deep_gradient_compression` is the transform. `dgc_phases` has the momentum correction, the masking
-and the ramp for compressed leaves. As for other compressors, `selection` finds the entries to send,
-`packets` encodes them, and `gathering` takes their mean over workers.
 """
 
 import dataclasses
@@ -85,7 +81,8 @@ def deep_gradient_compression(
     momentum_masking: bool = True,
     wire: str = "float32",
 ) -> core.Unchecked:
-    """Exchange only the largest entries of the accumulated gradients, and keep the rest for later.
+    """Exchange only the largest entries of a leaf's accumulated gradients and keep the rest for
+    later, but average small leaves, and all leaves before `rampup_begin_step`, densely.
 
     With N workers, each with the mean gradient g of its examples, and steps counted from 0:
 
@@ -175,8 +172,8 @@ def deep_gradient_compression(
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
-    """Return sparsities as a tuple of floats. Raise a TypeError unless they are a sequence of one
-    or more Python numbers, and a ValueError unless each is in [0, 1)."""
+    """Return the sparsities as a tuple of floats, or raise a TypeError unless they are a non-empty
+    sequence of Python numbers, and a ValueError unless each is in [0, 1)."""
     if isinstance(sparsity, str) or not isinstance(sparsity, Sequence) or not sparsity:
         raise TypeError(
             "sparsity must be a sequence of numbers, one for each step of the ramp, such as "
@@ -193,8 +190,8 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
 
 
 def _init_state(options: Options, params: Params) -> DeepGradientCompressionState:
-    """Return one worker's state at step 0: u and v of zeros for compressed leaves, a velocity of
-    zeros for all others, and the state of the penalty."""
+    """Return one worker's state at step 0, which has zeros as u and v of each compressed leaf and
+    as velocity of each other leaf, and the state of the penalty."""
 
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.is_compressed(p) else p
@@ -215,8 +212,8 @@ def _init_state(options: Options, params: Params) -> DeepGradientCompressionStat
 
 
 def _traffic(options: Options, params: Params) -> DgcTraffic:
-    """Return the bytes a worker sends in a step:
-    the packet of each ramp step, and large and small leaves when dense."""
+    """Return the bytes that one worker sends, as a packet of the large leaves in each ramp step,
+    and as whole leaves where large or small ones are sent dense."""
     leaves = tree.arrays(params)
     large = [p for p in leaves if options.is_compressed(p)]
     small = [p for p in leaves if not options.is_compressed(p)]
@@ -239,8 +236,8 @@ def _accumulate_and_send(
     workers: Workers = ONE_WORKER,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Run the update of one worker. A worker of several devices runs it on each device's shards,
-    and returns no Rows."""
+    """Run the update of one worker on whole arrays, or on the shards of each device if the worker
+    has several devices, which return no Rows even with `row_updates`."""
     del extra
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
@@ -255,10 +252,11 @@ def _accumulate_and_send_shards(
     state: DeepGradientCompressionState,
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Return directions and the next state. Dense leaves take the momentum of their mean, and
-    compressed leaves send their largest entries, or all entries before the ramp.
+    """Return directions and the next state by sending compressed leaves and averaging the others,
+    or zeros and unchanged moments if any worker's gradient is not finite.
 
-    If the gradient of any worker is not finite, the directions are 0 and the moments do not change.
+    Dense leaves take the momentum of their mean, and compressed leaves send their largest entries,
+    or all entries before the ramp. A step that is skipped counts in `skipped`, not in `step`.
     """
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_worker_gradients("deep_gradient_compression", updates, axis_name)
@@ -302,8 +300,8 @@ def _accumulate_and_send_shards(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise a ValueError unless the velocities and residuals have the tree of the updates, and the
-    state of each leaf has the shape of one worker's.
+    """Raise a ValueError unless velocities and residuals have the tree of the updates, and the
+    state of each unmasked leaf has the shape of one worker's state.
 
     The state of a compressed leaf is checked in its residual, and that of any other in its
     velocity.
@@ -324,8 +322,8 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
 def _average_and_clip(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
-    """Average leaves over `reduce_axis_name`, if it names an axis, and clip each compressed leaf if
-    `compressing`. Without a `local_grad_clip_norm` no leaf is clipped."""
+    """Average the leaves over `reduce_axis_name`, if given, and then, if `compressing` and with a
+    `local_grad_clip_norm`, clip each compressed leaf to this norm over √N."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         # The norm of a sum of N independent gradients grows by √N (§3.2 of the paper), so each
@@ -350,7 +348,7 @@ def _average_and_clip(
 def _update_dense_leaf(
     options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return direction and velocity of momentum on the mean gradient. If `nonfinite`, they are 0
-    and the old velocity."""
+    """Return the direction and velocity of momentum on the mean gradient, or a zero direction and
+    the old velocity if `nonfinite`."""
     direction, new = options.correction.average(mean, velocity)
     return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

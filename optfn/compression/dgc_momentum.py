@@ -40,14 +40,16 @@ def dgc_momentum(
     wire: str = "float32",
     param_attrs: ParamAttrs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum for several workers with a slow link between them: Deep Gradient Compression.
+    """Return an optimizer with momentum whose workers exchange only the largest entries of their
+    accumulated gradients (Deep Gradient Compression) and keep the rest.
 
         G = deep_gradient_compression(g)
         p −= lr·G
 
     Each worker sends only the largest entries of its accumulated gradients, and keeps the rest to
-    send it later. Pass it to `make_train_step` with a mesh. In a step that you write, call it where
-    `axis_name` is bound, with the gradient of each worker.
+    send it later. It is for workers with a slow link between them. Pass it to `make_train_step`
+    with a mesh. In a step that you write, call it where `axis_name` is bound, with the gradient of
+    each worker.
 
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
     something is sent. At the densities it was made for, 0.1 % to 1 %, most of the velocity remains.
@@ -116,8 +118,8 @@ def dgc_momentum(
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:
-    """Warn if masking is on and the last sparsity sends over 2 % of the entries. Invalid arguments
-    give no warning, because they are refused later."""
+    """Warn if `momentum_masking` is True and the last sparsity sends over 2 % of the entries, but
+    not of invalid arguments, which are refused later."""
     if momentum_masking is not True or not isinstance(sparsity, Sequence) or not sparsity:
         return
     last = sparsity[-1]

@@ -69,15 +69,17 @@ class Options:
         return join_axes(self.all_axes, self.group and self.group.axes)
 
     def is_compressed(self, p: Leaf) -> bool:
-        """Tell whether a leaf is compressed."""
+        """Tell whether a leaf is compressed, which it is if it has at least `min_size` elements and
+        accumulates in float32."""
         return is_compressible(p, self.min_size)
 
 
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
-    """Return the packet format of each ramp step, for flat compressed leaves of these sizes.
+    """Return for each ramp step the format of one packet with the entries of all flat compressed
+    leaves of these sizes.
 
-    One packet has the entries of all leaves. They take whole words, which is faster: in bfloat16 a
-    word has a value and 16 bits of an index.
+    Entries take whole words, which is faster: in bfloat16 a word has a value and 16 bits of an
+    index.
     """
     segments, values = Segments(tuple(sizes)), VALUES[options.wire]
     formats = []
@@ -118,8 +120,8 @@ class Ramp:
         return self.row_updates and uniform and not self.is_sent_dense(self.formats[0])
 
     def is_sent_dense(self, packet_format: PacketFormat) -> bool:
-        """Tell whether a ramp step sends entries by an all-reduce of whole leaves,
-        because packets would take more bytes.
+        """Tell whether entries are sent by an all-reduce of whole leaves, because packets of this
+        format would take more bytes.
 
         The bytes of a worker: (N − 1)·packet for packets, 2·(N − 1)/N·4·n for whole leaves.
         """
@@ -134,8 +136,8 @@ def update_compressed(
     *,
     row_updates: bool,
 ) -> Leaves:
-    """Run the phase of this step on all compressed leaves:
-    skip if `nonfinite`, dense before the ramp, else compressed.
+    """Return the compressed leaves after this step, which is skipped if `nonfinite`, takes dense
+    momentum before `rampup_begin_step`, and else sends the largest entries.
 
     Args:
       options: the arguments of the transform.
@@ -171,7 +173,8 @@ def update_compressed(
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
-    """Return directions of zeros (Rows of padding if the ramp gives Rows) and the old u and v."""
+    """Return the leaves with directions of zeros, as Rows of padding if the ramp gives Rows, and
+    with u and v unchanged."""
     if ramp.gives_rows:
         return _replace_directions(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
@@ -184,8 +187,8 @@ def _replace_directions(leaves: Leaves, directions: Sequence[jax.Array | Rows]) 
 
 
 def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
-    """Apply momentum to the mean gradient, with u as the velocity. The residual v is returned
-    unchanged."""
+    """Return the leaves after a step of momentum on the mean gradient of all workers, with u as the
+    velocity and the residual v unchanged."""
     options, axes = ramp.options, ramp.options.axis_name
 
     def step(leaf: LeafInExchange) -> LeafInExchange:
@@ -200,7 +203,8 @@ def take_dense_step(ramp: Ramp, leaves: Leaves) -> Leaves:
 
 
 def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
-    """Accumulate u and v, send the k largest |v| of each leaf, and keep the rest in v."""
+    """Accumulate the gradients in u and v, send the k largest |v| of each leaf, with the k of the
+    current ramp step, and keep the rest in v."""
     options = ramp.options
     leaves = list(map(options.correction.accumulate, leaves))
     # All ramp steps share one program for the passes over whole leaves; only the counts differ.
@@ -226,8 +230,11 @@ def _exchange_entries(
     index: jax.Array,
     leaves: Leaves,
 ) -> Leaves:
-    """Exchange entries: the directions are their means, and each residual keeps its entries less
-    the values that the packet holds for them."""
+    """Exchange the selected entries, as whole leaves if that takes fewer bytes, and return leaves
+    with their means as directions and only their rounding errors in v.
+
+    An entry that overflows is dropped. With momentum masking, u becomes 0 where entries are sent.
+    """
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.round_values(values)
     # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.
@@ -253,8 +260,8 @@ def _exchange_entries(
 
 
 def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
-    """Gather the packets of all workers, and return their mean as Rows of one entry each, a block
-    of k rows per worker.
+    """Gather the packets of all workers and return for each leaf their mean as Rows of one entry
+    each, with k rows per worker and repeated indices unmerged.
 
     This makes no array of the size of a leaf.
     """
@@ -270,6 +277,7 @@ def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return Rows with the shapes of `_average_as_rows`, all padding."""
+    """Return for each leaf Rows that are all padding, with the shapes of those that
+    `_average_as_rows` returns."""
     counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
     return [padding_rows(workers * k, size, parts=workers) for size, k in counts]

@@ -97,9 +97,8 @@ class _Options(Sending):
         return join_axes(self.axis_name, self.group and self.group.axes)
 
     def choose_compressors(self, params: Params) -> list[BaseCompressor | None]:
-        """Return the compressor of each leaf. It is None, for a dense exchange, if no pattern
-        chooses one, the compressor refuses the leaf, or the leaf is masked, small or wider than
-        float32."""
+        """Return the compressor of each leaf, or None for a dense exchange if no pattern chooses
+        one, it refuses the leaf, or the leaf is masked, small or wider than float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
             if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
@@ -109,8 +108,8 @@ class _Options(Sending):
         return list(map(accept, choose_compressors(self.compressors, params), tree.leaves(params)))
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
-        """Return zeros for the mean of a leaf: Rows if the caller takes them and they cost less,
-        else an array like g."""
+        """Return zeros for the mean of a leaf, as Rows if the caller takes them, the route is
+        "gather" without a warm-up and they cost less, else as an array like `g`."""
         rows = None
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
@@ -128,7 +127,8 @@ def exchange(
     warmup_steps: int = 0,
     route: str = "gather",
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the updates of all workers, sent in compressed form.
+    """Average the updates of all workers, which send them compressed and keep the unsent rest for
+    later, or densely where a leaf has no compressor or is small.
 
         residual = error_feedback·residual + update
         sent = decode(encode(residual))
@@ -217,8 +217,8 @@ def exchange(
 def _hide_frozen(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Hide leaves with trainable=False or rate 0 from `tx`,
-    but list them in its state as exchanged.
+    """Return `tx` without the leaves that are not trainable or have a rate of 0, which its state
+    still lists as exchanged.
 
     Without the mark, a training step would average their gradients.
     """
@@ -238,7 +238,8 @@ def _hide_frozen(
 
 
 def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
-    """Return the state of `exchange(None)`: a mark on all leaves, and no arrays."""
+    """Return the state of `exchange(None)`, which marks all leaves as exchanged and has no
+    arrays."""
     return ExchangeDenseState(mark_exchanged(params, options.axis_name))
 
 
@@ -251,7 +252,8 @@ def _average_dense(
     workers: Workers = ONE_WORKER,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
-    """Return the plain mean of each leaf over workers, and the state unchanged."""
+    """Return the plain mean of each leaf over workers, and the state unchanged, or raise an error
+    if the state is of another transform or a gradient is already averaged."""
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
@@ -259,7 +261,8 @@ def _average_dense(
 
 
 def _init_residuals(options: _Options, params: Params) -> ExchangeState:
-    """Return one worker's state: residuals of zeros for compressed leaves, others masked."""
+    """Return one worker's state with residuals of zeros for compressed leaves, masked for all
+    others, and for the route "parts" the residuals of all owners."""
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.choose_compressors(whole), leaves, strict=True))
@@ -289,8 +292,8 @@ def _mean_of_packets(
     row_updates: bool = False,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
-    """Return directions and the next state. The leaves of packed buffers are exchanged one by one,
-    and packed again."""
+    """Return the means over workers as directions, and the next state, with the leaves of packed
+    buffers exchanged one by one and packed again."""
     del params, extra
     # Rows cannot be part of a flat buffer.
     has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
@@ -312,8 +315,8 @@ def _mean_of_packets(
 
 
 def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
-    """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf.
-    Without a group no leaf is divided, and nothing is checked."""
+    """Raise a ValueError if the compressor of a leaf that `group` divides keeps arrays for the
+    whole leaf, and check nothing without a group."""
     if group is None:
         return
     leaf_states = tree.flatten(updates)[1].flatten_up_to(states)
@@ -330,7 +333,11 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Device
 def _mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
-    """Exchange whole leaves, or a device's shards: dense leaves in one mean, others as packets."""
+    """Return means and the next state for whole leaves or a device's shards, or zero means and
+    unchanged residuals if any worker's update is not finite.
+
+    Dense leaves share one mean, and all others are sent as packets.
+    """
     check_worker_gradients("exchange", whole, options.axis_name)
     # 1. Workers agree whether an update is not finite, and on the step: both decide branches.
     nonfinite, step = agree(whole, state.step, options.all_axes)
@@ -369,8 +376,8 @@ def _mean_of_shards(
 
 
 def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return for each leaf the residual of the mean that this worker keeps as the owner of a slice.
-    With route="gather" it is None for each leaf.
+    """Return for each leaf the residual that this worker keeps as the owner of a slice, or None for
+    each leaf if the route is "gather".
 
     Raises:
       ValueError: an array has the size neither of one slice nor of all.
@@ -385,8 +392,8 @@ def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) ->
 
 
 def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
-    """Return the indices of the compressed leaves, which are the dense arrays that have a residual.
-    Raise a ValueError if a residual does not fit its leaf.
+    """Return the indices of the compressed leaves, the dense arrays that have a residual, and raise
+    a ValueError if a residual does not have its leaf's shape.
 
     `init` gave a residual to the leaves that have a compressor, and masked it for the others.
 
@@ -404,8 +411,8 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _pack_like(updates: Updates, whole: PyTree) -> Updates:
-    """Pack the leaves of `whole` that lie in a Packed in `updates`. All other leaves are returned
-    unchanged."""
+    """Return `whole` with the leaves that lie in a Packed in `updates` packed like it, and all
+    other leaves unchanged."""
 
     def pack(node: PyTree, below: PyTree) -> PyTree:
         return packed.pack_like(node.layout, below) if is_packed(node) else below

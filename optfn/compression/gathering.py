@@ -18,8 +18,8 @@ from optfn.tables.rows import Rows
 def mean_by_all_gather(
     compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: Axes
 ) -> list[LeafInExchange]:
-    """Encode leaves, gather all workers' packets, and return leaves with the mean,
-    the new residual and the next state.
+    """Encode the leaves, gather the packets of all workers, and return leaves with their mean, as
+    Rows where `direction` is Rows, the unsent residual and the next state.
 
     Args:
       compressors: the compressor of each leaf.
@@ -57,13 +57,8 @@ def mean_by_all_gather(
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
-    """Return padding Rows with a place for each entry of all workers' packets of a leaf.
-
-    It returns None where packets have no indices of entries, or so many entries that an array costs
-    less than to sort them.
-
-    None where packets have no entries, or so many that an array costs less than to sort them.
-    """
+    """Return padding Rows with a place for each entry of all workers' packets of a leaf, or None if
+    packets have no indices or an array costs less than to sort them."""
     size, number = math.prod(shape), compressor.num_entries(math.prod(shape))
     count = axis_size(axis_name) * (number or 0)
     if not count or count * _SORTED > size:
@@ -72,7 +67,8 @@ def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Ax
 
 
 def padding_rows(count: int, num_rows: int, **fields: Any) -> Rows:
-    """Return `count` Rows of zeros at the index `num_rows`, which no array has: all are padding."""
+    """Return `count` Rows of zeros that are all padding, because their index is `num_rows`, which
+    no array has."""
     indices, values = jnp.full(count, num_rows, jnp.int32), jnp.zeros(count, jnp.float32)
     return Rows(indices, values, num_rows, **fields)
 
@@ -82,8 +78,8 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows, each entry once, with the bits of the dense mean. The
-    Rows `like` give the shape."""
+    """Return the mean over workers as Rows of the shape of `like`, with repeated entries merged
+    into one, whose bits are those of the dense mean."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
@@ -93,8 +89,8 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
 def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
-    """Return (packet, next state) of each leaf, in order. Leaves of equal compressors are encoded
-    together."""
+    """Return the packet and the next state of each leaf, in order, where leaves of equal
+    compressors are encoded together by one call."""
 
     def encode(group: list[int]) -> list[tuple[PyTree, PyTree]]:
         compressor = compressors[group[0]]

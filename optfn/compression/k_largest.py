@@ -85,7 +85,8 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 
 
 def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
-    """Return the packed mask of the k largest of each segment, the first of equal entries.
+    """Return the packed mask of the k largest magnitudes of each segment, with the first of those
+    that equal the k-th where not all of them fit.
 
     The arguments are the same as of `kth_largest`.
     """
@@ -97,10 +98,8 @@ def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) ->
 def fill_up(
     above: jax.Array, equal: jax.Array, k: jax.Array | np.ndarray, segments: Segments
 ) -> jax.Array:
-    """Return the packed mask `above`, filled up to k entries per segment with the first of `equal`.
-
-    If `above` alone has more than k entries, all of them are selected.
-    """
+    """Return the packed mask `above`, filled up to k entries per segment with the first of `equal`,
+    and unchanged where a segment has k entries or more."""
     before = _accumulate_counts(equal) - bits.count_ones(equal)
     last = before[segments.first_word] + k - count_set_bits(above, segments)
     wanted = segments.broadcast_to_words(last) - before
@@ -136,20 +135,22 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def counts(self, k: np.ndarray) -> Counts:
-        """Return the counts for this k, all static."""
+        """Return the static counts that a search for the k[i] largest of each segment i needs,
+        which are k, the rank of the bound, and the room for candidates."""
 
     @abc.abstractmethod
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
         """Return the magnitudes that the bounds are taken from, as rows, and their segments."""
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest of each segment, in the form that `extract`
-        returns."""
+        """Return the values and the increasing indices of the k[i] entries of largest magnitude in
+        each segment i, one segment after the other."""
         counts = self.counts(k)
         return self.extract(arrays, self.candidates(arrays, counts), counts)
 
     def candidates(self, arrays: Sequence[jax.Array], counts: Counts) -> jax.Array:
-        """Return a packed mask of k to `room` entries of each segment that include the k largest.
+        """Return a packed mask of k to `room` entries of each segment that include the k largest,
+        by a bound or, if the bound misleads, by a slower exact search.
 
         Args:
           arrays: float32, flat.
@@ -190,7 +191,8 @@ class Search(abc.ABC):
         arrays: Sequence[jax.Array],
         bound: jax.Array,
     ) -> jax.Array:
-        """Return the packed mask of compare(|x| as an integer, bound of its segment)."""
+        """Return the packed mask of the entries for which `compare` is true of |x|, as an integer,
+        and the bound of the entry's segment."""
 
         def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
@@ -204,7 +206,8 @@ class Search(abc.ABC):
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
     ) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest of each segment, one after the other.
+        """Return the values and the indices of the k largest of each segment, one segment after the
+        other, chosen among the candidates of a packed mask.
 
         Args:
           arrays: the flat arrays.
@@ -235,7 +238,8 @@ class Search(abc.ABC):
     def _entries(
         self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the values of entries, and their indices in their segments.
+        """Return the values of the entries at these positions of a packed mask, and their indices
+        in their segments.
 
         Args:
           arrays: float32, flat.
@@ -251,8 +255,8 @@ class Search(abc.ABC):
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
-        """Return segments with room for the candidates. A whole array has its `room` entries, and
-        each chunk has the largest `room`, in whole words of 32."""
+        """Return segments with room for the candidates, `room` entries of each whole array, or for
+        each chunk the largest `room` in whole words of 32."""
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
@@ -274,7 +278,8 @@ class SampleSearch(Search):
 
     @cached_property
     def strides(self) -> np.ndarray:
-        """The stride of each sample. It is odd, so that samples visit all columns of a matrix."""
+        """The stride of each array's sample, which takes about one entry in 256, but at least 4,096
+        or all, and is odd so that samples visit all columns of a matrix."""
         n = self.segments.lengths
         return np.maximum(n // np.clip(n // _SAMPLE_STRIDE, _MIN_SAMPLE, None), 1) - 1 | 1
 
@@ -284,12 +289,14 @@ class SampleSearch(Search):
         return Segments(tuple(int(n) for n in -(-self.segments.lengths // self.strides)))
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return the bits of |x| of every stride-th entry, and their segments."""
+        """Return the bits of |x| of every stride-th entry of each array, as rows of int32, and the
+        segments of these samples."""
         samples = map(lambda x, n: lax.slice(x, (0,), x.shape, (int(n),)), arrays, self.strides)
         return magnitudes(list(samples), self.samples), self.samples
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return room, and the rank in the sample of a bound that k entries reach almost surely."""
+        """Return the counts with a rank in the sample whose bound at least k entries reach almost
+        surely, and with room for about as many as reach it."""
         expected = k / self.strides
         rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
         complete = self.strides == 1  # the sample is the whole array, so the rank is k
@@ -319,13 +326,14 @@ class BlockSearch(Search):
 
     @property
     def block(self) -> int:
-        """The number of entries of a block, a power of two."""
+        """The number of entries of a block, the largest power of two up to 32 with which a chunk
+        has four blocks for each entry to be selected, else 1."""
         blocks = max(1, self.segments.row // (_BLOCKS_PER_ENTRY * self.most))
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of the k largest of each segment, in the form that `extract`
-        returns. If blocks have one entry, it bisects over all entries instead of a summary."""
+        """Return the values and indices of the k largest of each segment, as `extract` does, from
+        maxima of blocks, or by bisecting all entries if blocks have one entry."""
         if self.block > 1:
             return super().largest(arrays, k)
         # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.
@@ -333,7 +341,8 @@ class BlockSearch(Search):
         return self._entries(arrays, _find_set_bits(words, k, self.segments), k)
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return the largest magnitude of each block of entries, as rows of int32.
+        """Return the largest magnitude of each block of entries, as rows of int32, and the segments
+        that these rows belong to.
 
         A block has distant entries, because large ones are often adjacent and would share a block.
         """
@@ -349,7 +358,8 @@ class BlockSearch(Search):
         return jnp.concatenate(list(found)), self.segments
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return room, and k as the rank: at least k entries reach the k-th largest maximum."""
+        """Return the counts with k as the rank, because at least k entries reach the k-th largest
+        maximum, and with room for the entries beyond k."""
         length, block, most = self.segments.row, self.block, self.most
         # If a fraction of the blocks have a maximum above the bound, this fraction of the entries
         # is.
@@ -372,7 +382,8 @@ def make_search(segments: Segments, k: np.ndarray) -> Search:
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k entries of largest |x| of a flat array, exactly.
+    """Return the values and the increasing indices of the k entries of largest |x| in a flat array,
+    with NaN as the largest and the first among equals.
 
         indices = the k with largest |x|, the first among equals;  values = x[indices]
 

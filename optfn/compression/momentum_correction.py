@@ -30,7 +30,8 @@ class MomentumCorrection:
     masking: bool
 
     def accumulate(self, leaf: LeafInExchange) -> LeafInExchange:
-        """Set u = μu + g and v = v + u. With nesterov, set u = μ(u + g) and v = v + u + g."""
+        """Return the leaf with u = μu + g and v = v + u, or, if `nesterov` is True, with u = μ(u +
+        g) and v = v + u + g."""
         g, u = leaf.direction, leaf.state
         mu = numerics.scalar(self.momentum, g)
         if self.nesterov:
@@ -40,14 +41,15 @@ class MomentumCorrection:
         return leaf._replace(state=u, residual=leaf.residual + u)
 
     def average(self, mean: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return direction and velocity of plain momentum on a gradient that is already the mean
-        over workers."""
+        """Return the direction and velocity of plain momentum, or Nesterov's with `nesterov`, on a
+        gradient that is already the mean over workers."""
         return momentum_rule(mean, velocity, momentum=self.momentum, nesterov=self.nesterov)
 
     def clear_sent(
         self, leaf: LeafInExchange, places: jax.Array, remainder: jax.Array
     ) -> LeafInExchange:
-        """Set v to the rounding errors at the entries sent, and with `masking` u to 0 there.
+        """Return the leaf with v set to `remainder` at the entries sent, and with u set to 0 there
+        if `masking`, else unchanged.
 
         Args:
           leaf: the accumulated leaf.

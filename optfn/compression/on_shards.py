@@ -24,8 +24,8 @@ def update_on_shards(
     group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
-    """Run one worker's update: on each device's shards if a group divides the arrays, else on whole
-    arrays.
+    """Run `update` on each device's shards if `group` is given, else on one worker's whole arrays,
+    with state fields of the `flat` kinds raveled for it and reshaped after it.
 
     Args:
       update: the update of one worker.
@@ -63,8 +63,8 @@ def update_on_shards(
 
 
 def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
-    """Return a state's PartitionSpecs: fields with the tree of the updates are divided like them,
-    others replicated."""
+    """Return a state's PartitionSpecs, where per-worker fields and fields with the tree of the
+    updates are divided as their leaves are, and all others replicated."""
     structure = tree.flatten(updates)[1]
 
     def field_specs(x: Any) -> Any:

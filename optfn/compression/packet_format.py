@@ -40,7 +40,7 @@ class PacketFormat:
 
     @cached_property
     def count(self) -> int:
-        """The number of entries."""
+        """The number of entries in a packet, over all segments."""
         return int(self.k.sum())
 
     @property
@@ -55,7 +55,8 @@ class PacketFormat:
 
     @property
     def _fields(self) -> tuple[list[int], list[int]]:
-        """The bits per entry and the counts of entries of the fields after the scales."""
+        """The bits per entry and the number of entries of each field after the scales, which are
+        the indices, the codes and, if any are sent, the ends of blocks."""
         widths, counts = [self.index_bits, self.values.bits], [self.count, self.count]
         # Mostly there are none: a field of no entries would still widen the digits.
         num_ends = int(self._end_is_sent.sum())
@@ -63,13 +64,14 @@ class PacketFormat:
 
     @cached_property
     def _num_blocks(self) -> np.ndarray:
-        """The number of blocks of each segment."""
+        """The number of blocks of 2^index_bits elements in each segment, of which the last may be
+        shorter."""
         return -(-self.segments.lengths.astype(np.int64) // (1 << self.index_bits))
 
     @cached_property
     def _end_is_sent(self) -> np.ndarray:
-        """For each block, whether the packet gives its end. The end of a segment's last block is
-        known, and not sent."""
+        """For each block, whether the packet gives its end, which is so for all but the last block
+        of each segment, whose end is known."""
         sent = np.ones(self._num_blocks.sum(), bool)
         sent[np.cumsum(self._num_blocks) - 1] = False
         return sent
@@ -81,34 +83,32 @@ class PacketFormat:
         return np.repeat(first, self.k).astype(np.int32)
 
     def _scales(self, values: jax.Array) -> jax.Array:
-        """Return the scale of each chunk, float32 (chunks,). If the format has no scales, the shape
-        is (0,)."""
+        """Return the float32 scale of each chunk, computed from its values, or an array of shape
+        (0,) if the format has no scales."""
         if not self.values.has_scale:
             return jnp.zeros(0, jnp.float32)
         return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
     def _repeat_scales(self, scales: jax.Array) -> jax.Array:
-        """Return the scale of each entry, (count,). If the format has no scales, the empty array is
-        returned unchanged."""
+        """Return the scale of each entry, (count,), or the empty array unchanged if the format has
+        no scales."""
         return (
             self.segments.broadcast_to_entries(scales, self.k) if self.values.has_scale else scales
         )
 
     def round_values(self, values: jax.Array) -> jax.Array:
-        """Round float32 values to the values that a packet can hold, (count,)."""
+        """Return the values that a packet of these float32 values decodes to, (count,), without
+        making the packet."""
         scales = self._repeat_scales(self._scales(values))
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of entries, which stand segment by segment in the order of their
-        indices.
+        """Return the packet, uint32 (num_bytes/4,), of entries that are given segment by segment in
+        the order of their indices.
 
         Args:
           values: float32 (count,).
           index: int32 (count,), within the segment, increasing.
-
-        Returns:
-          uint32 (num_bytes/4,).
         """
         scales = self._scales(values)
         codes = self.values.encode(values, self._repeat_scales(scales))
@@ -123,7 +123,8 @@ class PacketFormat:
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
 
     def decode(self, packet: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the values, float32 (count,), and their indices in the array, uint32 (count,)."""
+        """Return the values of a packet's entries, float32 (count,), and their indices in their
+        whole arrays, uint32 (count,)."""
         scales = lax.bitcast_convert_type(packet[: self._num_scales], jnp.float32)
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
         values = self.values.decode(codes, self._repeat_scales(scales))
@@ -148,8 +149,8 @@ class PacketFormat:
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
-        """Add scale times the decoded entries to flat arrays. All other elements keep their
-        values."""
+        """Return flat arrays with scale times the decoded entries of a packet added at their
+        places, and all other elements unchanged."""
         values, index = self.decode(packet)
 
         def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:

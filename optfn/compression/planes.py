@@ -24,7 +24,8 @@ def num_code_words(size: int, bits: int) -> int:
 
 
 def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
-    """Return the shape of the blocks of an array: (blocks, planes, rows of a plane, columns)."""
+    """Return how the rows of an array are cut into whole blocks, as (blocks, planes, rows of a
+    plane, columns), which leaves out the rows after the last block."""
     rows, planes = math.prod(shape[:-1]), 32 // bits
     height = max(1, min(_TILE, rows // planes))
     return rows // (planes * height), planes, height, shape[-1] if shape else 1
@@ -36,8 +37,8 @@ def _bit_offsets(bits: int) -> np.ndarray:
 
 
 def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack codes into uint32 words (words,), plane by plane. The rows after the last block are
-    padded with zeros.
+    """Return codes of `bits` bits packed into flat uint32 words, block by block in planes, with the
+    rows after the last block packed by themselves and padded with zeros.
 
     Args:
       codes: uint32, below 2^bits, of any shape.
@@ -59,7 +60,7 @@ def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Undo `pack_codes`: return the codes of this shape, uint32."""
+    """Return the uint32 codes of this shape that `pack_codes` has packed into `words`."""
     blocks, _, height, columns = _blocks(shape, bits)
     end, size = blocks * height * columns, math.prod(shape)
 

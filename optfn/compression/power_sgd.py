@@ -29,11 +29,12 @@ _DEPENDENT = 1e-5
 
 
 def orthonormalize(p: jax.Array) -> jax.Array:
-    """Return matrices (…, r, n) with orthonormal rows, whose span contains the rows of p.
+    """Return matrices (…, r, n) with orthonormal rows, whose span contains the rows of p, with
+    fixed numbers in place of a row that depends on those above it.
 
     This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
-    of it than of `qr`. A row within the span of those above it is replaced by fixed numbers, so
-    that no direction of the power method is lost for ever.
+    of it than of `qr`. The fixed numbers see to it that no direction of the power method is lost
+    for ever.
     """
     r, n = p.shape[-2:]
     largest = jnp.max(jnp.abs(p), axis=(-2, -1), keepdims=True)
@@ -70,10 +71,8 @@ class PowerSgd(ShownAsCall):
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with direction P̂·Q̄, residual M − P̂·Q_w and state Q̄, Q̄ the mean of Q_w.
-
-        One all-reduce of the products gives P̂ for all leaves, and one of the factors Q̄.
-        """
+        """Return leaves with direction P̂·Q̄, residual M − P̂·Q_w and state Q̄, by one all-reduce
+        of all products for P̂ and one of all factors Q_w for their mean Q̄."""
         matrices = [leaf.residual for leaf in leaves]
         products = list(map(_products, matrices, [leaf.state for leaf in leaves]))
         bases = list(map(orthonormalize, pmean_leaves(products, axis_name)))
@@ -85,7 +84,8 @@ class PowerSgd(ShownAsCall):
         return list(map(rebuild, matrices, bases, local, pmean_leaves(local, axis_name)))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether a leaf has two axes or more, none of them empty."""
+        """Tell whether leaves of this shape are compressed, which need two axes or more and no
+        empty one, instead of exchanged densely."""
         return len(shape) >= 2 and 0 not in shape
 
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -94,8 +94,8 @@ class PowerSgd(ShownAsCall):
         return m, n, min(self.rank, m, n)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the first Q̄ (…, rank, n), the same random numbers for each matrix. For a leaf
-        that is sent dense it returns ()."""
+        """Return the first Q̄ (…, rank, n), the same fixed random numbers for each matrix and
+        worker, or () for a leaf that is sent dense."""
         if not self.accepts(shape):
             return ()
         _, n, rank = self._sizes(shape)
@@ -104,7 +104,8 @@ class PowerSgd(ShownAsCall):
         return jnp.broadcast_to(q, (*shape[:-2], rank, n))
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((P̂ᵀ, Q), Q) for one worker. A leaf without matrices is its own packet."""
+        """Return ((P̂ᵀ, Q), Q), the packet and next state of one worker, or the leaf itself and the
+        state unchanged if the leaf has no matrices."""
         if not self.accepts(x.shape):
             return x, state
         p = orthonormalize(_products(x, state))
@@ -112,12 +113,13 @@ class PowerSgd(ShownAsCall):
         return (p, q), q
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return P̂Q in the leaf's shape. A leaf that was sent dense is returned unchanged."""
+        """Return P̂·Q in the leaf's shape, or the packet unchanged if leaves of this shape are sent
+        dense."""
         return _product(*packet) if self.accepts(shape) else packet
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a leaf in the two all-reduces of one worker. For a leaf without
-        matrices they are those of the whole leaf."""
+        """Return the bytes of the factors that one worker puts into the two all-reduces of a leaf,
+        or those of the whole float32 leaf if it has no matrices."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)
@@ -126,7 +128,8 @@ class PowerSgd(ShownAsCall):
 
 @show_call
 def power_sgd(rank: int) -> PowerSgd:
-    """Return a compressor for `exchange` that sends a matrix as the product of two thin ones.
+    """Return a compressor for `exchange` that sends a matrix as the product of two thin ones of
+    `rank`, while leaves with fewer than two axes are exchanged densely.
 
         P̂ = orthonormal columns of (mean over workers of M_w·Q̄ᵀ)
         Q_w = P̂ᵀ·M_w;  worker w sends P̂·Q_w

@@ -30,23 +30,27 @@ class Quantize(ShownAsCall):
 
     @property
     def format(self) -> ValueFormat:
-        """The encoding of a value."""
+        """The encoding of a value in `bits` bits with a scale per chunk, which rounds at random if
+        `stochastic`."""
         return format_with_scales(self.bits, self.stochastic)
 
     @property
     def bias(self) -> float:  # type: ignore[override]
-        """Half the distance of two neighbouring values, relative to the largest. With random
-        rounding it is 0."""
+        """Half the distance of two neighbouring values, relative to the largest, or 0 with random
+        rounding."""
         return 0.0 if self.stochastic else _BIAS[self.bits]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the step count, uint32 (), which seeds the random bits. It is () unless rounding
-        is random."""
+        """Return the step count, a uint32 zero that seeds the random bits, or () if rounding is not
+        random."""
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,), and the next step count, or () unless rounding is
-        random. The packet has the scales, then the codes in planes."""
+        """Return the packet of scales and codes, uint32 (words,), and the next state, which is the
+        step count plus 1 if rounding is random, else ().
+
+        The packet has the scales, then the codes in planes.
+        """
         chunks, noise = RowChunks(x.shape, self.chunk), None
         scales = self.format.scales(x, chunks)
         if self.stochastic:
@@ -58,14 +62,16 @@ class Quantize(ShownAsCall):
         return jnp.concatenate([_words_of(scales), planes.pack_codes(codes, self.bits)]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the leaf, float32 in this shape: codes times the scale of their chunk."""
+        """Return the float32 leaf of this shape, each value decoded from its code and the scale of
+        its chunk."""
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
         codes = planes.unpack_codes(packet[chunks.flat.count :], shape, self.bits)
         return self.format.decode(codes, chunks.broadcast(scales))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the packet's bytes: 4 per chunk, and the codes in whole words."""
+        """Return the packet's bytes for a leaf of this shape, 4 for the scale of each chunk, and
+        the codes in whole words of 4 bytes."""
         words = planes.num_code_words(math.prod(shape), self.bits)
         return 4 * (RowChunks(shape, self.chunk).flat.count + words)
 
@@ -77,7 +83,8 @@ def _words_of(x: jax.Array) -> jax.Array:
 
 @show_call
 def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
-    """Return a compressor for `exchange` that sends every entry in a few bits.
+    """Return a compressor for `exchange` that sends every entry in `bits` bits with a float32 scale
+    per chunk, rounded to the nearest value or, if `stochastic`, at random.
 
         8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
         2 bits      the nearest of ±s/3 and ±s;  s of least squared error

@@ -30,7 +30,7 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks."""
+        """The number of chunks, 0 for an empty array."""
         return -(-self.size // self.length)
 
     @property
@@ -58,11 +58,11 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Cut a flat array into rows (chunks, length), and return fn(rows, *per_chunk), which has
-        an entry for each chunk along its first axis.
+        """Return fn(rows, *per_chunk), with an entry per chunk along its first axis, for a flat
+        array cut into rows (chunks, length), of which `fill` pads a shorter last one.
 
-        A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
-        whole array would copy it.
+        A shorter last chunk has its own call of `fn`, because padding the whole array would copy
+        it.
         """
         missing = self.length - self.last_length
         if not missing:
@@ -82,8 +82,8 @@ class Chunks:
 
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
-    """Return the chunks of an array of this size, at most `chunk` long. With None the whole array
-    is one chunk."""
+    """Return the chunks of an array of this size, each at most `chunk` long, or one chunk of the
+    whole array if `chunk` is None."""
     # At least 1: an empty array then has no chunks, and their number is no division by 0.
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
@@ -105,8 +105,8 @@ class RowChunks:
 
     @cached_property
     def flat(self) -> Chunks:
-        """The chunks of the flat array: whole rows, as many as fit in `chunk`,
-        or `chunk` entries of a row."""
+        """The chunks of the flat array, each of as many whole rows as fit in `chunk`, or of `chunk`
+        entries of a longer row."""
         chunks = chunks_of(math.prod(self.shape), self.chunk)
         if not self.rows:
             return chunks
@@ -114,14 +114,14 @@ class RowChunks:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows of a chunk. It is 0 if a row has several chunks, and for an empty leaf
-        and a scalar."""
+        """The number of whole rows in a chunk, or 0 if a row has several chunks, the leaf is empty
+        or it is a scalar."""
         size = math.prod(self.shape)
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Reduce each chunk to one value by `fn`, and return these values, (count,). An empty leaf
-        has none.
+        """Return one value for each chunk, (count,), to which `fn` reduces x with its chunks, or an
+        empty array for an empty leaf.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
@@ -140,17 +140,18 @@ class RowChunks:
         return result
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each chunk, (count,), in the dtype of x. The array must hold whole
-        chunks, as `map` passes it."""
+        """Return the sum of each chunk, (count,), in the dtype of x, which must hold whole chunks,
+        as `map` passes it."""
         return self._reduce_rows(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest entry of each chunk, (count,). Entries must be ≥ 0, because padding
-        counts as 0."""
+        """Return the largest entry of each chunk, (count,), of entries that must be ≥ 0, because
+        padding counts as 0."""
         return self._reduce_rows(x, jnp.max)
 
     def _reduce_rows(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-        """Reduce each row, then the rows of each chunk. Zeros pad a shorter last chunk."""
+        """Return each chunk reduced by `of_axis`, first within its rows and then over them, with
+        zeros in place of the missing rows of a shorter last chunk."""
         of_rows = xla.reduce_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
@@ -158,8 +159,8 @@ class RowChunks:
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def broadcast(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat the value of each chunk, (count,), for each row of the leaf, (…, 1). If a row has
-        several chunks, repeat it for each element."""
+        """Return the value of each chunk, (count,), repeated for each row of the leaf, (…, 1), or
+        for each element if a row has several chunks."""
         if not self.rows:
             return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
@@ -183,8 +184,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """For each array, `Chunks` that cut it into rows. All arrays have the same row length, and
-        only the last row of an array may be shorter."""
+        """For each array, the `Chunks` that cut it into rows of one length for all arrays, of which
+        only the last of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]
@@ -196,7 +197,7 @@ class Segments:
 
     @property
     def words(self) -> int:
-        """The words of a row of a packed mask."""
+        """The number of 32-bit words that one row takes in a packed mask."""
         return -(-self.row // 32)
 
     @property
@@ -206,7 +207,7 @@ class Segments:
 
     @property
     def num_per_array(self) -> list[int]:
-        """The number of segments of each array."""
+        """The number of segments of each array, 1 if `chunk` is None, else its number of chunks."""
         return [1 if self.chunk is None else rows.count for rows in self.arrays]
 
     @cached_property
@@ -221,7 +222,8 @@ class Segments:
 
     @cached_property
     def num_rows(self) -> np.ndarray:
-        """The number of rows of each segment, (segments,)."""
+        """The number of rows of each segment, (segments,), which is 1 for each if segments are
+        chunks."""
         counts = [rows.count for rows in self.arrays]
         return np.array(counts) if self.chunk is None else np.ones(sum(counts), np.int64)
 
@@ -281,13 +283,13 @@ class Segments:
         return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
-        """Split an array of the k entries of each segment, (∑k,),
-        into one array for each original array."""
+        """Return an array of the k entries of each segment, (∑k,), split into one array for each
+        original array."""
         return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def sum_segments(self, per_row: jax.Array) -> jax.Array:
-        """Sum the values of rows, (rows,), over each segment, int32 (segments,). With chunks each
-        segment is one row, and the values are returned unchanged."""
+        """Return the sum over each segment of the values of its rows, int32 (segments,), or the
+        values unchanged if segments are chunks, which are one row each."""
         if self.chunk is not None:
             return per_row
         if len(self.sizes) == 1:
@@ -297,7 +299,8 @@ class Segments:
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
     def pad_arrays(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Join arrays as rows, (rows, row). Zeros pad the last row of each array."""
+        """Return the arrays joined as rows, (rows, row), with zeros at the end of the last row of
+        each array."""
         pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):
             pieces.append(x)

@@ -38,11 +38,12 @@ class Sending:
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate updates and send them as packets. Before `warmup_steps` return dense means,
-        and if `nonfinite` return zeros and the old residuals and states.
+        """Accumulate the updates and return leaves with the mean of all packets, or before
+        `warmup_steps` the dense mean, or if `nonfinite` zeros, the last two with old residuals.
 
-        The branch is the same on all workers, so it may contain collectives. All arrays are updated
-        in place, since residuals have the size of the model.
+        In the last two cases states do not change either. The branch is the same on all workers, so
+        it may contain collectives. All arrays are updated in place, since residuals have the size
+        of the model.
         """
         axes = self.axis_name
         sends = ~nonfinite & (step >= self.warmup_steps)
@@ -74,11 +75,11 @@ class Sending:
     def _send_accumulated(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
-        """Exchange residuals, which have the updates in them, and return leaves with means and the
-        new residuals. For the route "parts" slices go through their owners.
+        """Return the leaves with means over workers and new residuals, sent slice by slice through
+        their owners for the route "parts", else by all-reduces and one all-gather of packets.
 
-        For the route "gather" there are the all-reduces of the compressors, and one all-gather of
-        packets.
+        The residuals that are given have the updates in them. For the route "gather" the
+        all-reduces are those of the compressors that are reduced.
         """
         if self.route == "parts":
             return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
@@ -103,10 +104,10 @@ class Sending:
 def exchange_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Average the leaves that are not compressed: all arrays at once, and row-sparse leaves as
-    rows. Compressed and masked leaves are returned unchanged.
+    """Return the leaves averaged over workers, row-sparse ones as rows, with means of 0 if
+    `nonfinite`, while compressed and masked leaves are returned unchanged.
 
-    All means are 0 if `nonfinite`.
+    All dense arrays are averaged at once.
     """
 
     def finite(x: jax.Array) -> jax.Array:

@@ -26,8 +26,8 @@ def slicewise_mean(
     axis_name: Axes,
     error_feedback: Number,
 ) -> list[LeafInExchange]:
-    """Send each slice to its owner as a packet, and return leaves with the means of decoded packets
-    that the owners send back.
+    """Send each slice as a packet to its owner, which sends the mean over workers back as a packet,
+    and return leaves with these means, residuals and next states.
 
     Args:
       compressors: the compressor of each leaf.
@@ -85,16 +85,16 @@ def _unzip(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
 
 
 def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shape of one of `count` slices: (rows/count, columns), with leading axes merged,
-    if count divides the rows. Otherwise slices are flat, and their size is rounded up."""
+    """Return the shape of one of `count` slices, (rows/count, columns) with leading axes merged if
+    count divides the rows, else flat with the size rounded up."""
     rows = math.prod(shape[:-1])
     is_flat = len(shape) < 2 or rows % count
     return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
 
 
 def _cut_slices(x: jax.Array, count: int) -> jax.Array:
-    """Cut an array into `count` slices, (count, …). Zeros pad the last slice if count does not
-    divide the size."""
+    """Return an array cut into `count` slices, (count, …), with zeros at the end of the last slice
+    if count does not divide the size."""
     shape = slice_shape(x.shape, count)
     if x.size % count:
         x = jnp.pad(x.reshape(-1), (0, -x.size % count))
@@ -108,14 +108,14 @@ def _join_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
-    """Tell whether `published` has all slices of a leaf (as from `init` without a mesh),
-    not one of this length."""
+    """Tell whether `published` is there and has all slices of a leaf, as from `init` without a
+    mesh, and not only one of this length."""
     return leaf.published is not None and leaf.published.size != length
 
 
 def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
-    """Return the worker's residual of the mean, in the shape of a slice,
-    cut out if `published` has all slices."""
+    """Return the worker's residual of the mean in the shape of a slice, cut out of `published` if
+    that has all slices, else the whole of it."""
     assert leaf.published is not None
     x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
     if _has_all_slices(leaf, math.prod(shape)):
@@ -124,8 +124,8 @@ def _slice_of_owner(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.
 
 
 def _replace_slice_of_owner(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
-    """Return `published` with x, a flat slice, in the worker's place, and 0 in padding. If
-    `published` has one slice, it returns x, with 0 in padding."""
+    """Return `published` with the flat slice x in the worker's place, or x alone if `published` has
+    one slice, in both cases with 0 in padding."""
     assert leaf.published is not None
     # Padding would collect the rounding of zeros by stochastic codes, and be published.
     x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)

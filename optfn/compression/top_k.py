@@ -35,19 +35,22 @@ class TopK(ShownAsCall):
     bias = 1.0  # an entry that is never among the largest is never sent
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return (): there is no state."""
+        """Return the empty tuple, because the compressor keeps no state."""
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet of the k largest entries of each chunk, uint32 (words,), as in
-        `packet_format`, and the state unchanged."""
+        """Return the packet of the k largest |x| of each chunk, uint32 (words,), which is empty for
+        an empty leaf, and the state unchanged.
+
+        The format is that of `packet_format`.
+        """
         return self.encode_all([x], [state])[0]
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
-        """Return packets and states of several leaves, by one search of all. An empty leaf has an
-        empty packet."""
+        """Return the packet and the unchanged state of each leaf, found by one search of all leaves
+        together, where an empty leaf has an empty packet."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
         # An empty array has no chunk to search.
         found = iter(self._packets([x for x in flat if x.size]))
@@ -55,7 +58,8 @@ class TopK(ShownAsCall):
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packets of flat leaves, none of them empty. Without leaves it returns []."""
+        """Return the packet of each flat leaf, none of which may be empty, from one search of all
+        leaves, or [] if there are none."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
@@ -66,7 +70,8 @@ class TopK(ShownAsCall):
         return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packets (N, words) of N slices of a leaf, (N, n), encoded one after the other.
+        """Return the packets (N, words) of the N slices of a leaf, (N, n), encoded one after the
+        other in a loop, and the state unchanged.
 
         With vmap, the search would run its slow branch for each slice.
         """
@@ -74,26 +79,27 @@ class TopK(ShownAsCall):
 
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of one leaf's selected entries. It is jitted, so that leaves of one
-        size share a program."""
+        """Return the packet of one leaf's selected values and their indices, by a program that is
+        compiled once for all leaves of one size."""
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
-        """Return the encoding of a leaf with `size` ≥ 1 elements:
-        its chunks, their k, and the bits of an index."""
+        """Return the packet format of a leaf with `size` ≥ 1 elements, which has its chunks, the k
+        of each, and as few bits of an index as the longest chunk needs."""
         segments = Segments((size,), self.chunk)
         k = num_selected(self.density, segments.lengths)
         index_bits = (int(segments.lengths.max()) - 1).bit_length()
         return PacketFormat(segments, k, VALUES[self.values], index_bits)
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the leaf, float32: the values that were sent, zero elsewhere."""
+        """Return the float32 leaf of this shape that has the values of a packet at their places and
+        zero elsewhere."""
         return self.add_to(jnp.zeros(shape, jnp.float32), packet, 1.0)
 
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet). Only entries that were sent are read and written,
-        and an empty leaf is returned unchanged."""
+        """Return total + scale·decode(packet), computed only at the entries that were sent, or
+        `total` unchanged if it is empty."""
         if not total.size:
             return total
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
@@ -104,7 +110,8 @@ class TopK(ShownAsCall):
         return self.format(size).count if size else 0
 
     def entries(self, packet: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the increasing indices and the float32 values of the entries in a packet."""
+        """Return the increasing indices in the flat leaf, uint32, and the float32 values of the
+        entries in a packet."""
         values, index = self.format(size).decode(packet)
         return index, values
 
@@ -116,7 +123,8 @@ class TopK(ShownAsCall):
 
 @show_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
-    """Return a compressor for `exchange` that sends the largest entries of each chunk.
+    """Return a compressor for `exchange` that sends of each chunk the fraction `density` of largest
+    magnitude, at least one entry, and decodes all other entries as 0.
 
         of each chunk of m entries the k = max(1, round(density·m)) of largest |x|, the lower
         index at ties

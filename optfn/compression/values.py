@@ -40,13 +40,13 @@ class ValueFormat(NamedTuple):
     is_stochastic: bool = False
 
     def scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return the scale of each chunk of x, float32 (count,). If the format has no scales, the
-        shape is (0,)."""
+        """Return the scale of each chunk of x, float32 (count,), or an array of shape (0,) if the
+        format has no scales."""
         return chunks.map(self._scales, x) if self.has_scale else jnp.zeros(0, jnp.float32)
 
     def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
-        """Return the scale of each chunk, max|x| over the largest code. Without random rounding it
-        is mean|x| for 1 bit, and that of `_two_bit_scales` for 2."""
+        """Return the scale of each chunk, max|x| over the largest code, but without random rounding
+        mean|x| for 1 bit and the scale of `_two_bit_scales` for 2 bits."""
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
             return divide(chunks.sum(jnp.abs(x)), counts)
@@ -56,8 +56,8 @@ class ValueFormat(NamedTuple):
         return divide(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        """Return the codes of float32 values, uint32 of the same shape,
-        rounded by the noise if there is any.
+        """Return the codes of float32 values, uint32 of the same shape, rounded at random by
+        `noise` if it is given, else by the fixed rule for this number of bits.
 
         Args:
           x: the values.
@@ -80,8 +80,8 @@ class ValueFormat(NamedTuple):
         return self._encode_integers(jnp.rint(divide(x, jnp.where(s > 0, s, 1.0))))
 
     def _encode_integers(self, whole: jax.Array) -> jax.Array:
-        """Return integers, given as float32, in two's complement of `bits` bits, uint32. Those
-        beyond ± the largest code are clipped to it."""
+        """Return whole numbers, given as float32, in two's complement of `bits` bits, uint32, after
+        clipping them to ± the largest code."""
         # max|x|/s may exceed the largest integer by a rounding error.
         largest = _LARGEST[self.bits]
         whole = jnp.clip(whole, -largest, largest)
@@ -89,7 +89,8 @@ class ValueFormat(NamedTuple):
         return code & np.uint32((1 << self.bits) - 1)
 
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
-        """Return the codes of values rounded at random to one of the two next to x/s."""
+        """Return the codes of x/s, or of x where s is 0, each rounded at random to one of the two
+        values next to it, so that the mean is exact."""
         ratio = divide(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
             return self._encode_integers(_round_at_random(ratio, noise))
@@ -102,7 +103,8 @@ class ValueFormat(NamedTuple):
         return jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
-        """Return the float32 values of codes, times s if the format has scales."""
+        """Return the float32 values of codes, multiplied by their scales s, which are ignored in
+        the formats of 32 and 16 bits without scales."""
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
@@ -123,7 +125,8 @@ def _is_large(x: jax.Array, s: jax.Array) -> jax.Array:
 
 
 def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.Array:
-    """Return for each chunk a scale s so that the levels ±s/3 and ±s have a small squared error.
+    """Return for each chunk a scale s so that the levels ±s/3 and ±s have a small squared error,
+    found in a fixed number of steps from s = max|x|.
 
     This is Lloyd's iteration from s = max|x|. Let L be the entries that are nearer to s than to
     s/3, and S the others. For this division, the error is least at
@@ -150,8 +153,8 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
 
 
 def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return ⌊x⌋ + 1 with probability x − ⌊x⌋, else ⌊x⌋. For each value, `noise` has 32 random
-    bits."""
+    """Return ⌊x⌋ + 1 with probability x − ⌊x⌋, else ⌊x⌋, as the 32 random bits of each value in
+    `noise` decide."""
     below = jnp.floor(x)
     # float32 has 24 bits: more of them could round up to 1.
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
@@ -159,8 +162,8 @@ def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:
-    """Return the bits of values rounded to bfloat16, ties to even, as uint32. A finite value does
-    not become ∞."""
+    """Return as uint32 the bits of values rounded to bfloat16, ties to even, or truncated where
+    rounding would turn a finite value into ∞."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up to ∞.
@@ -172,5 +175,6 @@ FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
 def format_with_scales(bits: int, stochastic: bool = False) -> ValueFormat:
-    """Return the format with a scale per chunk for 8, 4, 2 or 1 bits."""
+    """Return the format of 8, 4, 2 or 1 bits with a scale per chunk, which rounds at random if
+    `stochastic`, else by a fixed rule."""
     return ValueFormat(bits, True, stochastic)

@@ -18,8 +18,8 @@ MASKED = optax.MaskedNode()
 
 
 def mask_untrained(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays in their dtypes, masked where `enter` masks them. Raise a TypeError
-    for a leaf that can be neither trained nor frozen.
+    """Return `params` as arrays in their own dtypes, masked where they are not trained, or raise a
+    TypeError for a leaf that cannot be frozen either.
 
     They are not widened: a link of optax makes its state in the dtypes of the params that it gets.
     """
@@ -34,7 +34,8 @@ def mask_untrained(name: str, real_only: str, params: Params) -> Params:
 def enter(
     name: str, real_only: str, updates: Updates, params: Params | None
 ) -> tuple[Updates, Params | None, Callable[[Updates], Updates]]:
-    """Cast gradients and params to float32 or wider, and mask leaves that are not trained.
+    """Cast gradients and params to float32 or wider, mask leaves that are not trained, and return
+    both with a function that casts updates back.
 
     Args:
       name: the name of the transformation in errors.
@@ -72,8 +73,8 @@ def enter(
 
 
 def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
-    """Return the dtype for computing with a leaf, float32 or wider. If the leaf is not trained,
-    return None.
+    """Return the dtype for computing with a leaf, float32 or wider, or None if the leaf is not
+    trained.
 
     This test may reject a leaf that `errors.check_entering` accepts; the leaf is then masked. It
     must never accept a leaf that `errors.check_entering` rejects.
@@ -88,27 +89,28 @@ def _choose_dtype(real_only: str, g: Leaf, p: Leaf) -> DType | None:
 
 
 def _cast_or_mask(x: Leaf, dtype: DType | None) -> Leaf:
-    """Return x in this dtype. For None return a masked leaf in the place of x."""
+    """Return x in this dtype, or a masked leaf in its place if the dtype is None."""
     return numerics.cast(x, dtype) if dtype else MASKED
 
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update in the parameter's dtype. A masked update becomes that of a frozen leaf, and
-    any other without the gradient's shape raises a ValueError."""
+    """Return an update in the parameter's dtype, or that of a frozen leaf if it is masked, and
+    raise a ValueError if its shape is not the gradient's."""
     fits = tree.is_array(u) and u.shape == g.shape
     return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
 
 
 def _replace_masked(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a masked leaf, −0.0 or an integer zero. Raise a ValueError unless `u`,
-    its new update, is masked."""
+    """Return the update of a frozen leaf, such as −0.0 or an integer zero, for a masked update `u`,
+    and raise a ValueError if `u` is not masked."""
     if not tree.is_masked(u):
         raise errors.update_error(name, new, u, g)
     return frozen_update(g, p)
 
 
 def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
+    """Return the update of a frozen leaf, −0.0 for a floating-point parameter, an integer zero for
+    an integer, and `g` itself for a masked leaf.
 
     −0.0 is the only number that leaves p + u = p bit for bit.
     """

@@ -87,11 +87,8 @@ SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
-    """Return `value`, a host number as a float, if it may be the value of the argument `name`.
-    Otherwise raise a TypeError or a ValueError.
-
-    A Python or NumPy number must be in the range and is returned as a float. A JAX array must be a
-    real scalar and is returned unchanged.
+    """Return `value`, a real host number in the `allowed` range as a float and a real scalar of JAX
+    unchanged, or raise a TypeError or a ValueError.
 
     Raises:
       TypeError: it is not a real number.
@@ -105,8 +102,8 @@ def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
 
 
 def _real_scalar(name: str, value: object) -> Scalar:
-    """Return `value` if it is a real array of shape (). Otherwise raise a TypeError or a
-    ValueError."""
+    """Return `value` if it is a real array of shape (), or raise a ValueError for another shape and
+    a TypeError for anything else."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
@@ -117,28 +114,28 @@ def _real_scalar(name: str, value: object) -> Scalar:
 
 
 def nonnegative(name: str, value: object) -> Scalar:
-    """Return `value` if it is a number in [0, ∞) or a real scalar of JAX. Otherwise raise as
-    `number` does."""
+    """Return `value` if it is a number in [0, ∞) or a real scalar of JAX, or raise as `number` does
+    otherwise."""
     return number(name, value, NONNEGATIVE)
 
 
 def positive(name: str, value: object) -> Scalar:
-    """Return `value` if it is a number > 0 and finite, or a real scalar of JAX. Otherwise raise as
-    `number` does."""
+    """Return `value` if it is a number > 0 and finite or a real scalar of JAX, or raise as `number`
+    does otherwise."""
     return number(name, value, POSITIVE)
 
 
 def decay(name: str, value: object) -> Scalar:
     """Return `value`, the factor of a moving average, if it is a number in [0, 1) or a real scalar
-    of JAX. Otherwise raise as `number` does."""
+    of JAX, or raise as `number` does otherwise."""
     return number(name, value, BELOW_ONE)
 
 
 def count(
     name: str, value: object, *, low: int = 1, hint: str = "make it a static argument"
 ) -> int:
-    """Return `value` as an int if it is a Python or NumPy integer ≥ `low`. Otherwise raise a
-    TypeError, or a ValueError if it is less.
+    """Return `value` as an int if it is a Python or NumPy integer ≥ `low`, or raise a ValueError if
+    it is less and a TypeError otherwise.
 
     It must be static, because shapes depend on it. The error for an array of JAX has the hint.
     """
@@ -165,8 +162,8 @@ def check_signature(
     keywords: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """Raise a TypeError unless `function` is a function that takes these arguments. A function of C
-    that does not tell its signature is accepted.
+    """Raise a TypeError unless `function` is a function that takes these arguments, or accept one
+    of C that does not tell its signature.
 
     The error about the arguments ends with `hint`.
     """
@@ -187,7 +184,7 @@ def check_signature(
 
 def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
     """Raise `error`, a TypeError, again with the names of the arguments if the given ones do not
-    fit. If they fit, do nothing."""
+    fit, and do nothing if they fit."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -212,8 +209,8 @@ def path(name: str, value: object) -> Path:
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Import and return a module of an optional package. Without the package, raise an ImportError
-    with the extra to install.
+    """Import and return a module of an optional package, or raise an ImportError with the extra to
+    install if it is missing.
 
     Raises:
       ImportError: the package is not installed; the error names the extra.

@@ -49,8 +49,8 @@ def _is_of_another_library(x: object) -> bool:
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:
-    """Tell whether a leaf may be frozen: it is masked, a float0, a Python integer or bool, or an
-    array of these. As a gradient, such an array must consist of zeros."""
+    """Tell whether a leaf may be frozen, as a masked one, a float0, an integer, a bool or an array
+    of these may, which as a gradient must be zeros."""
     if tree.is_masked(x) or tree.is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
@@ -58,8 +58,8 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
 
 
 def _split_hint(x: object) -> str:
-    """Return the advice to split a model for a leaf that is a function or text. For any other leaf
-    return ""."""
+    """Return the advice to split a model for a leaf that is a function or text, and "" for any
+    other leaf."""
     if not (callable(x) or isinstance(x, str)):
         return ""
     # The leaves of an equinox module are its functions and names too, unless it is split.
@@ -95,8 +95,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
 
 
 def _kind_of(g: Leaf) -> str:
-    """Return a gradient's kind, dtype and shape as text. Of None and numbers return only the
-    kind."""
+    """Return a gradient's kind, dtype and shape as text, or the kind alone for None and numbers."""
     if not tree.is_array(g):
         return "None" if g is None else type(g).__name__
     kind = "an array" if isinstance(g, jax.Array | np.ndarray) else type(g).__name__
@@ -105,7 +104,8 @@ def _kind_of(g: Leaf) -> str:
 
 @contextlib.contextmanager
 def name_integer_leaves(updates: Updates) -> Iterator[None]:
-    """Name the integer leaves in the error of an update that computes with float0 gradients.
+    """Raise the error of an update that computes with float0 gradients with the names of the
+    integer leaves, and any other error unchanged.
 
     Transformations of optfn freeze integer leaves; transformations of optax may not.
     """
@@ -131,8 +131,8 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 
 
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
-    """Raise a TypeError unless the links of `state` have exactly the types that `expected` has. All
-    empty states count as one type."""
+    """Raise a TypeError unless the links of `state` have exactly the types that `expected` has,
+    where all empty states count as one type."""
     if type(expected) is not tuple:
         # Exactly this type: a type derived from it keeps different arrays.
         fits = type(state) is type(expected) or (is_empty(expected) and is_empty(state))
@@ -169,8 +169,8 @@ def _state_error(name: str, expected: str, state: OptState) -> TypeError:
 def shape_error(
     i: int, updates: Updates, accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]]
 ) -> ValueError:
-    """Return the error that accumulators of leaf i lack the expected shapes:
-    it was frozen, or of other params."""
+    """Return the error that accumulators of leaf i lack the expected shapes, because it was frozen
+    or the state is of other params."""
     g, came = tree.leaves(updates)[i], [x.shape if tree.is_array(x) else None for x in accumulators]
     shape = next(a for a, b in zip(came, expected, strict=True) if a != b)
     if shape is None:
@@ -208,7 +208,8 @@ def result_error(result: object, accumulators: Sequence[Leaf]) -> ValueError:
 
 
 def name_rule(error: Exception, rule: Any, i: int, updates: Updates, p: Any) -> Exception:
-    """Add the names of a rule on arrays and of leaf i to an error that it raised, as a note.
+    """Add the names of a rule on arrays and of leaf i as a note to an error that the rule raised,
+    and return the error.
 
     The name of a lambda has the function around it. `p` is empty if the rule got no parameter.
     """
@@ -220,11 +221,8 @@ def name_rule(error: Exception, rule: Any, i: int, updates: Updates, p: Any) -> 
 
 
 def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
-    """Raise a ValueError for the first state tree whose structure differs from `updates`. If none
-    differs, return `error`.
-
-    JAX raised `error`.
-    """
+    """Raise a ValueError for the first state tree whose structure differs from `updates`, or return
+    `error`, which JAX raised, if none differs."""
     for state in states:
         tree.check_same_structure("update", "the state", state, "updates", updates)
     return error
@@ -233,8 +231,8 @@ def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueErro
 def check_entering(
     name: str, real_only: str, updates: Updates, params: Params | None, kind: str = "gradient"
 ) -> None:
-    """Raise a ValueError or a TypeError that names the first leaf that may not cross the boundary.
-    If all may, do nothing."""
+    """Raise a ValueError or a TypeError that names the first leaf that may not cross the boundary,
+    and do nothing if all may."""
     updates = tree.map_arrays(tree.as_array, updates)
     if params is None:
         check_params(name, updates, real_only, kind)
@@ -245,8 +243,8 @@ def check_entering(
 
 
 def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
-    """Raise a ValueError unless `updates` has the structure and the shapes of `like`, named
-    `source`. A complex gradient of a real leaf raises a TypeError.
+    """Raise a ValueError unless `updates` has the structure of `like`, named `source`, and the same
+    shapes, and a TypeError for a complex gradient of a real leaf.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.

@@ -40,7 +40,8 @@ def apply(
     rows: str = "dense",
     **scalars: Any,
 ) -> Any:
-    """Apply an elementwise rule on arrays to every leaf. Masked leaves are masked in the results.
+    """Apply an elementwise rule to the array of every leaf, and return the updates, with the new
+    accumulators if there are any, masked where leaves are.
 
     The array that a rule gets is a leaf, the stacked layers of a `Stacked`, or a buffer of many
     leaves of packed params: a norm or a mean that the rule takes of it would differ between them.
@@ -98,8 +99,8 @@ def apply(
 def _align_trees(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
-    """Return the leaves of `updates`, a list of leaves for each further tree, and the structure.
-    Raise a ValueError if the structures differ.
+    """Return the leaves of `updates`, a list of leaves for each further tree, and the structure, or
+    raise a ValueError if structures differ.
 
     A list has the subtree of its tree in the place of each leaf of `updates`.
     """
@@ -116,7 +117,7 @@ def _align_trees(
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the results of a rule for one leaf, with accumulators in their dtypes. Raise a
+    """Return the results of a rule for one leaf, with accumulators in their dtypes, or raise a
     ValueError if their shapes changed."""
     scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, LeafKind):
@@ -130,7 +131,7 @@ def _apply_to_leaf(
 
 
 def jit_if_traced(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
-    """Return `program`, jitted if its arguments are traced.
+    """Return `program`, jitted if its arguments are traced, and unchanged otherwise.
 
     JAX then traces and lowers it once for all leaves of one shape. Otherwise a model of many small
     leaves spends most of the time before its first step on that.
@@ -139,25 +140,25 @@ def jit_if_traced(program: Callable[..., Any], is_traced: bool) -> Callable[...,
 
 
 def numbers_of(g: Leaf) -> Any:
-    """Return the array of a leaf. Of a row-sparse leaf return its values."""
+    """Return the array of a leaf, or the values of a row-sparse leaf."""
     return g.values if isinstance(g, LeafKind) else g
 
 
 def scalar_at(scalar: Any, i: int) -> Any:
-    """Return the scalar of leaf i, a number or a PerTensor, if scalars differ between leaves.
-    Otherwise return the scalar unchanged."""
+    """Return the scalar of leaf i, a number or a PerTensor, if scalars differ between leaves, and
+    otherwise the scalar unchanged."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
 def _broadcast(scalar: Any, shape: tuple[int, ...]) -> Any:
-    """Return a scalar unchanged. Of a PerTensor return an array of `shape`."""
+    """Return a scalar unchanged, and a PerTensor as an array of `shape`."""
     is_scalar = tree.is_array(scalar) or isinstance(scalar, int | float)
     return scalar if is_scalar else scalar.broadcast(shape)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
-    """Return factor·updates in the dtypes of the updates. The factor is one scalar, or a
-    PerLeaf."""
+    """Return factor·updates in the dtypes of the updates, where the factor is one scalar or a
+    PerLeaf, and masked leaves are returned masked."""
 
     def multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
         return numerics.scalar(factor, g) * g
@@ -173,7 +174,8 @@ def zeros_like(
     leading: tuple[int, ...] = (),
     dtype: DType | None = None,
 ) -> PyTree:
-    """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
+    """Return a tree of accumulators for `params` filled with `fill`, in float32 or wider unless a
+    `dtype` is given.
 
     `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape. With a
     `dtype`, the accumulators have this floating-point dtype: `apply` rounds what a rule returns to
@@ -197,23 +199,23 @@ def zeros_like(
 
 
 def keep_inexact(params: Params) -> Params:
-    """Return floating-point leaves as arrays. All other leaves become masked."""
+    """Return floating-point leaves as arrays, and a masked leaf in the place of every other."""
     return tree.map(
         lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
     )
 
 
 def merge_rows(updates: Updates) -> Updates:
-    """Add up the repeated rows of row-sparse leaves, as norms need it. All other leaves are
-    returned unchanged."""
+    """Add up the repeated rows of row-sparse leaves, as norms need it, and return all other leaves
+    unchanged."""
     if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
     return _map_row_sparse(lambda place, g: g.merge(), updates)
 
 
 def densify_rows(updates: Updates, warning: str = "") -> Updates:
-    """Convert row-sparse leaves to arrays, with a `warning`, if any, for each. All other leaves are
-    returned unchanged."""
+    """Convert row-sparse leaves to arrays, with a `warning`, if any, for each, and return all other
+    leaves unchanged."""
 
     def densify(place: tree.Place, g: LeafKind) -> jax.Array:
         if warning:
@@ -224,7 +226,7 @@ def densify_rows(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
-    """Check row-sparse leaves, and map fn(place, leaf) over them. All other leaves are returned
+    """Check row-sparse leaves and map fn(place, leaf) over them, and return all other leaves
     unchanged."""
 
     def convert(place: tree.Place, g: Leaf) -> Leaf:
@@ -243,8 +245,8 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(updates: Updates) -> jax.Array:
-    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider. Without
-    leaves it is 0.
+    """Return the L2 norm of all leaves together, √∑‖g‖², as a scalar of float32 or wider, without
+    masked leaves and 0 without any.
 
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf must be added up
     before, see `merge_rows`.
@@ -256,8 +258,8 @@ def global_norm(updates: Updates) -> jax.Array:
 
 
 def root_of_sum(squares: Sequence[jax.Array]) -> jax.Array:
-    """Return the root of the sum of scalars, in their widest dtype. Without scalars it is a float32
-    0."""
+    """Return the root of the sum of scalars in their widest dtype, or a float32 0 without
+    scalars."""
     if not squares:
         return jnp.zeros((), jnp.float32)
     # Of float32 and float64 leaves, so that neither is rounded.

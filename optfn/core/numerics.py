@@ -26,15 +26,15 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.cache
 def wide_dtype(dtype: object) -> np.dtype[Any] | None:
-    """Return the dtype for arithmetic with leaves of `dtype`, float32 or wider. For integers and
-    keys return None."""
+    """Return the dtype for arithmetic with leaves of `dtype`, float32 or wider, or None for
+    integers and keys."""
     if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact):
         return accumulator_dtype(dtype)
     return None
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return x.astype(dtype). If x has this dtype, x itself is returned."""
+    """Return x.astype(dtype), or x itself if it has this dtype."""
     # `astype` to the same dtype costs a call of JAX, for each leaf in each step.
     return x if x.dtype == dtype else x.astype(dtype)
 
@@ -58,10 +58,11 @@ def scalar_dtype() -> np.dtype[Any]:
 
 
 def scalar(value: Number, like: jax.Array) -> Scalar:
-    """Return the hyper-parameter `value` so that `value * like` keeps the dtype of `like`.
+    """Return `value` so that `value * like` keeps the dtype of `like`, a Python number unchanged
+    and an array in the real dtype of `like`.
 
-    A Python number is weakly typed and stays one: 1 − 0.999 is then computed in float64; in
-    float32 its relative error would be 1e-5.
+    A Python number is weakly typed: 1 − 0.999 is then computed in float64; in float32 its relative
+    error would be 1e-5.
     """
     if isinstance(value, int | float):
         return value
@@ -103,7 +104,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def power(x: jax.Array, exponent: Number) -> jax.Array:
-    """Return x^exponent for x ≥ 0. A Python ½ gives the square root, and a Python 1 gives x
+    """Return x^exponent for x ≥ 0, where a Python ½ gives the square root and a Python 1 gives x
     itself."""
     if isinstance(exponent, int | float):
         if exponent == 0.5:
@@ -125,8 +126,8 @@ def float0_zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def is_known_zero(x: object) -> bool:
-    """Tell whether `x` is a NumPy array of integer or bool zeros, as from `integer_zeros`. A traced
-    array is never known to be zero."""
+    """Tell whether `x` is a NumPy array of integer or bool zeros, as from `integer_zeros`, with
+    False for every traced array."""
     return (
         isinstance(x, np.ndarray)
         and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)

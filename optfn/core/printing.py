@@ -8,8 +8,8 @@ from optfn.core import checks
 
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return a call as it might be written, "adam(0.001, eps_hat=False)". Functions are shown by
-    their names."""
+    """Return a call as it might be written, "adam(0.001, eps_hat=False)", with functions by their
+    names and traced arrays by their shapes."""
 
     def text(x: Any) -> str:
         if callable(x) and hasattr(x, "__qualname__"):

@@ -119,8 +119,8 @@ class Transform(optax.GradientTransformationExtraArgs):
 
 
 def _rebuild(origin: Transform, functions: Iterable[Any]) -> Transform:
-    """Return `origin` if these are its functions,
-    else a transformation of these functions alone."""
+    """Return `origin` if these are its functions, else a transformation of these functions
+    alone."""
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
@@ -131,8 +131,8 @@ jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin o
 
 
 def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """Return factory(*args, **kwargs). If the arguments do not fit, the TypeError also lists the
-    right ones."""
+    """Return factory(*args, **kwargs), or if the arguments do not fit, raise a TypeError that also
+    lists the right ones."""
     try:
         return factory(*args, **kwargs)
     except TypeError as error:
@@ -141,13 +141,14 @@ def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
 
 
 def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
-    """Return `tx` as a `Transform` with these fields. Its other fields keep their values."""
+    """Return `tx` as a `Transform` with these fields, and with its other fields unchanged."""
     known = vars(tx) if isinstance(tx, Transform) else {}
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
 
 def returns_transformation(make: Callable[P, T]) -> Callable[P, T]:
-    """Let `help` and annotations say that a wrapped factory returns one transformation of optax."""
+    """Change the annotations of a wrapped factory, so that `help` says it returns one
+    transformation of optax, and return the factory."""
     one, signature = optax.GradientTransformationExtraArgs, inspect.signature(make)
     make.__annotations__ = make.__annotations__ | {"return": one}
     cast("Any", make).__signature__ = signature.replace(return_annotation=one)
@@ -213,7 +214,8 @@ def transform(
 
 @record_call
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
+    """Return the transformation that applies others one after the other, like `optax.chain` but
+    with a repr, or raise a ValueError without any.
 
     Each link keeps its boundary; the links of an optimizer have one boundary together. In
     `optfn.chain` a leaf that a link freezes by `param_attrs` is frozen for all links.
@@ -236,7 +238,7 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
-    """Return the pair that applies `links` one after the other, without a boundary. Its state is
+    """Return the pair that applies `links` one after the other, without a boundary, whose state is
     the tuple of their states."""
 
     def init(params: Params) -> OptState:
@@ -264,8 +266,7 @@ def check_params_given(name: str, params: Params | None) -> None:
 
 
 def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
-    """Return the pair inside the boundary of `tx`. Without a boundary, return the functions of
-    `tx`."""
+    """Return the pair inside the boundary of `tx`, or without a boundary the functions of `tx`."""
     if isinstance(tx, Unchecked):
         return tx
     inside = tx.unchecked if isinstance(tx, Transform) else None
@@ -273,12 +274,13 @@ def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
 
 
 def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
-    """Return the links of a list or of a chain. Any other transformation is one link."""
+    """Return the links of a list or of a chain, or any other transformation as one link."""
     return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 
 def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
-    """Put a boundary around a pair of functions: it checks and casts gradients and params.
+    """Put a boundary around a pair of functions, which checks and casts gradients and params, and
+    refuses the state of another transformation.
 
     Leaves that are not floating point are masked: they have no state, and their update is zero. An
     update has the dtype of its parameter, or without params the dtype of its gradient.
@@ -312,14 +314,13 @@ def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
 
 
 def _kinds(state: OptState) -> Any:
-    """Return the type of a state. For a chain, whose state is a plain tuple, return a list of
-    types."""
+    """Return the type of a state, or for a chain, whose state is a plain tuple, a list of types."""
     return [_kinds(x) for x in state] if type(state) is tuple else type(state)
 
 
 def _state_of_no_params(unchecked: Unchecked) -> OptState:
-    """Return the state for an empty tree, to compare the types of states with. If init fails,
-    return None."""
+    """Return the state for an empty tree, to compare the types of states with, or None if init
+    fails."""
     try:
         return jax.eval_shape(unchecked.init, ())
     except Exception:
@@ -329,8 +330,8 @@ def _state_of_no_params(unchecked: Unchecked) -> OptState:
 
 
 def _check_kinds(name: str, unchecked: Unchecked, state: OptState) -> None:
-    """Raise a TypeError if another transformation made the state. If init fails for an empty tree,
-    nothing is checked.
+    """Raise a TypeError if another transformation made the state, but check nothing if init fails
+    for an empty tree.
 
     An update that reads no state also takes None and ().
     """
@@ -342,7 +343,7 @@ _EMPTY = optax.EmptyState()
 
 
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Unchecked:
-    """Return a pair from (updates, params) -> updates. Its state is `state`, without arrays, and
+    """Return a pair from (updates, params) -> updates, whose state is `state`, without arrays, and
     never changes."""
 
     def update_alone(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
@@ -359,7 +360,8 @@ def accumulating(
     rows: str = "dense",
     real: Sequence[str] = (),
 ) -> Unchecked:
-    """Apply an elementwise rule to each leaf, with one accumulator per field of `state_type`.
+    """Return a pair that applies an elementwise rule to each leaf, with one accumulator per field
+    of `state_type`.
 
     Args:
       leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
@@ -387,7 +389,7 @@ def first_step() -> jax.Array:
 
 
 def next_step(step: jax.Array) -> jax.Array:
-    """Return step + 1. At the largest int32 return the step unchanged, instead of wrapping round.
+    """Return step + 1, or the step unchanged if it is the largest int32, instead of wrapping round.
 
     An `init` that a user writes may begin with the number 0 in the place of `first_step()`.
     """
@@ -412,8 +414,8 @@ def check_transform(
 def _convert_transform(
     argument: str, tx: Any, factory: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Convert an object that can make a transformation,
-    and give third-party errors the argument's name."""
+    """Return the transformation that an object is or makes, with clearer errors if it is
+    third-party, or raise a TypeError that names the argument."""
     # A first use passes transformations of optfn, and does not import this.
     from optfn.core import third_party
 

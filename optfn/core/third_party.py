@@ -17,8 +17,8 @@ from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Update
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
-    """Return `tx`, or the transformation that it makes, as MultiSteps does. Raise a TypeError for
-    anything else."""
+    """Return `tx`, or the transformation that it makes, as MultiSteps does, or raise a TypeError
+    for anything else."""
     if isinstance(tx, optax.MultiSteps):
         # MultiSteps.gradient_transformation() drops extra arguments.
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -39,8 +39,8 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return a third-party transformation with clearer errors about Rows and Stacked. All other
-    errors are raised unchanged.
+    """Return a third-party transformation with clearer errors about Rows and Stacked, which raises
+    all other errors unchanged.
 
     Raises, at init and update:
       TypeError: it takes no row-sparse gradients.

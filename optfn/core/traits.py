@@ -91,8 +91,8 @@ _reporting: list[type] = []
 
 
 def traits(**declared: Any) -> Callable[[T], T]:
-    """Decorate a class with its traits, by the names of the fields of `Traits`. All other fields
-    keep their defaults."""
+    """Decorate a class with its traits, by the names of the fields of `Traits`, where those that
+    are not given keep their defaults."""
     found = Traits(**declared)
 
     def declare(kind: T) -> T:
@@ -105,7 +105,7 @@ def traits(**declared: Any) -> Callable[[T], T]:
 
 
 def traits_of(x: object) -> Traits:
-    """Return the traits of the type of `x`. For a type that declares none, all are off."""
+    """Return the traits of the type of `x`, all of them off for a type that declares none."""
     found = getattr(type(x), "traits", _NONE)
     return found if isinstance(found, Traits) else _NONE
 

@@ -37,7 +37,8 @@ def is_array(x: object) -> TypeGuard[jax.Array]:
 
 
 def is_inexact(x: Leaf) -> bool:
-    """Tell whether a leaf is floating point: not masked, not an integer, not a float0."""
+    """Tell whether a leaf is floating point or complex, also a Python number, and so not masked, an
+    integer or a float0."""
     if not is_array(x):
         return isinstance(x, float | complex)
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
@@ -59,7 +60,7 @@ def shape_of(x: Leaf) -> tuple[int, ...]:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Convert a number or a floating-point NumPy array to a JAX array. Any other leaf is returned
+    """Convert a number or a floating-point NumPy array to a JAX array, and return any other leaf
     unchanged."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
@@ -71,13 +72,13 @@ def is_key(x: Leaf) -> bool:
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
-    """Return the leaves of `tree` and its structure. A masked or row-sparse leaf counts as one
-    leaf."""
+    """Return the leaves of `tree` and its structure, where a masked or row-sparse leaf counts as
+    one leaf."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """Return the leaves of `tree`. A masked or row-sparse leaf counts as one leaf."""
+    """Return the leaves of `tree`, where a masked or row-sparse leaf counts as one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_leaf)
 
 
@@ -94,22 +95,22 @@ def map(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
 
 
 def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
-    """Map `fn` over the leaves of `tree` that are not masked. Masked leaves are returned
+    """Map `fn` over the leaves of `tree` that are not masked, and return masked leaves
     unchanged."""
     return map(lambda x: x if is_masked(x) else fn(x), tree)
 
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(place, leaf, *leaves of `trees`) over all leaves. The place says the path, for
-    errors."""
+    """Map fn(place, leaf, *leaves of `trees`) over all leaves, masked ones included, where the
+    place says the path for errors."""
     return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *trees))
 
 
 def map_to(
     count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *trees: PyTree
 ) -> tuple[PyTree, ...]:
-    """Map fn(place, leaf, *leaves of `trees`) over all leaves, and return a tree of each of its
-    `count` results."""
+    """Map fn(place, leaf, *leaves of `trees`) over all leaves, masked ones included, and return a
+    tree of each of its `count` results."""
     results = [fn(*row) for row in items(tree, *trees)]
     structure = flatten(tree)[1]
     return tuple(structure.unflatten(result[k] for result in results) for k in range(count))
@@ -137,8 +138,8 @@ def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
 
 
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
-    """Return the path of each leaf, in the order of `flatten`:
-    "layers/0/bias", "" for a tree that is a leaf.
+    """Return the path of each leaf in the order of `flatten`, such as "layers/0/bias", or "" for a
+    tree that is a leaf.
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
     the tree with it at init and without it at update, and a leaf must have the same name in both.
@@ -199,7 +200,7 @@ def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
 
 
 def join(*words: str) -> str:
-    """Join words by "/" to a path. Empty words are left out."""
+    """Join words by "/" to a path, without empty words."""
     return "/".join(filter(None, words))
 
 
@@ -213,13 +214,13 @@ def key_name(key: object) -> str:
 
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
-    """Return at most `most` names in quotes, for an error. If there are more, their count
-    follows."""
+    """Return at most `most` names in quotes for an error, followed by their count if there are
+    more."""
     return list_words([repr(name) for name in names], most)
 
 
 def list_words(words: Sequence[str], most: int) -> str:
-    """Join at most `most` words by commas. If there are more, their count follows."""
+    """Join at most `most` words by commas, followed by their count if there are more."""
     shown = ", ".join(words[:most])
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 

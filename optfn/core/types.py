@@ -94,8 +94,8 @@ class LeafKind(abc.ABC):
     def apply(
         self, rule: Callable[..., Any], rows: str, accumulators: Arrays, p: Arrays, scalars: Scalars
     ) -> Any:
-        """Return rule(g, *accumulators, *p, **scalars) for this leaf:
-        on its values, its array or its rows, as `rows` says."""
+        """Return rule(g, *accumulators, *p, **scalars) for this leaf, on its values, its array or
+        its rows, as `rows` says."""
         if rows == "linear":
             return self.map(partial(rule, **scalars))
         if rows == "dense":

@@ -7,11 +7,12 @@ from optfn.core.types import Leaf, LeafKind, Params, Updates
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
-    """Return params + updates, each leaf in the dtype of the parameter.
+    """Return params + updates, each leaf in its parameter's dtype and unchanged if masked or
+    without an update for an integer, or raise an error if they do not fit.
 
-    The sum is computed in the wider of the two dtypes and rounded once. Masked leaves stay masked.
-    A row-sparse update is scattered into the parameter, in place if that is donated. A float0 as
-    the update of an integer changes nothing.
+    The sum is computed in the wider of the two dtypes and rounded once. A row-sparse update is
+    scattered into the parameter, in place if that is donated. A float0 as the update of an integer
+    changes nothing.
 
     Args:
       params: a tree of arrays.

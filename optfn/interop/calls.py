@@ -10,8 +10,8 @@ from optfn.core.printing import call_text
 
 
 def show_transform(tx: optax.GradientTransformation) -> str:
-    """Return the call that made `tx`, as text. A transformation of another library does not keep
-    its call, so its text is the name of its factory, as in "optax.masked(…)"."""
+    """Return the call that made `tx` as text, or for a transformation of another library the name
+    of its factory, as in "optax.masked(…)". Such a transformation does not keep its call."""
     if isinstance(tx, core.Transform):
         name, positional, named = tx.call
         shown = tuple(map(_show_argument, positional))
@@ -32,7 +32,7 @@ def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
 
 
 def _show_argument(x: object) -> object:
-    """Return the text of a transformation. Any other argument is returned unchanged."""
+    """Return a transformation as its text, and any other argument unchanged."""
     return _Shown(show_transform(x)) if isinstance(x, optax.GradientTransformation) else x
 
 

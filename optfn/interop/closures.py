@@ -13,8 +13,8 @@ from optfn.leaves import contents
 
 
 def find_closed_over(tx: Any) -> Mapping[str, Any]:
-    """Return by name the values that the update of a transformation of optax closes over, such as
-    the arguments of a mask, a partition or a chain. For any other object return {}.
+    """Return by name the values that the update of a transformation of optax closes over, such as a
+    mask or labels, or {} for any other object.
 
     Functions that `explain_errors` of `third_party` puts around the update are passed over.
     """
@@ -25,7 +25,7 @@ def find_closed_over(tx: Any) -> Mapping[str, Any]:
 
 def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[str] | None:
     """Return the paths of the leaves with a mark in a tree of marks, a prefix of the params or a
-    function that returns it. Return None if they cannot be told."""
+    function that returns it, or None if they cannot be told."""
     try:
         found = marks(params) if callable(marks) else marks
         spread = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), found, params)
@@ -38,8 +38,8 @@ def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[st
 
 
 def find_labels(tx: Any, params: Params) -> dict[str, str]:
-    """Return by path the label that each leaf has in the first `optax.partition` of `tx`. A leaf
-    whose label cannot be told is left out, and without a partition there are no labels."""
+    """Return by path the label of each leaf in the first `optax.partition` of `tx`, without leaves
+    whose label cannot be told, or {} without a partition."""
     closed = find_closed_over(tx)
     if (labels := closed.get("param_labels")) is not None:
         marked = {label: find_marked(labels, params, label) for label in closed["transforms"]}

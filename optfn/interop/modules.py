@@ -36,8 +36,8 @@ def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _check_nnx(name: str, params: Params) -> None:
-    """Raise a TypeError for variables and modules of flax.nnx that are no nnx.Param. If nnx is not
-    loaded, params have none of them."""
+    """Raise a TypeError for variables and modules of flax.nnx that are no nnx.Param, or do nothing
+    if nnx is not loaded."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
@@ -72,8 +72,8 @@ def _check_linen(name: str, params: Params) -> None:
 
 
 def _check_equinox(name: str, params: Params) -> None:
-    """Raise a TypeError for leaves of equinox modules that are no floating-point arrays. If equinox
-    is not loaded, params have no such modules."""
+    """Raise a TypeError for leaves of equinox modules that are no floating-point arrays, or do
+    nothing if equinox is not loaded."""
     eqx = sys.modules.get("equinox")
     if eqx is None:
         return

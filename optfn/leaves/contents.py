@@ -19,7 +19,8 @@ def has_leaf_layouts(x: object) -> bool:
 
 
 def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
-    """Return the layout of each leaf, in the order of `flatten`. A plain leaf is one tensor."""
+    """Return the layout of each leaf in the order of `flatten`, one tensor for a plain leaf, and
+    what a node such as `Packed` says of its own leaves."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: has_leaf_layouts(x) or is_leaf(x)):
         found += node.leaf_layouts() if has_leaf_layouts(node) else [layout_of_leaf(node)]
@@ -27,13 +28,13 @@ def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
 
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
-    """Return the layout of a leaf that is one tensor. A leaf without a shape counts as a scalar."""
+    """Return the layout of a leaf that is one tensor, a scalar if it has no shape."""
     return single_leaf(tuple(x.shape) if is_array(x) else ())
 
 
 def count_stacked_axes(tree: PyTree) -> list[int]:
-    """Return for each leaf how many leading axes count tensors:
-    the number of `Stacked` around it."""
+    """Return for each leaf how many leading axes count tensors, which is the number of `Stacked`
+    around it."""
     return [layout.runs[0].stacked for layout in leaf_layouts(tree)]
 
 
@@ -46,8 +47,8 @@ def runs_by_name(tree: PyTree) -> dict[str, Run]:
 
 
 def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
-    """Return the names of each leaf, in the order of `flatten`:
-    its path, or all paths packed in it."""
+    """Return the names of each leaf in the order of `flatten`, which are its path, or for a buffer
+    all paths packed in it."""
     found: list[tuple[str, ...]] = []
     nodes = jax.tree.leaves(tree, is_leaf=_is_named)
     for path, node in zip(paths(tree, _is_named), nodes, strict=True):

@@ -47,7 +47,8 @@ def _has_mixed_keys(x: object) -> bool:
 
 
 def refuse_foreign_numbers(noun: str, x: np.ndarray | np.generic) -> None:
-    """Raise a TypeError if JAX would lose something of a NumPy array, or has no such dtype.
+    """Raise a TypeError if a NumPy array has a mask, the byte order of other machines, or a dtype
+    that JAX does not have.
 
     Args:
       noun: the array, for the error.

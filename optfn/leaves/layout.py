@@ -99,8 +99,8 @@ class BufferLayout:
         return tensors
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
-        """Return the tensors of each run of a buffer as rows (num_tensors, n). For an array of
-        several axes return the result of `split_tensors`.
+        """Return the tensors of each run of a buffer as rows (num_tensors, n), or for an array of
+        several axes the result of `split_tensors`.
 
         A buffer has one axis; on a TPU a view with more axes than two would be a copy.
         """
@@ -177,8 +177,8 @@ class PackedLayout:
 # Kept, because each update selects again, and a jitted step then compares layouts by identity.
 @lru_cache(maxsize=64)
 def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
-    """Keep the chosen leaves of a layout, by their indices in the tree. A buffer without any of
-    them is left out."""
+    """Keep the chosen leaves of a layout, by their indices in the tree, and leave out each buffer
+    without any of them."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()
@@ -190,8 +190,8 @@ def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
 
 @lru_cache(maxsize=64)
 def mark_layout(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
-    """Let axes[i] leading axes of leaf i count tensors. A leaf of which more axes count already
-    keeps them."""
+    """Return a layout in which axes[i] leading axes of leaf i count tensors, or more if more of
+    them count already."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()

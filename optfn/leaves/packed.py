@@ -39,7 +39,8 @@ from optfn.mesh.compilers import xla
 
 
 def make_packed_layout(params: Params) -> PackedLayout:
-    """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
+    """Return how `pack` lays out a tree, by dtype, shape and order, with leaves that are empty or
+    not floating point outside the buffers."""
     leaves, structure = tree.flatten(params)
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
@@ -58,7 +59,8 @@ def make_packed_layout(params: Params) -> PackedLayout:
 
 
 def pack(params: Params) -> Packed:
-    """Return the leaves of a tree in one flat buffer per dtype.
+    """Return a Packed of the leaves of a tree, with one flat buffer per floating-point dtype, and
+    integer and empty leaves beside them.
 
     Use it for models with thousands of small leaves: a step spends most of its time passing them as
     arguments, which a few buffers avoid. Optimizers of optfn take the result like the tree:
@@ -115,7 +117,8 @@ def pack(params: Params) -> Packed:
 
 
 def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
-    """Return a tree, such as a gradient, packed in the layout of a tree that was packed before.
+    """Return a tree, such as a gradient, packed in the layout of a tree that was packed before, or
+    raise a ValueError if structures or shapes differ.
 
     Args:
       layout: the layout of the tree that was packed.
@@ -160,8 +163,8 @@ def _check_buffer(
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """Return one buffer for each group of leaves, joined after `lead` leading axes. If all leaves
-    of a group are masked, so is its buffer."""
+    """Return one buffer for each group of leaves, joined after `lead` leading axes, or a masked one
+    if all leaves of a group are masked."""
     buffers: list[Leaf] = []
     for leaves in groups:
         if _all_masked(leaves):
@@ -176,7 +179,8 @@ _compiled_join = jax.jit(_join_leaves, static_argnums=0)
 
 
 def unpack(packed: PyTree) -> PyTree:
-    """Return the tree that was packed: the inverse of `pack`.
+    """Return the tree that was packed, or a tree with each Packed in it unpacked, but for those
+    without a value for each element.
 
     If a tree contains Packed, as the state of an optimizer does, each of them becomes its tree. If
     you unpack params inside a loss, its gradient is a Packed, and each of its buffers is put
@@ -206,7 +210,7 @@ def is_unpackable(x: object) -> bool:
 
 
 def _unpack(packed: Packed) -> PyTree:
-    """Return the tree in a Packed. The leaves of a masked buffer are masked."""
+    """Return the tree in a Packed, with masked leaves in the place of a masked buffer."""
     layout = packed.layout
     leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
     for buffer, x in packed.buffer_items():
@@ -228,7 +232,7 @@ def _split_leaves(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
-    """Return the leaves of a buffer. The derivative joins their cotangents in one step."""
+    """Return the leaves of a buffer, with a derivative that joins their cotangents in one step."""
     return _split_leaves(buffer, x)
 
 
@@ -263,10 +267,10 @@ def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTr
 
 
 def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
-    """Put each leaf into as many `Stacked` as it has axes(path): leading axes that count tensors.
+    """Put each floating-point leaf into as many `Stacked` as make axes(path) of its leading axes
+    count tensors, and in a Packed change the layout instead.
 
-    Axes that the tree already marks are included in the numbers. In a Packed the layout changes
-    instead. Leaves that are not floating point stay.
+    Axes that the tree already marks are included in the numbers.
     """
     runs = contents.runs_by_name(values)
 
@@ -293,7 +297,8 @@ def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
 
 
 def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
-    """Replace the chosen leaves of `whole` by the leaves of `new`, a `take_subset`."""
+    """Return `whole` with its chosen leaves replaced by the leaves of `new`, a `take_subset` of
+    these."""
     arrays = {buffer.dtype: x for buffer, x in new.buffer_items()}
     buffers = [
         _fill_elements(buffer, chosen, arrays.get(buffer.dtype), x)
@@ -304,16 +309,16 @@ def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
 
 
 def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
-    """Yield (is chosen, number of elements) for each group of neighbours that are all chosen,
-    or all not."""
+    """Yield (is chosen, number of elements) for each group of neighbours that are all chosen, or
+    all not."""
     sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
     for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
         yield is_chosen, sum(size for _, size in group)
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
-    """Return the elements of the chosen leaves of a buffer, joined. A masked buffer is returned
-    unchanged."""
+    """Return the elements of the chosen leaves of a buffer, joined, or the buffer unchanged if it
+    is masked or all are chosen."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0

@@ -17,11 +17,10 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
-    """Return the names of the leaves of `tree` that `pattern` selects. The pattern None selects no
-    leaf.
+    """Return the names of the leaves of `tree` that `pattern` selects, none for None, or raise a
+    ValueError if a regular expression matches no leaf.
 
-    A regular expression that matches no name is an error. Names of leaves that were removed from a
-    Packed count; a fully masked tree is exempt.
+    Names of leaves that were removed from a Packed count as matches; a fully masked tree is exempt.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool.
@@ -45,7 +44,7 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
 def _match_regex(
     pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
 ) -> frozenset[str]:
-    """Return the names that match as a whole. Raise a ValueError if there are none, unless all
+    """Return the names that match as a whole, or raise a ValueError if there are none, unless all
     leaves are masked."""
     compiled = re.compile(pattern)
     matched = frozenset(name for name in among if compiled.fullmatch(name))
@@ -60,7 +59,8 @@ def _match_regex(
 def first_matches(
     choice: Mapping[str, T], tree: PyTree, argument: str
 ) -> Iterator[tuple[frozenset[str], T]]:
-    """Yield for each pattern the leaf names that it is the first to match, and its value.
+    """Yield for each pattern the leaf names that it is the first to match, and its value, or raise
+    a ValueError if it matches none or is hidden.
 
     Raises:
       ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
@@ -84,8 +84,8 @@ def first_matches(
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
-    """Tell whether a function that serves as a pattern chooses a name. Raise a TypeError unless it
-    returns a bool."""
+    """Tell whether a function that serves as a pattern chooses a name, and raise a TypeError unless
+    it returns a bool."""
     chosen = pattern(name)
     if not isinstance(chosen, bool):
         raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
@@ -93,22 +93,23 @@ def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool
 
 
 def _find_packed_names(tree: PyTree) -> Iterator[str]:
-    """Yield the names that nodes such as Packed had when they were packed,
-    also of leaves since removed."""
+    """Yield the names that nodes such as Packed had when they were packed, also of leaves since
+    removed."""
     nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
     return (path for node in nodes for path in node.layout.paths)
 
 
 def matches(pattern: Pattern | None, name: str) -> bool:
-    """Tell whether a pattern selects a name. The pattern None selects all names."""
+    """Tell whether a pattern selects a name, a regular expression by matching all of it, with True
+    for the pattern None."""
     if callable(pattern):
         return bool(pattern(name))
     return pattern is None or re.fullmatch(pattern, name) is not None
 
 
 def check_pattern(argument: str, pattern: object) -> Pattern | None:
-    """Return `pattern` if it is a pattern or None. Otherwise raise a TypeError or a ValueError that
-    names `argument`."""
+    """Return `pattern` if it is a pattern or None, or raise a TypeError or a ValueError that names
+    `argument` otherwise."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):

@@ -24,8 +24,8 @@ class Selection:
     paths: Collection[str]
 
     def keep(self, values: PyTree) -> PyTree:
-        """Mask the leaves that are not selected. Of a Packed keep a Packed of the selected leaves
-        alone."""
+        """Mask the leaves that are not selected, and replace a Packed by a Packed of its selected
+        leaves alone."""
 
         def keep(path: str, node: PyTree) -> PyTree:
             if is_packed(node):
@@ -35,7 +35,8 @@ class Selection:
         return map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: replace the selected leaves of `whole` by the leaves of `kept`."""
+        """Undo `keep`, by returning `whole` with its selected leaves replaced by the leaves of
+        `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
@@ -62,8 +63,8 @@ def restrict(
     state_type: Callable[[OptState], OptState] | None = None,
     others: Callable[[Updates, Params], Updates] = _pass_through,
 ) -> core.Unchecked:
-    """Return a rule that applies `rule` to the leaves that `choose` selects. The updates of all
-    other leaves are those of `others`, by default the given ones.
+    """Return a rule that applies `rule` to the leaves that `choose` selects, and gives all others
+    the updates of `others`, by default the given ones.
 
     The rule meets trees with all other leaves masked, and so keeps no state for them.
 

@@ -42,7 +42,8 @@ class PerTensor:
 def _broadcast_units(
     layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
 ) -> jax.Array:
-    """Broadcast as XLA on CPU wants it: by units that all tensors are multiples of."""
+    """Return an array of `shape` with each tensor's scalar at all of its elements, by units that
+    all tensors are multiples of, as XLA on CPU wants it."""
     # XLA on CPU keeps a joined array in memory, so join units, which are as long as the greatest
     # common divisor of all tensors, and broadcast after that.
     unit = max(1, math.gcd(*(run.tensor_size for run in layout.runs)))
@@ -71,8 +72,8 @@ def _broadcast_tensors(
 
 
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
-    """Return the scalars of all leaves that are not masked, in one list. A PerTensor gives an array
-    per run."""
+    """Return the scalars of all leaves that are not masked in one list, where a PerTensor gives an
+    array per run."""
     found: list[jax.Array] = []
     for x in per_leaf.values:
         if isinstance(x, PerTensor):
@@ -88,7 +89,7 @@ def tensor_norms(
     of: Callable[..., jax.Array] = lambda g: g,
     **scalars: Any,
 ) -> PerLeaf:
-    """Return the L2 norm of each tensor of of(g, *trees, **scalars). A masked leaf has None.
+    """Return the L2 norm of each tensor of of(g, *trees, **scalars), with None for a masked leaf.
 
     Args:
       updates: the gradients; a row-sparse leaf gives the norm of its values.
@@ -130,8 +131,8 @@ def _norms_of_runs(
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn(*numbers, **scalars) of each leaf or tensor, as a PerLeaf. Where one of `numbers`
-    is None, the result is None.
+    """Return fn(*numbers, **scalars) of each leaf or tensor, as a PerLeaf, with None where one of
+    `numbers` is None.
 
     Args:
       fn: an elementwise function of scalars or arrays.
@@ -157,7 +158,7 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
 
 
 def _scalars_of_run(k: int, scalars: PyTree) -> PyTree:
-    """Replace each PerTensor in a tree by its values of run k. All other scalars are returned
+    """Replace each PerTensor in a tree by its values of run k, and return all other scalars
     unchanged."""
 
     def is_split(x: object) -> bool:
@@ -184,8 +185,8 @@ def scalars_of_leaves(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf, all of a shape at once. Empty and masked leaves
-    are returned unchanged.
+    """Map a function over the tensors of each leaf, all of a shape at once, and return empty and
+    masked leaves unchanged.
 
     Args:
       fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
@@ -203,8 +204,8 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
 
 
 def all_finite(updates: Updates) -> jax.Array:
-    """Tell whether all floating-point leaves are finite, as a bool scalar. Without leaves it is
-    True."""
+    """Tell whether all floating-point leaves are finite, as a bool scalar, which is True without
+    such leaves."""
     finite = [
         jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.keep_inexact(updates))
     ]

@@ -27,7 +27,8 @@ def adagrad(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Adagrad: divide by the root of the sum of squared gradients.
+    """Return the Adagrad optimizer, which divides the gradient by the root of the sum of its
+    squares so far, and changes no element whose gradients were all 0.
 
         m = m + |g|²
         p −= lr·g/(√m + eps)
@@ -58,7 +59,8 @@ def decayed_adagrad(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Decayed Adagrad: divide by the root of the moving average of squared gradients.
+    """Return the decayed Adagrad optimizer, which divides the gradient by the root of the moving
+    average of its squares.
 
         m = d·m + (1 − d)·|g|²
         p −= lr·g/(√m + eps)
@@ -89,7 +91,8 @@ def adadelta(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Adadelta: scale the gradient by the ratio of past updates to past gradients.
+    """Return the Adadelta optimizer, which scales the gradient by the ratio of past updates to past
+    gradients, and makes row-sparse ones dense, with a warning.
 
         a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g
@@ -127,7 +130,8 @@ def rmsprop(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """RMSProp: divide by the root of the moving average of squared gradients, with momentum.
+    """Return the RMSProp optimizer, which divides the gradient by the root of the moving average of
+    its squares, or if `centered` of its variance, with momentum.
 
         r = ρr + (1 − ρ)|g|²;  centered: q = ρq + (1 − ρ)g
         v = μv + lr·g/√(r + eps),  centered: lr·g/√(max(r − |q|², 0) + eps)

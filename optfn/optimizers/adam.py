@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def choose_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Unchecked:
-    """Return Adam's link: `scale_by_adam`, unless moments are stored narrow or lazy is "exact"."""
+    """Return Adam's link, which is `scale_by_adam` if `moment_dtype` is None and `lazy` is a bool,
+    else the exact lazy or the quantized one."""
     if moment_dtype is None and isinstance(lazy, bool):
         return scale_by_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
     from optfn.optimizers.adam_moments import exact_lazy_or_quantized_adam
@@ -40,7 +41,8 @@ def adam(
     param_attrs: "ParamAttrs | None" = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Adam: divide the mean of gradients by the root of the mean of their squares.
+    """Return the Adam optimizer, which divides the mean of gradients by the root of the mean of
+    their squares, in all rows of a table unless `lazy`.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)  with eps_hat

@@ -34,7 +34,8 @@ def adamw(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """AdamW: Adam with decoupled weight decay.
+    """Return the AdamW optimizer, which multiplies parameters, except excluded ones, by 1 − lr·wd
+    and then takes the step of `adam`.
 
         p *= 1 − lr·wd, then the step of `adam`
 
@@ -76,7 +77,8 @@ def adamax(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Adamax: Adam with the infinity norm.
+    """Return the Adamax optimizer, which divides the mean of gradients by their decaying maximum,
+    and makes row-sparse ones dense, with a warning.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps)
         p −= lr/(1 − β₁ᵗ)·m/u
@@ -117,7 +119,8 @@ def lamb(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """LAMB: Adam's direction, scaled by the norm of each tensor, for large batches.
+    """Return the LAMB optimizer for large batches, which scales Adam's direction with weight decay
+    to the norm of each tensor, or by 1 where either norm is 0.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction

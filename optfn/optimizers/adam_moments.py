@@ -10,8 +10,8 @@ from optfn.transforms.stored import check_moment_dtype
 def exact_lazy_or_quantized_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: object
 ) -> core.Unchecked:
-    """Return Adam's link for lazy="exact" if `moment_dtype` is None, else with moments of this
-    dtype.
+    """Return Adam's exact lazy link if `moment_dtype` is None, else the one with moments of this
+    dtype, and raise a ValueError if `lazy` is set too or invalid.
 
     Raises:
       ValueError: both are asked for, or `lazy` is another value.

@@ -31,7 +31,8 @@ COMMON_DOC = """
 def optimizer(
     factory: Callable[P, list[core.Unchecked] | optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of the links of a chain: apply the arguments that all optimizers share.
+    """Decorate a factory of links so that it returns one optimizer with the arguments that all
+    share applied, and raise a TypeError if its signature lacks any.
 
     The factory has them in its signature, and its body does not use them: this decorator reads them
     from the call. All links are then one chain inside one boundary (`core.with_boundary`): it
@@ -68,8 +69,8 @@ def optimizer(
 def _check_optional(
     argument: str, tx: optax.GradientTransformation | None, usual: str
 ) -> optax.GradientTransformationExtraArgs | None:
-    """Return `tx` as a gradient transformation, or None for None. Raise a TypeError for anything
-    else."""
+    """Return `tx` as a gradient transformation, or None for None, and raise a TypeError that names
+    the argument for anything else."""
     return None if tx is None else core.check_transform(argument, tx, usual)
 
 
@@ -80,10 +81,10 @@ class DenseRowsState(NamedTuple):
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Unchecked:
-    """Make row-sparse gradients dense, with a warning, for rules that update all rows.
+    """Make row-sparse gradients dense, with a warning, for rules that update all rows, and return
+    dense gradients unchanged.
 
-    Dense gradients are returned unchanged. It is no public transform: optimizers begin their chain
-    with it.
+    It is no public transform: optimizers begin their chain with it.
     """
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
 

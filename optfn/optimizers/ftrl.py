@@ -22,7 +22,8 @@ def ftrl(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """FTRL-proximal, for linear models: l1 makes parameters exactly zero.
+    """Return the FTRL-proximal optimizer for linear models, whose l1 makes parameters exactly 0,
+    and which if `lazy` changes only the rows in a row-sparse gradient.
 
         n' = n + g²;  σ = (n'^(−k) − n^(−k))/lr;  z += g − σ·p;  n = n'
         p = (l1·sign(z) − z)/(n^(−k)/lr + 2·l2)  where |z| > l1, else 0

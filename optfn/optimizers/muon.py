@@ -42,7 +42,8 @@ def muon(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Muon: update matrices by their orthogonalized momentum, and the rest by adamw.
+    """Return the Muon optimizer, which updates matrices by their orthogonalized momentum, and all
+    other leaves by `others`, or by adamw if it is None.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
         p = (1 − lr·wd)·p − lr·scale(rows, columns)·O
@@ -120,8 +121,8 @@ class MatricesAndOthers(NamedTuple):
 def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
-    """Join two chains: `links` for the leaves that `matrices` selects,
-    `others` for all other leaves.
+    """Return the rule that applies `links` to the leaves that `matrices` selects, and `others` to
+    all other leaves.
 
     The second gets the directions of the first, and returns them unchanged.
     """

@@ -17,7 +17,8 @@ def apply_options(
     param_attrs: object,
     multi_precision: object,
 ) -> optax.GradientTransformation:
-    """Return the optimizer of these links with masters, and with attributes if any are given.
+    """Return the optimizer of these links behind clip and penalty, with masters unless
+    `multi_precision` is False, and with attributes if any are given.
 
     Masters are inside: attributes freeze a parameter together with its master.
     """

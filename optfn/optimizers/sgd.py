@@ -27,7 +27,8 @@ def sgd(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Stochastic gradient descent.
+    """Return the optimizer of stochastic gradient descent, which steps by −lr·g and keeps no
+    moments.
 
         p −= lr·g
 
@@ -60,7 +61,8 @@ def momentum(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Gradient descent with momentum.
+    """Return the optimizer of gradient descent by a velocity that accumulates the gradients, or
+    with `nesterov` by g + μv.
 
         v = μv + g
         p −= lr·v,  or lr·(g + μv) with nesterov
@@ -99,7 +101,8 @@ def lars(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """LARS: layer-wise adaptive rate scaling, with momentum, for large batches.
+    """Return the LARS optimizer for large batches, which scales the gradient plus weight decay by
+    the norms of each tensor, or by 1 if one is 0, before momentum.
 
         L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)    where ‖p‖ > 0 and ‖g‖ > 0, else lr
         v = μv + L·(g + wd·p)
@@ -141,7 +144,8 @@ def asgd(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Stochastic average gradient: the mean of the last gradients of all batches.
+    """Return the optimizer that steps by the mean of the last gradients of all batches seen so far,
+    plus weight decay, which is SGD if `batch_num` is 1.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j
         p −= lr·(d/min(t, n) + λ·p)

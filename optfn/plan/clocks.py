@@ -35,7 +35,8 @@ class Transfer:
         self.left = self.seconds
 
     def shares_links(self, other: "Transfer") -> bool:
-        """Tell whether both use the same links, so that the second waits for the first."""
+        """Tell whether both use a link in common, as every pair does if one of them uses all links,
+        so that the second waits for the first."""
         if self.lanes is None or other.lanes is None:
             return True
         return not self.lanes.isdisjoint(other.lanes)
@@ -117,10 +118,8 @@ class Clocks:
         self.totals.add(body, times)
 
     def wait(self, transfer: Transfer) -> None:
-        """Stop compute until a transfer is done, and all earlier transfers on the same links.
-
-        A transfer that has already been waited for costs nothing.
-        """
+        """Stop compute until a transfer is done, and all earlier transfers on the same links, or do
+        nothing if it was waited for already."""
         if transfer not in self.flying:
             return
         earlier = self.flying[: self.flying.index(transfer)]
@@ -146,10 +145,8 @@ class Clocks:
         transfer.left = 0.0
 
     def _advance(self, seconds: float) -> None:
-        """Move the transfers for so many seconds. On a shared link the earlier ones go first.
-
-        Carried transfers do not move.
-        """
+        """Move the transfers that are not carried for so many seconds, where on a shared link the
+        earlier ones go first."""
         ahead: list[tuple[Transfer, float]] = []  # earlier transfers, and when each frees its links
         for transfer in self.flying:
             if transfer.is_carried or transfer.left <= 0:

@@ -70,7 +70,8 @@ def read_collective(
 
 
 def _is_one_ring(settings: str) -> bool:
-    """Tell whether a TPU's algorithm is a ring in one dimension of the torus at a time.
+    """Tell whether a TPU's algorithm is a ring in one dimension of the torus at a time, by the
+    count of its rings, or else by its name.
 
     A sparse core's program names a sequence of rings for each part of the array: two parts go in
     both directions of the same rings, four go along two dimensions in both orders. Where it names
@@ -83,16 +84,16 @@ def _is_one_ring(settings: str) -> bool:
 
 
 def read_pairs(x: Instruction) -> Pairs:
-    """Return the pairs (from, to) of a permutation."""
+    """Return the pairs (from, to) of a permutation, or () if the instruction has none."""
     found = re.search(r"source_target_pairs=\{(.*?\})\}", x.attributes)
     pairs = re.findall(r"\{(\d+),(\d+)\}", found[1]) if found else []
     return tuple((int(a), int(b)) for a, b in pairs)
 
 
 def read_group(x: Instruction) -> Group:
-    """Return the devices of a collective's first group, or () for the empty list of groups that
-    stands for all devices. Of a permutation return the devices that are connected with its first
-    pair.
+    """Return the devices of a collective's first group, () for an empty list that stands for all,
+    or those connected with a permutation's first pair. Raise a ValueError for groups of another
+    form.
 
     The forms are {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0), a permuted range;  and
     mesh['a'=2,'b'=4] {'b'}, groups along axes, also with devices in another order, as in

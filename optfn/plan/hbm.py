@@ -27,7 +27,8 @@ class Traffic:
         self._of_fusion = functools.cache(self._count_fusion_bytes)
 
     def num_bytes(self, x: Instruction, home: Computation) -> float:
-        """Return the bytes that an instruction of the computation `home` moves."""
+        """Return the bytes of HBM that an instruction of the computation `home` reads and writes,
+        of which a slice or an update in place counts only its part."""
         shapes = [home[name].shape for name in x.operands if name in home]
         if x.opcode in COPIES:  # a slice may go to fast memory, or come from it
             ends = [end for end in read_arrays(x.shape) if end.shape][:2]
@@ -47,10 +48,8 @@ class Traffic:
         return sum(reads) + written
 
     def _count_fusion_bytes(self, name: str) -> tuple[dict[int, float], float]:
-        """Return the bytes that a fusion reads of each operand, if only slices, and that it writes.
-
-        An operand that is read whole has no entry.
-        """
+        """Return the bytes that a fusion reads of each operand of which it reads only slices, by
+        its number, and the bytes that it writes."""
         body = self.computations[name]
         within = {}
         for x in body.values():
@@ -62,8 +61,8 @@ class Traffic:
         return within, self._count_written(body, root)
 
     def _count_read_slices(self, body: Computation, name: str) -> float | None:
-        """Return the bytes of the slices that a fusion reads of a value. If it reads all, return
-        None."""
+        """Return the bytes of the slices that a fusion reads of a value, or None if it reads all of
+        it."""
         total = 0.0
         for x in body.values():
             for i in (i for i, operand in enumerate(x.operands) if operand == name):
@@ -82,8 +81,8 @@ class Traffic:
         return total
 
     def _count_written(self, body: Computation, x: Instruction) -> float:
-        """Return the bytes that a fusion writes for its result x. An update in place writes only
-        its slice."""
+        """Return the bytes that a fusion writes for its result x, of which an update in place
+        writes only its slice."""
         if x.opcode == "dynamic-update-slice":
             return _total(body[x.operands[1]].shape)
         if x.opcode == "scatter":
@@ -98,4 +97,5 @@ class Traffic:
 
 
 def _total(shape: str) -> float:
+    """Return the bytes in HBM of all arrays of a type, with the padding of tiles."""
     return sum(array.hbm_bytes for array in read_arrays(shape))

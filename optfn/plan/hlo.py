@@ -61,7 +61,7 @@ class Array(NamedTuple):
 
 
 def read_arrays(shape: str) -> list[Array]:
-    """Return the arrays of a type, which may be a tuple. Tokens and opaque values are left out."""
+    """Return the arrays of a type, which may be a tuple, without tokens and opaque values."""
     return [
         Array(dtype, read_integers(dims), layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
@@ -115,8 +115,8 @@ class Instruction(NamedTuple):
 
     @property
     def result(self) -> str:
-        """The type of its results. A start's type is (operands, results, …), of which this is the
-        second.
+        """The type of its results, which for a start is the second one of its type (operands,
+        results, …).
 
         The type of an all-reduce-start may also have its results alone.
         """
@@ -164,7 +164,8 @@ class Program:
         return any(x.opcode in _ARITHMETIC for x in self.computations[self.entry].values())
 
     def inside(self, x: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield each instruction that a fusion or call runs, and its computation."""
+        """Yield each instruction that a fusion or call runs, and its computation, also of fusions
+        and calls inside it."""
         for name in x.called:
             body = self.computations.get(name, {})
             for y in body.values():
@@ -173,10 +174,8 @@ class Program:
                     yield from self.inside(y)
 
     def trips(self, loop: Instruction, home: Computation) -> int | None:
-        """Return how often a loop runs: as the compiler says, or by `counter < bound`.
-
-        None where the compiler says nothing, and the values are no constants.
-        """
+        """Return how often a loop runs, as the compiler says or by `counter < bound`, or None if
+        neither tells it."""
         if said := _TRIPS.search(loop.attributes):
             return int(said[1])
         initial = home.get(loop.operands[0]) if loop.operands else None
@@ -194,11 +193,13 @@ class Program:
         return max(0, -((first - bound) // (second - first)))
 
     def _read_state(self, x: Instruction, home: Computation, outer: State) -> State:
-        """Return the integers in a tuple of the computation `home`."""
+        """Return the function that reads the integer at a place of a tuple of the computation
+        `home`, None for an unknown one."""
         return lambda i: self._read_integer(x.operands[i], home, outer)
 
     def _read_sides(self, condition: Computation, state: State) -> tuple[int | None, int | None]:
-        """Return both sides of a condition `counter < bound`, None for an unknown side."""
+        """Return both sides of a condition `counter < bound`, None for an unknown side, and both
+        None for another condition."""
         root = _root(condition)
         if root.opcode == "fusion":
             state = self._read_state(root, condition, state)
@@ -210,8 +211,8 @@ class Program:
         return counter, bound
 
     def _read_integer(self, name: str, home: Computation, state: State) -> int | None:
-        """Return the value of an integer, or None if it is not known. The parameters' values are in
-        `state`."""
+        """Return the value of an integer by its instruction's name, or None if it is not known,
+        with the parameters' values from `state`."""
         x = home.get(name)
         if x is None:
             return None
@@ -241,7 +242,7 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _read_instruction(line: str) -> Instruction | None:
-    """Return the instruction in a line of a program's text. If the line has none, return None."""
+    """Return the instruction in a line of a program's text, or None if the line has none."""
     found = _INSTRUCTION.match(line)
     if not found:
         return None
@@ -266,7 +267,8 @@ def _end_of_shape(text: str) -> int:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index of the bracket that closes the bracket at `start`."""
+    """Return the index of the bracket that closes the bracket at `start`, or the length of the text
+    if none does."""
     depth = 0
     for bracket in re.compile(r"[()]").finditer(text, start):
         depth += 1 if bracket[0] == "(" else -1
@@ -290,5 +292,5 @@ def split_tuple(shape: str) -> list[str]:
 
 
 def read_integers(text: str) -> tuple[int, ...]:
-    """Return the integers of a list such as "4,8". An empty text has none."""
+    """Return the integers of a list such as "4,8", or () for an empty text."""
     return tuple(int(x) for x in text.split(",") if x)

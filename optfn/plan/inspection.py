@@ -16,7 +16,8 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
-    """Check that a compiled step overwrites its donated arguments, and copies none of them.
+    """Compile a step, and raise an AssertionError unless it overwrites donated arguments and copies
+    no array of the size of one.
 
     Use it when you write a step yourself. JAX pairs donated arguments with results of the same
     shape in order. If the order differs, or if the loss reads parameters after they are

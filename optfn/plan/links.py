@@ -51,7 +51,8 @@ class Switch:
         return Time(seconds + chip.latency)
 
     def _outside(self, x: Collective, node: int) -> float:
-        """Return the bytes that a chip sends to other nodes."""
+        """Return the bytes that a chip sends to other nodes, of a permutation all if any pair
+        leaves its node, and of others those of a ring of nodes."""
         if x.kind == "collective-permute":
             return x.num_bytes if any(a // node != b // node for a, b in x.pairs) else 0.0
         nodes = len({device // node for device in x.group})
@@ -70,7 +71,8 @@ class Torus:
         self.is_closed = [every > 0 and length % every == 0 for length in self.lengths]
 
     def time(self, x: Collective) -> Time:
-        """Return the time of a collective.
+        """Return the time of a collective along all dimensions that its group spans, or of a
+        permutation by the shortest ways, 0 for a single place.
 
         A collective goes along all dimensions that its group spans at once, in both directions of
         those that it goes round, and leaves the links of other dimensions to other collectives.
@@ -99,6 +101,8 @@ class Torus:
         return found
 
     def _permute(self, num_bytes: float, pairs: Pairs) -> Time:
+        """Return the time of a permutation, that of the bytes on its busiest link and the latency
+        of its longest way, and the lanes that it uses."""
         loads: Counter[tuple[Place, Lane]] = Counter()
         farthest = 0
         for start, end in pairs:
@@ -110,7 +114,8 @@ class Torus:
         return Time(busiest * num_bytes / self.chip.link + farthest * self.chip.latency, lanes)
 
     def _way(self, place: Place, end: Place) -> list[tuple[Place, Lane]]:
-        """Return the links from one place to another: where each begins, and its lane."""
+        """Return the links of the shortest way from one place to another, dimension by dimension,
+        each as the place where it begins and its lane."""
         way = []
         for k, length in enumerate(self.lengths):
             ahead = end[k] - place[k]

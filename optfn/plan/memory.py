@@ -60,7 +60,8 @@ def plan_memory(
     batch: Batch = None,
     model_state: PyTree = None,
 ) -> MemoryPlan:
-    """Return the bytes that a way of sharding a model takes, without allocating anything.
+    """Return the bytes that each device keeps and sends with a way of sharding a model, by tracing
+    a step without allocating anything.
 
     With N workers, P bytes of params, G of gradients and S of state:
 
@@ -138,8 +139,8 @@ def plan_memory(
     stored = jax.eval_shape(pack if packed else lambda x: x, params)
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     return MemoryPlan(
-        _count_bytes(state.params),
-        _count_bytes(state.opt_state),
+        count_bytes(state.params),
+        count_bytes(state.opt_state),
         _count_gradients(tx, stored, layout, held, patterns.match_names(tables, stored, "tables")),
         round(
             _count_sent(program, mesh, layout.data_axes)
@@ -171,7 +172,8 @@ def _trace_step(
 def _find_whole(
     program: Equations, layout: Layout, params: Params, gathers: list[RecordedGather]
 ) -> Mapping[str, str]:
-    """Return the line of the loss that needs a divided leaf as a whole, by path."""
+    """Return the line of the loss that needs a divided leaf as a whole, by path, without leaves
+    that only scans take."""
     entries = jax.tree.leaves(layout.describe(params))
     divided = [entry.path for entry in entries if layout.divisions(entry.spec)]
     return find_whole_gathers(program, tree.array_paths(params), divided, gathers)
@@ -213,7 +215,8 @@ def _count_gradients(
     layers: Mapping[str, int],
     tables: Collection[str],
 ) -> int:
-    """Return the bytes of the gradients that a device holds before they are reduced.
+    """Return the bytes of the gradients that a device holds before they are reduced, without those
+    of tables and those that the update does not read.
 
     Args:
       tx: the optimizer.
@@ -238,8 +241,8 @@ def _count_gradients(
 
 
 def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Trace the update, and return the paths of the leaves whose gradients it reads. If it cannot
-    be traced, the paths of all leaves with gradients are returned.
+    """Trace the update and return the paths of the leaves whose gradients it reads, or of all
+    leaves with gradients if it cannot be traced.
 
     An exchange cannot be traced outside of a mesh.
     """
@@ -276,7 +279,7 @@ def _find_gathered(state: OptState, params: Params, layout: Layout) -> tuple[str
     return tuple(path for path in whole if path in divided)
 
 
-def _count_bytes(values: PyTree) -> int:
+def count_bytes(values: PyTree) -> int:
     """Return the bytes of arrays on each device, from shapes with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -7,7 +7,8 @@ from optfn.train.step import TrainStep
 
 
 def count_step_flops(step: TrainStep, state: TrainState, batch: Batch) -> float | None:
-    """Return the FLOPs of the products of a call's loss and gradients, on all devices.
+    """Return the FLOPs of the products of a call's loss and gradients, on all devices, or None if
+    the equations do not tell them.
 
     Products that run again in the backward pass, and the optimizer's, do not count: the same model
     has the same FLOPs however it is trained. They are counted from the equations, because XLA's

@@ -43,7 +43,8 @@ def plan_users_loss(
     loss_fn: Callable[..., Any], params: Params, model_state: PyTree, batch: Batch,
     layout: Layout, parts: int,
 ) -> PlannedLoss:  # fmt: skip
-    """Trace the user's loss, and return it with a batch that can be divided.
+    """Trace the user's loss, and return it with a batch that can be divided, or raise a ValueError
+    if it needs a batch and has none.
 
     Args:
       loss_fn: the loss of the user.
@@ -108,7 +109,8 @@ def _read_array(x: jax.Array) -> jax.Array:
 
 
 def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a part of an array's examples. A scalar has its own."""
+    """Return the shape and dtype of a part of an array's examples, rounded up, or of a scalar its
+    own."""
     shape = jnp.shape(x)
     first = [-(-shape[0] // parts)] if shape else []
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
@@ -124,8 +126,8 @@ def _shape_of_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct
 def _trace_loss(
     loss_fn: Callable[..., Any], params: Params, arguments: Sequence[PyTree], layout: Layout
 ) -> Equations:
-    """Trace the loss, and return its equations. If that fails without a batch, a ValueError asks
-    for one."""
+    """Trace the loss and return its equations, or raise a ValueError that asks for a batch if that
+    fails without one."""
     types = dict.fromkeys(layout.mesh.axis_names, AxisType.Auto)
     mesh = layout.mesh.abstract_mesh.update_axis_types(types)
     try:
@@ -146,8 +148,8 @@ def _trace_loss(
 def find_whole_gathers(
     program: Equations, paths: Sequence[str], divided: Sequence[str], gathers: list[RecordedGather]
 ) -> dict[str, str]:
-    """Return the line of the loss that needs a leaf as a whole, by path. Leaves that only scans
-    take are left out.
+    """Return the line of the loss that needs a divided leaf as a whole, by path, without leaves
+    that only scans take.
 
     Args:
       program: the equations of the loss.
@@ -179,8 +181,8 @@ def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]
 
 
 def _find_line(info: source_info_util.SourceInfo) -> str:
-    """Return the innermost line outside of libraries, or else of a library. Without a line it is
-    ""."""
+    """Return the innermost line outside of libraries, or else of a library, or "" without a
+    line."""
     lines = source_info_util.summarize(info, num_frames=1000).splitlines()[::-1]
     own = str(Path(__file__).parents[1])
     lines = [line for line in lines if not line.startswith(own)]

@@ -100,7 +100,8 @@ class Schedule:
         return Transfer(collective.kind, seconds, collective.sent, lanes)
 
     def transfers_inside(self, x: Instruction, settings: str = "") -> list[Transfer]:
-        """Return the collectives that an instruction's computations run."""
+        """Return the transfers of the collectives that an instruction's computations run, without
+        those in loops."""
         return [
             self.transfer(y, name, settings)
             for name in x.called
@@ -120,7 +121,8 @@ class Schedule:
                     yield from self._collectives(called)
 
     def seconds(self, x: Instruction, home: Computation, totals: Totals) -> float:
-        """Return an instruction's seconds of compute, and add its FLOPs to `totals`.
+        """Return an instruction's seconds of compute, by the cycles of a TPU's compiler or else its
+        bytes and products, and add its FLOPs to `totals`.
 
         They are the cycles that a TPU's compiler estimates; else the time of its bytes in HBM or of
         its products, whichever is longer. An instruction that only names or views takes none.
@@ -210,8 +212,8 @@ class _ScheduleWalk:
         return [*found.values()]
 
     def compute(self, x: Instruction, carried: list[Transfer] | None = None) -> None:
-        """Advance the clocks by an instruction's own compute. The `carried` transfers move beside
-        it."""
+        """Advance the clocks by an instruction's own compute, beside which the `carried` transfers
+        move."""
         seconds = self.schedule.seconds(x, self.body, self.clocks.totals)
         self.clocks.compute(seconds, carried or ())
 
@@ -222,8 +224,8 @@ class _ScheduleWalk:
             self.clocks.wait(transfer)
 
     def send(self, x: Instruction, transfers: list[Transfer]) -> None:
-        """Start asynchronous collectives. If the compiler or the check makes them synchronous, stop
-        compute until they are done."""
+        """Start asynchronous collectives, and stop compute until they are done if the compiler or
+        the check makes them synchronous."""
         self.held[x.name] = transfers
         for transfer in transfers:
             self.clocks.start(transfer, is_asynchronous=True)
@@ -231,8 +233,8 @@ class _ScheduleWalk:
                 self.clocks.wait(transfer)
 
     def visit_called(self, x: Instruction) -> None:
-        """Walk the computations that an instruction calls, and add their totals. The body of a loop
-        counts as often as the loop runs, and of a conditional only the longest branch counts."""
+        """Walk the computations that an instruction calls and add their totals, a loop's as often
+        as it runs, and only the longest branch of a conditional."""
         if x.opcode == "while":
             body = x.attribute("body").lstrip("%")
             times = self.schedule.program.trips(x, self.body)
@@ -245,10 +247,10 @@ class _ScheduleWalk:
             self.clocks.loop(max(branches, key=lambda totals: totals.seconds), 1)
 
     def visit_start(self, x: Instruction) -> None:
-        """Start the collectives of a start instruction. If it has none, add its compute.
+        """Start the collectives of a start instruction, or hold them for its update if a sparse
+        core has one, and add its compute if it has no collective.
 
         Compute of another core or stream counts where it starts, as if nothing ran beside it.
-        Collectives of a sparse core wait for an update, if there is one.
         """
         if _kind(x):
             self.send(x, [self.schedule.transfer(x, self.name)])

@@ -162,7 +162,8 @@ def estimate_step(
 def estimate_schedule(
     text: str, chip: Chip, *, synchronous: bool = False, places: Sequence[Place] = ()
 ) -> StepEstimate:
-    """Return the estimate of a program's text. If `synchronous`, every collective stops compute.
+    """Return the estimate of a program's text, in which every collective stops compute if
+    `synchronous` is given.
 
     `places` are the places of its devices on the torus; without them, JAX's order by hosts.
     """
@@ -199,7 +200,8 @@ def _make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
 
 
 def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
-    """Return the devices of a program, in the order of its mesh."""
+    """Return the devices of a program in the order of its mesh, or by number without one, or raise
+    a ValueError if it has no arrays."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         # Partition i of a program runs on device i of its mesh, whatever the numbers of devices.
         if isinstance(sharding, jax.sharding.NamedSharding):

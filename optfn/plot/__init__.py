@@ -6,7 +6,7 @@ and `report` writes a file. matplotlib is imported when you first call one of th
 
 from optfn.plot.curves import dgc_ramp, schedules
 from optfn.plot.page import report
-from optfn.plot.resources import memory, recompute, timetable
+from optfn.plot.resources import memory, recompute, timetable, tuning
 from optfn.plot.run import history, learning_rate, losses, norms
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "report",
     "schedules",
     "timetable",
+    "tuning",
 ]

@@ -46,8 +46,8 @@ def schedules(
 def _check_schedules(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
-    """Return schedules by name: those of a mapping by its names, one schedule or several by their
-    reprs.
+    """Return schedules by name, those of a mapping by its names and others by their reprs, or raise
+    a TypeError if one is no function.
 
     Raises:
       TypeError: one of them is no function.
@@ -66,7 +66,8 @@ def _check_schedules(
 
 
 def _sample_schedule(name: str, schedule: Schedule, at: np.ndarray) -> np.ndarray:
-    """Return a schedule's rates at the steps `at`. Raise a ValueError unless it gives scalars."""
+    """Return a schedule's rates at the steps `at`, or raise a ValueError unless it gives
+    scalars."""
     values = np.asarray(jax.vmap(lambda i: jnp.asarray(schedule(i), jnp.float32))(at))
     if values.shape != at.shape:
         raise ValueError(

@@ -17,7 +17,8 @@ MAX_POINTS = 500
 
 
 def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
-    """Style `ax`, or the axes of a new figure for None: no frame at the top and the right.
+    """Return `ax`, or the axes of a new figure for None, without a frame at the top and the right,
+    or raise a TypeError if it is no axes.
 
     Args:
       ax: axes of matplotlib, or None.
@@ -37,8 +38,8 @@ def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Ax
 def check_mapping(
     argument: str, values: Mapping[str, T], kind: type[T] | None = None
 ) -> dict[str, T]:
-    """Return a mapping from names as a dict. Raise a ValueError if it is empty, and a TypeError if
-    it is no mapping or has a value of another class.
+    """Return a mapping from names as a dict, or raise a ValueError if it is empty, and a TypeError
+    if it is no mapping or has a value of another class.
 
     Args:
       argument: the name of the argument, for errors.
@@ -58,8 +59,10 @@ def check_mapping(
 
 
 def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
-    """Draw a curve. One of more than MAX_POINTS points is drawn as the means of intervals, with a
-    band from minimum to maximum.
+    """Draw a curve without its values that are not finite, or for more than MAX_POINTS points the
+    means of intervals with a band from minimum to maximum.
+
+    Intervals that contain a value that is not finite are left out.
 
     Points that are not finite are left out, and so are intervals that contain one.
     """
@@ -76,10 +79,8 @@ def draw_curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: An
 
 
 def scale_axis(ax: "Axes", *curves: np.ndarray) -> None:
-    """Make the y axis logarithmic if all finite values are positive and span a factor above 100.
-
-    Otherwise its scale does not change.
-    """
+    """Make the y axis logarithmic if all finite values are positive and span a factor above 100,
+    and leave it unchanged otherwise."""
     values = np.concatenate([np.ravel(y) for y in curves])
     values = values[np.isfinite(values)]
     if values.size and values.min() > 0 and values.max() > 100 * values.min():

@@ -8,6 +8,7 @@ import numpy as np
 from optfn.core import checks
 from optfn.pipeline.plan import Plan
 from optfn.plan.memory_plan import MemoryPlan
+from optfn.plan.tuning import Tuning, describe_way
 from optfn.plot.figure import check_mapping, style_axes
 
 if TYPE_CHECKING:
@@ -42,6 +43,48 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
     ax.grid(visible=False, axis="y")
     ax.invert_yaxis()  # matplotlib puts the first bar at the bottom
     ax.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return ax
+
+
+def tuning(tuning: Tuning, *, ax: "Axes | None" = None) -> "Axes":
+    """Draw the milliseconds of a step, as a bar for each way whose time is known.
+
+    An estimated bar has compute, and the communication that compute waits for. Beside each bar are
+    the bytes that a device keeps and needs.
+
+    Args:
+      tuning: the result of `optfn.distributed.tune`.
+      ax: where to draw; None for a new figure.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: the time of no way is known.
+    """
+    if not isinstance(tuning, Tuning):
+        raise TypeError(f"tuning must be a Tuning; got {checks.show(tuning)}")
+    rows = [row for row in tuning.rows if row.is_usable]
+    if not rows:
+        raise ValueError(f"the time of no way is known:\n{tuning}")
+    ax = style_axes(ax, (8, 1.2 + 0.4 * len(rows)))
+    steps = 1e3 * np.array([row.seconds for row in rows], float)
+    exposed = 1e3 * np.array([row.exposed or 0 for row in rows], float)
+    places = np.arange(len(rows))
+    name = "step, measured" if rows[0].is_measured else "compute"
+    ax.barh(places, steps - exposed, label=name)
+    if exposed.any():
+        ax.barh(places, exposed, left=steps - exposed, label="communication, exposed")
+    for y, row in enumerate(rows):
+        size = (row.kept or 0) + (row.temporaries or 0)
+        factor, unit = _choose_unit(size)
+        ax.text(steps[y], y, f" {size / factor:.3g} {unit}", va="center", fontsize="small")
+    names = [describe_way(row.way) for row in rows]
+    if len({row.batch_size for row in rows}) > 1:
+        names = [f"{x}, batch {row.batch_size}" for x, row in zip(names, rows, strict=True)]
+    ax.set(xlabel="ms of a step", xlim=(0, 1.15 * steps.max()))
+    ax.set_yticks(places, names)
+    ax.grid(visible=False, axis="y")
+    ax.invert_yaxis()  # matplotlib puts the first bar at the bottom
+    ax.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 
@@ -87,7 +130,7 @@ def recompute(
 
 
 def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
-    """Return (bytes, FLOPs) as floats. Raise a ValueError unless both are positive."""
+    """Return (bytes, FLOPs) as floats, or raise a ValueError unless both are positive."""
     if np.shape(pair) != (2,) or not np.all(np.asarray(pair) > 0):
         raise ValueError(f"{name} must be (bytes, FLOPs), both > 0; got {pair!r}")
     size, flops = pair
@@ -97,7 +140,7 @@ def _check_pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
 def _merge_marks(
     named: Mapping[str, tuple[float, float]], near: tuple[float, float]
 ) -> dict[tuple[float, float], list[str]]:
-    """Group names by point. A mark that would overlap an earlier one joins its group."""
+    """Group names by point, where a mark that would overlap an earlier one joins its group."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, (x, y) in named.items():
         there = [(u, v) for u, v in places if abs(x - u) <= near[0] and abs(y - v) <= near[1]]

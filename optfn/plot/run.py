@@ -29,7 +29,8 @@ def losses(
     local_steps: int = 1,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw the loss of each training batch, and the evaluations of the loss, of one or more runs.
+    """Draw the loss of each training batch and the evaluations of the loss of one run, or the
+    losses alone of several runs.
 
     The y axis is logarithmic if the losses are positive and span a factor above 100.
 
@@ -97,7 +98,8 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
 
 
 def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
-    """Draw the global norms of gradient, update and parameters, on a logarithmic axis.
+    """Draw the global norms of gradient, update and parameters on a logarithmic axis, or raise a
+    ValueError if they were not recorded.
 
     Args:
       history: the history that `minimize` returns if `record_metrics` is around the optimizer.
@@ -141,10 +143,8 @@ def history(
 
 
 def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
-    """Return a function of `ax` for each panel that `series` has arrays for.
-
-    The clip factor has a panel only if it was below 1.
-    """
+    """Return a function of `ax` for each panel that `series` has arrays for, and for the clip
+    factor only if it was below 1."""
     draws = {"loss": losses, "learning_rate": learning_rate, "grad_norm": norms}
     panels: list[Callable[..., Axes]] = [
         partial(draw, series, local_steps=local_steps)
@@ -178,9 +178,10 @@ def _draw_series(
 
 
 def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
-    """Return a history as NumPy arrays. Raise a ValueError unless it has "loss" and all `needed`.
+    """Return a history as NumPy arrays, or raise a ValueError unless it has "loss", all `needed`,
+    and one value per step or evaluation in each.
 
-    Each array must have one value per step, or per evaluation.
+    The word "stopped" and arrays of bytes are left out.
     """
     arrays = {name: np.asarray(x) for name, x in check_mapping("history", history).items()}
     arrays.pop("stopped", None)  # a word

@@ -52,14 +52,15 @@ class RunReport:
         return self
 
     def __call__(self) -> None:
-        """Write the report if a minute has passed since the last one. Without a path do nothing."""
+        """Write the report if a minute has passed since the last one, or do nothing, as without a
+        path."""
         if self.path is not None and time.monotonic() - self.since > _SECONDS_BETWEEN:
             self._write("not yet")
             self.since = time.monotonic()
 
     def _write(self, end: str) -> None:
-        """Write the page, with the words `end` for how the run ended. Only process 0 writes it, and
-        only after the first loss."""
+        """Write the page, with the words `end` for how the run ended, but only with a path, in
+        process 0, and after the first loss."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return

@@ -77,6 +77,8 @@ class Remaining:
             yield self._draw()
 
     def _skip_used(self) -> None:
+        """Draw and skip the batches that the run has used, unless the iterator is already behind
+        them, and warn if the last one is another than before."""
         if self.is_finished or self.given >= self.used:
             return
         while self.given < self.used and self._look_ahead():
@@ -90,8 +92,8 @@ class Remaining:
             )
 
     def _draw(self) -> Batch:
-        """Take the batch that was read ahead, count it, and return it. If reading it raised an
-        error, that error is raised now."""
+        """Take the batch that was read ahead, count it and return it, or raise the error that
+        reading it has raised."""
         drawn = self._ahead.pop()
         if isinstance(drawn, Exception):
             raise drawn
@@ -101,8 +103,8 @@ class Remaining:
         return drawn.batch
 
     def _draw_next(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> list[_Drawn]:
-        """Draw the next batch, place it, and return it as a list of one. At the end of the batches
-        the list is empty.
+        """Draw the next batch, place it, and return it as a list of one, or as an empty list at the
+        end of the batches.
 
         Tokens are counted before: on a device, the count would wait for the step that runs there.
         """
@@ -112,8 +114,8 @@ class Remaining:
         ]
 
     def _count(self, batch: Batch) -> int | None:
-        """Call the user's `count_tokens` on a batch, and return the count. Without such a function
-        it returns None."""
+        """Call the user's `count_tokens` on a batch and return the count, or return None without
+        such a function."""
         if self._count_tokens is None:
             return None
         found = self._count_tokens(batch)
@@ -125,9 +127,10 @@ class Remaining:
         return bool(self._ahead)
 
     def read_ahead(self, place: Callable[[Batch], Batch]) -> None:
-        """Draw the next batch and place it, if the run makes another step and has not drawn it.
+        """Draw the next batch and place it, unless it is drawn already or the run takes no more
+        steps, and keep an error until the batch is due.
 
-        An error is kept, and raised when the batch is due: the run may end before.
+        The run may end before.
         """
         if self._ahead or self.is_finished or self.given == self.most:
             return
@@ -138,13 +141,14 @@ class Remaining:
             self._ahead = [error]
 
     def _mark_position(self) -> None:
-        """Record the iterator's position: a checkpoint must not skip a batch drawn ahead."""
+        """Record the iterator's position before a batch is drawn ahead, which a checkpoint must not
+        skip, or do nothing without checkpoints."""
         if self._is_saved:
             self._before_ahead = self._position()
 
     def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
-        """Return a new iterator, restored at a saved position. If it has no `set_state`, or refuses
-        the state, which a warning says, None is returned in its place."""
+        """Return a new iterator restored at a saved position, or None if it has no `set_state`, or
+        refuses the state, which a warning says."""
         self._set_epoch(found.epoch)
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
@@ -162,22 +166,22 @@ class Remaining:
         return iterator
 
     def position(self) -> TakenPosition | None:
-        """Return the iterator's position after the last batch of the run. If the iterator has no
-        state, it returns None."""
+        """Return the iterator's position after the last batch of the run, not counting one read
+        ahead, or None if the iterator has no state."""
         return self._before_ahead if self._ahead else self._position()
 
     def _position(self) -> TakenPosition | None:
-        """Return the iterator's position after the last batch that it gave. If the iterator has no
-        state, it returns None."""
+        """Return the iterator's position after the last batch that it gave, or None if the iterator
+        has no state."""
         if isinstance(self._iterator, StatefulIterator):
             return take_position(self._pass, self._iterator.get_state())
         return None
 
     def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
-        """Yield (epoch, batch) from the current epoch on. If `begun`, a restored iterator, is
-        given, it gives the batches of the first of these epochs.
+        """Yield (epoch, batch) from the current epoch on, which `begun`, if given, continues, and
+        raise a ValueError if a later epoch is empty.
 
-        An empty first epoch ends the iteration; a later empty one is an error.
+        An empty first epoch ends the iteration.
         """
         for epoch in range(self._pass, 1 + (self.epochs or 1)):
             self._pass = epoch
@@ -197,9 +201,8 @@ class Remaining:
                 )
 
     def _set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of a loader and of its samplers, as torch has them, with the index of
-        the pass, from 0. Without `epochs` nothing is called, and the loader decides its epoch
-        itself."""
+        """Call `set_epoch` of a loader and its samplers, if they have it, with the index of the
+        pass from 0, or call nothing without `epochs`. The loader then decides its epoch itself."""
         if self.epochs is None:
             return
         samplers = (getattr(self.batches, name, None) for name in ("sampler", "batch_sampler"))
@@ -208,7 +211,8 @@ class Remaining:
                 set_epoch(epoch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Tell whether the last batch ended one of the epochs, by drawing the next."""
+        """Tell whether the last batch ended an epoch, by drawing the next one, which is always so
+        at the end of the run and never without `epochs`."""
         self._skip_used()
         if self.epochs is None or self.is_finished or self.given == self.most:
             return self.epochs is not None
@@ -220,16 +224,16 @@ class Remaining:
         return not isinstance(following, Exception) and following.epoch != self.epoch
 
     def last_step(self) -> int | None:
-        """Return `steps`, or else epochs × batches × local_steps. Without `steps`, and without
-        `epochs` or a length of the batches, it returns None."""
+        """Return `steps`, or else epochs × batches × local_steps, or None without `steps` if there
+        are no `epochs` or the batches have no length."""
         if self.steps is None and self.epochs is not None and isinstance(self.batches, Sized):
             with contextlib.suppress(TypeError):  # a DataLoader over a stream
                 return self.epochs * len(self.batches) * self.local_steps
         return self.steps
 
     def check(self) -> None:
-        """Raise a ValueError if there were fewer batches than `steps` or the used batches need. A
-        run that had made all its steps before is not checked."""
+        """Raise a ValueError if there were fewer batches than `steps` or the used batches need,
+        unless the run had made all its steps before."""
         needed = max(self.used, 1) if self.most is None else self.most
         if self.is_finished or self.given >= needed:
             return

@@ -65,7 +65,8 @@ class Evaluator:
         self._read_earlier()
 
     def _read_earlier(self) -> None:
-        """Record the evaluations of the history."""
+        """Forget the best evaluation, and record all evaluations of the history again, a
+        provisional one without counting it for `patience`."""
         self.monitored: dict[int, float] = {}
         self.best, self.best_step, self.no_better = self.worst, 0, 0
         earlier = self.history.earlier
@@ -90,15 +91,13 @@ class Evaluator:
         return self.sign * math.inf
 
     def is_better(self, value: float, than: float) -> bool:
-        """Tell whether one monitored value is better than another. If one of them is NaN, it
-        returns False."""
+        """Tell whether one monitored value is better than another, with False if one of them is
+        NaN."""
         return self.sign * value < self.sign * than
 
     def is_due(self, n: int, ends_epoch: Callable[[], bool]) -> bool:
-        """Tell whether the call that ended with step n passed a multiple of `evaluate_every`.
-
-        For "epoch", tell whether the call ended an epoch; without `evaluate`, none is due.
-        """
+        """Tell whether the call that ended with step n passed a multiple of `evaluate_every`, or
+        for "epoch" ended an epoch, with False if evaluations are off."""
         every = self.options.evaluate_every
         if self.options.evaluate is None or every is None:
             return False
@@ -108,17 +107,19 @@ class Evaluator:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last `patience` evaluations were no better than the best."""
+        """Whether the last `patience` evaluations were no better than the best, False without
+        `patience`."""
         return self.options.patience is not None and self.no_better >= self.options.patience
 
     def has_seen(self, n: int) -> bool:
-        """Tell whether the state after step n has been evaluated, or evaluations are off."""
+        """Tell whether the state after step n has been evaluated, with True if there is no
+        `evaluate`."""
         found = self.history.evaluations
         return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
 
     def __call__(self, n: int, state: TrainState) -> dict[str, float]:
-        """Evaluate the state after step n, record the result, and return its values by their names
-        in the history.
+        """Call `evaluate` on the state after step n, record the result, and return its values by
+        their names in the history.
 
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
@@ -130,24 +131,26 @@ class Evaluator:
         return values
 
     def tell_plateaus(self, n: int, state: TrainState) -> TrainState:
-        """Return the state after step n, with its evaluation for a plateau that watches it. Without
-        such a plateau the state is returned unchanged."""
+        """Return the state after step n with its evaluation recorded for the plateaus that watch
+        it, or unchanged if there are none."""
         if not self.has_plateau:
             return state
         return state._replace(opt_state=record_evaluation(state.opt_state, self.monitored[n]))
 
     def has_been_due(self, n: int) -> bool:
-        """Tell whether n steps contain a multiple of `evaluate_every`, if it is an integer."""
+        """Tell whether n steps contain a multiple of `evaluate_every`, with False if that is not an
+        integer."""
         every = self.options.evaluate_every
         return isinstance(every, int) and n >= every
 
     def record_first(self, state: TrainState) -> None:
-        """Evaluate the state that the run begins with, and compare it with the evaluations so far.
-        It is not in the history, which has evaluations of steps only."""
+        """Evaluate the state that the run begins with, and compare it with the evaluations so far,
+        without an entry in the history. That has evaluations of steps only."""
         self._record(int(state.step), self._numbers(state)[self.key], is_extra=True)
 
     def _numbers(self, state: TrainState) -> dict[str, float]:
-        """Call `evaluate` on a state, and return the values by their names in the history.
+        """Call `evaluate` on a state and return the values by their names in the history, or raise
+        a ValueError if `monitor` is needed and names none of them.
 
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
@@ -174,7 +177,8 @@ class Evaluator:
         return values
 
     def _select_model_state(self, state: TrainState) -> PyTree:
-        """Return the model state that is evaluated: its average beside averaged params."""
+        """Return the model state that is evaluated, which is its average if averaged params are
+        evaluated and the state's own otherwise."""
         average = self.options.evaluate_average
         if not average:
             return state.model_state
@@ -183,10 +187,13 @@ class Evaluator:
 
     @property
     def _needs_monitor(self) -> bool:
+        """Whether evaluations are compared, by `patience`, `keep_best` or a plateau, so that one
+        number must be monitored."""
         return _ranks_states(self.options) or self.has_plateau
 
     def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
-        """Record the value of step n: the best, or one without improvement unless it is extra."""
+        """Record the value of step n, as the best if it is better, and else as one without
+        improvement, which an extra evaluation does not count as."""
         self.monitored[n] = value
         if not is_extra:
             self.no_better += 1
@@ -194,8 +201,8 @@ class Evaluator:
             self.best, self.best_step, self.no_better = value, n, 0
 
     def warn_of_mode(self) -> None:
-        """Warn if the monitored value went the wrong way in all of three or more evaluations, and
-        `mode` does not say which way is right: a run may overfit from the first step on."""
+        """Warn if evaluations are compared without a given `mode`, and the monitored value went the
+        wrong way in all of three or more of them. A run may overfit from the first step on."""
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
         is_open = self.options.mode is None and _ranks_states(self.options)
@@ -208,12 +215,13 @@ class Evaluator:
 
 
 def _ranks_states(options: LoopOptions) -> bool:
-    """Tell whether the run compares its evaluations."""
+    """Tell whether the run compares its evaluations, for `patience` or `keep_best`."""
     return options.patience is not None or options.keep_best
 
 
 def _check_plateaus(opt_state: OptState, options: LoopOptions) -> bool:
-    """Tell whether a `reduce_on_plateau` watches the evaluation.
+    """Tell whether a `reduce_on_plateau` watches the evaluation, and raise a ValueError if there is
+    none to watch or the modes differ.
 
     Raises:
       ValueError: there is no evaluation to watch, or the loop compares evaluations the other way.
@@ -244,8 +252,8 @@ def _check_average(state: TrainState, average: bool | str) -> None:
 
 
 def _select_params(state: TrainState, average: bool | str) -> Params:
-    """Return the params that are evaluated. With `average` they are the averaged params, with the
-    shardings that params have on a mesh, and otherwise the params of the state.
+    """Return the params that are evaluated, those of the state, or with `average` the averaged ones
+    with the shardings of the params on a mesh.
 
     Args:
       state: the state that is evaluated.
@@ -264,14 +272,15 @@ def _select_params(state: TrainState, average: bool | str) -> Params:
 
 
 def _read_average(state: TrainState, average: bool | str) -> Params:
-    """Return the averaged params of a state: of the average with this name, or of the only one."""
+    """Return the averaged params of a state, of the average with this name or for True of the only
+    one, and raise a ValueError without one."""
     name = average if isinstance(average, str) else None
     return averaged_params(state.opt_state, state.params, name=name)
 
 
 def _check_number(who: str, key: str, value: Any) -> float:
-    """Return as a float the scalar that `who` returned, or the quotient of a `Mean`. Raise a
-    TypeError if the value is neither."""
+    """Return as a float the scalar that `who` returned, or the quotient of a `Mean`, NaN without
+    weight, and raise a TypeError for anything else."""
     if is_mean(value):
         total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
         return total / weight if weight else math.nan
@@ -288,7 +297,8 @@ def _check_number(who: str, key: str, value: Any) -> float:
 def over_batches(
     fn: Callable[..., Any], batches: Iterable[Batch]
 ) -> Callable[..., float | dict[str, float]]:
-    """Return a function for the argument `evaluate` of `fit`: the mean of `fn` over all examples.
+    """Return a function for the argument `evaluate` of `fit` that compiles `fn`, runs it on each
+    batch, and returns its mean over all examples, or by a `Mean`'s weights.
 
         evaluate(params) = Σ nᵦ·fn(params, b) / Σ nᵦ,  nᵦ the examples of batch b
 
@@ -339,8 +349,8 @@ def over_batches(
 
 
 def _check_num_examples(batch: Batch) -> int:
-    """Return the length that the leading axes of a batch have in common. Raise a ValueError if they
-    differ."""
+    """Return the length that the leading axes of a batch have in common, or raise a ValueError if
+    they differ."""
     count = count_examples(batch)
     if count is None:
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
@@ -352,15 +362,15 @@ def _check_num_examples(batch: Batch) -> int:
 
 
 def _numbers_by_key(who: str, result: object) -> dict[str, float]:
-    """Return the values that a function returned, as floats by key. A single value has the key
-    ""."""
+    """Return the values that a function returned as floats by key, a single value under the key "",
+    or raise a TypeError if one is no number."""
     named = result if isinstance(result, Mapping) else {"": result}
     return {str(key): _check_number(who, str(key), value) for key, value in named.items()}
 
 
 def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
-    """Return (total, weight) by key for each value that `fn` returned. A plain number is a mean
-    over the examples of the batch, whose count is its weight."""
+    """Return (total, weight) by key for each value that `fn` returned, where the weight of a plain
+    number is the count of examples of the batch."""
     who = "over_batches: fn"
     if isinstance(result, tuple) and not is_mean(result):
         raise TypeError(
@@ -382,8 +392,8 @@ def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
 
 
 def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[str, float]:
-    """Return ∑ total / ∑ weight by key, with NaN for 0/0. If "" is the only key, its value is
-    returned alone."""
+    """Return ∑ total / ∑ weight by key, NaN for 0/0, or the value alone if "" is the only key, and
+    raise a ValueError without any weight."""
     if not any(weight for row in rows for _, weight in row.values()):
         raise ValueError("over_batches: batches has no examples, or all weights are 0")
     first = rows[0]

@@ -38,28 +38,29 @@ class History:
         return self._nonfinite is not None
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        """Move all losses to the host, and return the index, from 0, and the loss of the first call
-        whose loss is not finite. If all are finite, or had no weight, it returns None."""
+        """Move all losses to the host, and return the index, from 0, and the value of the first
+        that is not finite but has weight, or None if there is none."""
         self._move_to_host()
         return self._nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add those metrics of a step that the history keeps. They are moved to the host later,
-        together with those of many other steps."""
+        """Add those metrics of a step that the history keeps, and leave them on the device until
+        those of many steps are moved to the host together."""
         if len(self.steps) == _CHUNK:
             self._move_to_host()
         kept = {k: x for k, x in metrics.items() if k.partition("/")[0] in PER_STEP or is_curve(k)}
         self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, earlier entries first, NaN where one is missing."""
+        """Move all metrics to the host, and return an array for each, earlier entries first, with
+        NaN where one is missing."""
         self._move_to_host()
         per_step, evaluations = self._split_tables()
         return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
     def last_evaluation(self) -> int | None:
-        """Return the step of the last evaluation of an earlier part of the run. If there is none,
-        it returns None."""
+        """Return the step of the last evaluation of an earlier part of the run, or None if there is
+        none."""
         steps = self.earlier.get("evaluation_step", np.zeros(0))
         return int(steps[-1]) if len(steps) else None
 
@@ -70,14 +71,16 @@ class History:
         self.earlier = steps | {k: x for k, x in shorter.items() if len(x)}
 
     def _split_tables(self) -> list[dict[str, np.ndarray]]:
-        """Return the columns on the host, the steps' apart from the evaluations'."""
+        """Return two dicts of the columns on the host, those of the steps and those of the
+        evaluations."""
         return [
             {k: x for k, x in self.earlier.items() if k.startswith("evaluation") == of_evaluations}
             for of_evaluations in (False, True)
         ]
 
     def _move_to_host(self) -> None:
-        """Move the latest steps to the host, in one transfer, because each waits for the device."""
+        """Move the latest steps to the host in one transfer, and note the first loss that is not
+        finite and the first without weight. Each transfer waits for the device."""
         columns = _to_columns(jax.device_get(self.steps))
         loss = columns.get("loss", np.zeros(0))
         # Such a step has changed nothing, and its loss is 0/0.
@@ -93,6 +96,7 @@ class History:
 
 
 def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return an array for each name that any of the rows has, with NaN where a row lacks it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {k: np.array([row.get(k, np.nan) for row in rows]) for k in names}
 
@@ -100,8 +104,8 @@ def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def _join_tables(
     first: dict[str, np.ndarray], then: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Join two tables by column, the rows of `first` before those of `then`. Where a table lacks a
-    column, its rows are NaN."""
+    """Join two tables by column, the rows of `first` before those of `then`, with NaN for the rows
+    of a table that lacks the column."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
     return {
@@ -111,8 +115,8 @@ def _join_tables(
 
 
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the scalars among metrics by path, such as "aux/accuracy". Arrays with axes are left
-    out."""
+    """Return the scalars among metrics by path, such as "aux/accuracy", without arrays that have
+    axes."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))
@@ -121,12 +125,13 @@ def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalars among metrics by path, as Python numbers."""
+    """Return the scalars among metrics by path, as Python numbers, without arrays that have
+    axes."""
     return {name: np.asarray(x).item() for name, x in _scalars_by_name(metrics).items()}
 
 
 def to_python_numbers(metrics: Mapping[str, Any]) -> PyTree:
-    """Return metrics on the host, scalars as Python numbers."""
+    """Return metrics on the host, scalars as Python numbers and all others as NumPy arrays."""
     return jax.tree.map(
         lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,
         jax.device_get(dict(metrics)),

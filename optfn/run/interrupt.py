@@ -24,8 +24,8 @@ class Interrupt:
         )
 
     def is_due(self, call: int) -> bool:
-        """Tell whether a signal ends the run after this call, with the same answer in all
-        processes."""
+        """Tell whether a signal ends the run after this call, with the same answer in all processes
+        where JAX's preemption service tells them of it. All must call it."""
         if self.of_all_processes:
             if not multihost_utils.reached_preemption_sync_point(call):
                 return False
@@ -35,8 +35,8 @@ class Interrupt:
 
 @contextlib.contextmanager
 def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
-    """Set handlers, and yield an object that records the first SIGINT or SIGTERM. The next signal
-    acts as usual.
+    """Set handlers that record the first SIGINT or SIGTERM in the object that is yielded, and reset
+    them after that signal and at the end. The next signal acts as usual.
 
     Signals that the program handles itself are left to it. In a run of several processes, JAX takes
     SIGTERM as a notice of preemption, and the processes agree on the step to stop after; SIGINT is

@@ -99,11 +99,8 @@ class RunLog:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], work: Work) -> None:
-        """Add the metrics of step n, which did this work, to those that are to be written. If step
-        n already has metrics there, these are merged into them. Without a target nothing happens.
-
-        They are written once the device has computed them.
-        """
+        """Add the metrics of step n and its work to those that wait until the device has computed
+        them, or merge them if it waits already, or do nothing without a target."""
         if not self.sinks:
             return
         if self.waiting and self.waiting[-1][0] == n:
@@ -114,13 +111,15 @@ class RunLog:
         self.waiting.append((n, dict(metrics), work))
 
     def drop_evaluation(self, n: int) -> None:
-        """Take the evaluation of step n out of the files. Other targets keep it, because they
+        """Take the evaluation of step n out of the files, but not out of other targets, which
         cannot forget a value."""
         for sink in self.sinks:
             if isinstance(sink, _Lines):
                 sink.drop_evaluation(n)
 
     def _write(self, n: int, metrics: dict[str, Any], work: Work, *, is_last: bool = False) -> None:
+        """Write the scalars of step n to all targets, with the speeds of the run if they are
+        due."""
         numbers = scalars(metrics)
         if self.by_weight and "weight" in numbers:  # else the numbers of an evaluation alone
             work = {**work, "tokens_per_second": numbers["weight"]}
@@ -136,8 +135,8 @@ class RunLog:
 
 
 def _parse_target(log: Log) -> "Path | _Scalars | _Tracked":
-    """Return the Path of a file, or the functions of a writer or a run. Raise a TypeError for
-    anything else."""
+    """Return the Path of a file, or an object with the functions of a writer or a run, and raise a
+    TypeError for anything else."""
     if isinstance(log, SummaryWriter):
         return _Scalars(log.add_scalar, log.flush)
     if isinstance(log, FlaxSummaryWriter):
@@ -165,7 +164,8 @@ class _Lines:
         self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
 
     def drop_evaluation(self, n: int) -> None:
-        """Take the evaluation of step n out of the file, before a line is written."""
+        """Rewrite the file without the numbers of the evaluation of step n, before any other line
+        is written."""
         self.file.seek(0)
         lines = self.file.read().splitlines()
         self.file.seek(0)
@@ -176,6 +176,7 @@ class _Lines:
             self.file.write(f"{json.dumps(kept) if row['step'] == n else line}\n")
 
     def write(self, n: int, numbers: dict[str, float]) -> None:
+        """Write a line with the numbers of step n, null for NaN and infinity, and flush it."""
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
         self.file.write(json.dumps({"step": n} | finite) + "\n")
         self.file.flush()
@@ -211,7 +212,7 @@ class _Tracked:
 
 
 def _is_earlier(line: str, done: int) -> bool:
-    """Tell whether a line is of a step up to `done`. For a part of a line it returns False."""
+    """Tell whether a line is of a step up to `done`, with False for a part of a line."""
     try:
         return bool(json.loads(line)["step"] <= done)
     except (ValueError, KeyError, TypeError):  # a killed process may leave half a line

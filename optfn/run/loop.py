@@ -28,7 +28,8 @@ from optfn.train.step import make_train_step, wait_on_cpus
 
 @accept_fields(MinimizeArguments)
 def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train a model: take a step for each batch, and return the final state and a history.
+    """Train a model from `params` by a step for each batch, and return the final state, or the best
+    one with `keep_best`, and a history.
 
         step = make_train_step(loss_fn, tx, …)
         state = step.init(params, model_state)
@@ -60,7 +61,8 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
 
 @accept_fields(FitArguments)
 def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train with a step that you made, from a state of it: take one step for each batch.
+    """Train with a step that you made, from a state of it, by one step for each batch, and return
+    the last state, or the best with `keep_best`, and a history.
 
     Ctrl-C or SIGTERM ends the run after the current step. That step is evaluated and saved as the
     last step of a run is, and state and history are returned. A second Ctrl-C interrupts at once.
@@ -136,10 +138,8 @@ class _Run:
         self.stopped = self.evaluator.gave_up
 
     def _is_epoch_end(self, n: int) -> bool:
-        """Tell whether step n of an earlier run was the last of its epoch, from the saved history.
-
-        For the last step, the batches tell it.
-        """
+        """Tell whether step n of an earlier run was the last of its epoch, from the saved history,
+        or for the last step from the batches."""
         later = (self.done - n) // self.step.local_steps
         if not later:
             return self.remaining.is_epoch_end()
@@ -147,8 +147,8 @@ class _Run:
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
     def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
-        """Take all steps, and return the last state, or the best one with `keep_best`, and the
-        history."""
+        """Take steps until the batches end or something stops the run, and return the last state,
+        or the best one with `keep_best`, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
             Progress(
@@ -191,8 +191,8 @@ class _Run:
         return self.best.choose(self.state), self.history.arrays() | {STOPPED: end}
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
-        """Take a step on a batch, evaluate the state if that is due, and return the metrics of
-        both."""
+        """Take a step on a batch, read the next batch ahead, evaluate the state if that is due, and
+        return the metrics of both."""
         self.state, metrics = self.step.dispatch(self.state, batch)
         self.n += self.step.local_steps
         # Before anything waits for the step, so that its devices and the loader work together.
@@ -212,7 +212,8 @@ class _Run:
         return metrics
 
     def _evaluate(self, *, is_provisional: bool = False) -> dict[str, float]:
-        """Evaluate the state, keep it if it is the best so far, and return the values."""
+        """Evaluate the state, keep it if it is the best so far, tell plateaus of it unless it is
+        provisional, and return the values."""
         values = self.evaluator(self.n, self.state)
         self.best.consider(self.state, is_provisional=is_provisional)
         if not is_provisional:
@@ -220,8 +221,8 @@ class _Run:
         return values
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
-        """Call the callback, and tell whether it returned True. Without a callback it returns
-        False.
+        """Call the user's callback and tell whether it returned True, with False if there is none,
+        and raise a TypeError if it returned a state.
 
         Raises:
           TypeError: it returned a state, which would have no effect.
@@ -244,7 +245,7 @@ class _Run:
         return answer is True
 
     def _end(self, lines: RunLog) -> dict[str, float]:
-        """Check the last state, evaluate it if no evaluation has seen it, and save it. Return the
+        """Check the last state, evaluate it if no evaluation has seen it, save it, and return the
         values of that evaluation, or {} without one."""
         self.step.check(self.state)
         self._read_losses()
@@ -265,17 +266,20 @@ class _Run:
         return values
 
     def _read_losses(self) -> None:
-        """Move the losses to the host, which a save or the end of the run does in any case, and
-        check them."""
+        """Move the losses to the host, and warn or raise if one of them is not finite. A save or
+        the end of the run reads them in any case."""
         self.history.first_nonfinite()
         self.watch.check()
 
     def _save(self) -> None:
+        """Check the losses, and save the state, the history and the position of the batches, or
+        nothing without a directory."""
         self._read_losses()
         self.saver.save(self.state, self.history, self.remaining)
 
     def _name_end(self, by_signal: str) -> str:
-        """Return one word for the cause of the end of the run, such as "steps" or "signal"."""
+        """Return the word for what ended the run, "signal", "patience" or "callback", else "steps"
+        if `steps` was given and "batches" if not."""
         if by_signal:
             return "signal"
         if self.evaluator.gave_up:
@@ -285,8 +289,8 @@ class _Run:
         return "batches" if self.options.steps is None else "steps"
 
     def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
-        """Show a line if the run has ended early, took no step, or leaves gradients unused. The
-        line about a signal is shown even without progress."""
+        """Show a line if the run has ended early, took no step, or leaves gradients unused, and
+        without progress only if a signal ended it."""
         if by_signal:
             bar.say(early, always=True)
         elif self.n == self.saver.resumed:
@@ -300,7 +304,8 @@ class _Run:
             )
 
     def _describe_early_end(self, by_signal: str) -> str:
-        """Return in words how the run ended early. If it made all its steps, the text is ""."""
+        """Return in words how a signal, patience or the callback ended the run early, or "" if it
+        made all its steps."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:

@@ -15,7 +15,8 @@ _EPOCHS = 3  # so many in a row that leave out the same batch
 
 
 def find_bad_batches(history: Mapping[str, Any]) -> list[int]:
-    """Return the places in an epoch, from 0, whose step a guard left out in three epochs in a row.
+    """Return the places in an epoch, from 0, whose steps a guard left out in three epochs in a row,
+    or [] if the history lacks epochs or a guard.
 
     A step that `dynamic_loss_scale` leaves out and then halves its scale does not count: it tells
     that the scale was too large, as after each growth.
@@ -32,7 +33,7 @@ def find_bad_batches(history: Mapping[str, Any]) -> list[int]:
 
 
 def warn_of_bad_batches(history: Mapping[str, Any]) -> None:
-    """Warn of the batches that `find_bad_batches` finds."""
+    """Warn of the batches that `find_bad_batches` finds, if there are any."""
     bad = tree.list_words(list(map(str, find_bad_batches(history))), 20)
     if bad:
         checks.warn(
@@ -63,7 +64,7 @@ class LossWatch:
         self.is_seen = self.is_warned = False
 
     def see(self, loss: float) -> None:
-        """Take note of a loss that something has read."""
+        """Take note of a loss that something has read, if it is not finite."""
         self.is_seen |= not math.isfinite(loss)
 
     def write(self, n: int, numbers: Mapping[str, float]) -> None:
@@ -74,9 +75,9 @@ class LossWatch:
         """Do nothing, as a target of a log."""
 
     def check(self) -> None:
-        """Warn once of the first loss that is not finite, or raise a FloatingPointError if `stops`.
-        It does neither if no such loss has been read, or if the optimizer leaves such steps out. A
-        first loss without weight is warned of in any case.
+        """Warn once of the first loss that is not finite, or raise a FloatingPointError if `stops`,
+        but do neither if the optimizer leaves such steps out. A first loss without weight is warned
+        of in any case.
 
         Raises:
           FloatingPointError: there is such a loss, and it ends the run.
@@ -107,7 +108,8 @@ class LossWatch:
         checks.warn(words)
 
     def _warn_of_weight(self) -> None:
-        """Warn once of the first step whose loss, a `Mean`, has no weight."""
+        """Warn once of the first step whose loss, a `Mean`, has no weight, if there is one on the
+        host."""
         if self.history.weightless is None or self.is_warned:
             return
         self.is_warned = True

@@ -38,15 +38,16 @@ _RISING = {
 
 
 def _count_examples(batch: Batch) -> int | None:
-    """Return the length of the leading axes of a batch, from the leaves that have a shape. If the
-    lengths differ, or no leaf has a leading axis, it returns None."""
+    """Return the length of the leading axes of a batch, from the leaves that have a shape, or None
+    if lengths differ or no leaf has a leading axis."""
     shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in jax.tree.leaves(batch)]
     lengths = {shape[0] for shape in shapes if len(shape)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _find_sizes(batches: object) -> set[int]:
-    """Return the counts of examples in a batch that are known before the first batch is drawn."""
+    """Return the counts of examples in a batch that are known before the first batch is drawn, an
+    empty set if none are."""
     if isinstance(batches, Shuffled):
         return batches.sizes
     if isinstance(batches, list | tuple):
@@ -203,9 +204,8 @@ class FitArguments(LoopOptions):
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
-        """Raise a TypeError or a ValueError for an option of evaluations that is wrong, or useless
-        without `evaluate`. Warn if `monitor` looks like a value that should rise, and `mode` is not
-        given."""
+        """Raise an error for an option of evaluations that is wrong, or useless without `evaluate`,
+        and warn if `monitor` should rise and `mode` is not given."""
         if self.mode is not None:
             checks.choice("mode", self.mode, ("min", "max"))
         words = set(re.split(r"[^a-z0-9]+", str(self.monitor).lower()))
@@ -235,10 +235,11 @@ class FitArguments(LoopOptions):
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
     def check_batches(self) -> None:
-        """Raise a TypeError unless `batches` is an iterable of batches. Raise a ValueError unless
-        it can be iterated as often as `epochs` says.
+        """Raise a TypeError unless `batches` is an iterable of batches, and a ValueError unless
+        `epochs`, `local_steps` and the workers can take them.
 
-        Rounds of `local_steps` must divide `steps`, and workers the batches whose sizes are known.
+        With `epochs` it must be possible to iterate again. Rounds of `local_steps` must divide
+        `steps`, and workers the batches whose sizes are known.
         """
         batches, local_steps = self.batches, self.step.local_steps
         if self.steps is not None and self.steps % local_steps:

@@ -75,8 +75,8 @@ def encode_position(
     checksum: int | None = None,
     rng: list[int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return one entry of a checkpoint, by name, with the position, checksum and key of each
-    process. If there are none of these, the dict is empty.
+    """Return a dict of one entry of a checkpoint, with the position, checksum and key of each
+    process, or {} if there are none of these.
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
@@ -105,7 +105,7 @@ def encode_position(
 
 def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
     """Return the position, checksum and key that the entry of `encode_position` has of this
-    process. Without such an entry it returns NOTHING.
+    process, or NOTHING without such an entry.
 
     If the count of processes has changed, the checksum is None, and so is the position unless all
     processes had the same.
@@ -125,10 +125,11 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
 
 
 def find_checksum(batch: Batch) -> int | None:
-    """Return a checksum of some entries of each array of a batch that lies on the host.
+    """Return a checksum of some entries of each array of a batch that lies on the host, or None
+    without such an array.
 
-    Each batch gets one, so it reads at most a thousand entries of an array, evenly spaced. None
-    without such an array. Arrays of JAX are left out, because reading them waits for a device.
+    Each batch gets one, so it reads at most a thousand entries of an array, evenly spaced. Arrays
+    of JAX are left out, because reading them waits for a device.
     """
     checksum = None
     for x in jax.tree.leaves(batch):
@@ -146,7 +147,8 @@ def find_checksum(batch: Batch) -> int | None:
 
 
 def take_position(epoch: int, state: object) -> TakenPosition:
-    """Return the position of an iterator whose `get_state` returned `state`, in pass `epoch`."""
+    """Return the state of an iterator and its pass as JSON, or with empty text and the state in
+    words if JSON does not keep it unchanged."""
     if isinstance(state, bytes):
         encoded = base64.b64encode(state).decode()
         return TakenPosition(json.dumps({"epoch": epoch, "bytes": encoded}))

@@ -54,10 +54,12 @@ class Progress:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
-        """Show step n with its metrics, on the bar a few times a second at most, or as a line.
+        """Show step n with its metrics on the bar, or without a terminal print a line for some of
+        the steps, and do nothing if progress is off.
 
-        A line is printed for the first step, for each tenth of the steps, and for each evaluation;
-        without a known end, for each hundredth step. Nothing is shown if it is turned off.
+        The bar shows a step a few times a second at most. A line is printed for the first step, for
+        each tenth of the steps, and for each evaluation; without a known end, for each hundredth
+        step.
         """
         if not self.shown:
             return
@@ -75,20 +77,22 @@ class Progress:
             self._print_line()
 
     def add_evaluation(self, values: dict[str, float]) -> None:
-        """Show the evaluation of the last step, which is made after it was shown."""
+        """Add the evaluation of the last step to its metrics, which are then shown once more at the
+        end, or do nothing if there is none."""
         if self.last is not None and values:
             self.last[1].update(values)
             self.printed = 0
 
     def say(self, text: str, *, always: bool = False) -> None:
-        """Show a line of text, `always` also if nothing else is shown."""
+        """Show a line of text above the bar or on the screen, but nothing if progress is off,
+        unless `always` is given."""
         if self.bar is not None:
             self.bar.write(text, file=self.file)
         elif self.shown or always:
             print(text, file=self.file, flush=True)
 
     def _count_shapes(self, batch: Batch) -> None:
-        """Say once that the step was compiled for three shapes of batches."""
+        """Say once, at the third shape of batches, that the step was compiled for three shapes."""
         if len(self.shapes) == _MANY_SHAPES:
             return
         before = len(self.shapes)
@@ -101,7 +105,8 @@ class Progress:
             )
 
     def _print_line(self) -> None:
-        """Print the last step and its metrics, unless that was done."""
+        """Print the last step and its metrics, and pass its loss to `seen`, unless that was
+        done."""
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
             self.seen(float(metrics["loss"]))
@@ -128,15 +133,15 @@ class Progress:
 
 
 def count_examples(batch: Batch) -> int | None:
-    """Return the length that the leading axes of a batch have in common, 0 for scalars. If its
-    leaves differ, or it has none, it returns None."""
+    """Return the length that the leading axes of a batch have in common, 0 for scalars, or None if
+    its leaves differ or it has none."""
     lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return epoch, loss, rate, bytes per step and evaluations as text. Other metrics are left
-    out."""
+    """Return epoch, loss, rate, bytes per step and evaluations as text, as far as metrics have
+    them, and leave other metrics out."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:
@@ -150,7 +155,8 @@ def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
 
 
 def has_evaluation(metrics: dict[str, Any]) -> bool:
-    """Tell whether a step was evaluated."""
+    """Tell whether metrics have a name that begins with "evaluation", so that the step was
+    evaluated."""
     return any(key.startswith("evaluation") for key in metrics)
 
 
@@ -164,7 +170,7 @@ def format_bytes(x: float) -> str:
 
 
 def format_number(x: Any) -> str:
-    """Return a value as text with five significant digits. NaN and infinity are given as their
-    names."""
+    """Return a value as text with five significant digits, or by its name if it is NaN or
+    infinite."""
     x = float(x)
     return f"{x:#.5g}" if math.isfinite(x) else str(x)

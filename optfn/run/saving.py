@@ -54,7 +54,8 @@ class Saver:
         self._rng = None if self.directory is None else _list_key_numbers(step.options.rng)
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """Return the saved state and history, or the given state and an empty history.
+        """Return the saved state and history, or the given state and an empty history if none are
+        saved, and raise a ValueError if the run must not resume.
 
         Raises:
           ValueError: the saved ones are from a step before `state`, or the run must not resume; or
@@ -82,7 +83,8 @@ class Saver:
         return found, history
 
     def _warn_of_rng(self) -> None:
-        """Warn if the run goes on with another `rng=` than before."""
+        """Warn if the run goes on with another `rng=` than before, unless one of the two is
+        unknown."""
         known = (self.batches.rng, self._rng)
         if None not in known and known[0] != known[1]:
             checks.warn(
@@ -91,8 +93,8 @@ class Saver:
             )
 
     def _check_directories(self, state: TrainState) -> None:
-        """Raise a ValueError in every process if several of them write files into the same
-        directory.
+        """Raise a ValueError in every process if several write files into the same directory, which
+        they find out by files that they create there.
 
         Each writes its file under the same names, so one removes what another is writing. The
         processes compare what they see, because paths do not tell which disks they share.
@@ -130,8 +132,8 @@ class Saver:
     def _restore_newest(
         self, directory: str | os.PathLike[str], state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
-        """Return the newest checkpoint in a directory, or None if there is none. If the run must
-        not resume, an existing checkpoint raises a ValueError."""
+        """Return the newest checkpoint in a directory, or None if there is none, and raise a
+        ValueError if there is one and the run must not resume."""
         if to_path(directory).is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
@@ -154,10 +156,8 @@ class Saver:
         return None
 
     def is_due(self, n: int) -> bool:
-        """Tell whether the call that ended with step n passed a multiple of `save_every`.
-
-        For a timedelta, tell whether the time has passed; without a directory, no save is due.
-        """
+        """Tell whether a save is due after step n, because a multiple of `save_every` or its time
+        has passed, but never without a directory."""
         every = self.options.save_every
         if self.directory is None:
             return False
@@ -166,10 +166,8 @@ class Saver:
         return self._clock is not None and self._clock.is_due()
 
     def save(self, state: TrainState, history: History, batches: Remaining) -> None:
-        """Save a state, the history and the position of the batches, in the background.
-
-        Nothing happens without a directory.
-        """
+        """Check a state, and save it with the history and the position of the batches in the
+        background, or do nothing without a directory."""
         if self.directory is not None:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
@@ -187,8 +185,8 @@ class Saver:
 
 
 def _warn_of_other_directories(directory: Path | None) -> None:
-    """Warn if a directory without checkpoints has directories of processes, "0", "1", …, with some:
-    a run of several processes was saved there, and a run of one process does not see it."""
+    """Warn if a local directory without checkpoints has directories of processes, "0", "1", …, with
+    some, which a run of one process does not see."""
     if directory is None or is_remote(directory) or not directory.is_dir():
         return
     found = [x for x in directory.iterdir() if x.name.isdigit() and x.is_dir()]
@@ -201,8 +199,8 @@ def _warn_of_other_directories(directory: Path | None) -> None:
 
 
 def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:
-    """Return the data of the key of `rng=` as a list of integers, which a checkpoint can keep.
-    Without a key it returns None."""
+    """Return the data of the key of `rng=` as a list of integers, which a checkpoint can keep, or
+    None without a key."""
     key = make_key(rng)
     return None if key is None else np.ravel(read_local(jax.random.key_data(key))).tolist()
 
@@ -224,8 +222,8 @@ class _Clock:
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:
-        """Count a call of the step, and tell whether the interval has passed. It must be called
-        once after each call of the step."""
+        """Count a call of the step and tell whether the interval has passed, in which case it
+        begins anew. It must be called once after each call of the step."""
         self.calls += 1
         if self.calls < self.next_look:
             return False
@@ -253,7 +251,8 @@ class Best:
         self.value = evaluator.worst
 
     def restore(self, begun: TrainState, *, is_resumed: bool) -> None:
-        """Begin with the state that an earlier run kept, or the first state if it is better.
+        """Begin with the state that an earlier run kept, or the first state if it is better, but do
+        nothing without `keep_best` or before the first step.
 
         A state that has made steps without an evaluation is evaluated now, unless the run resumes
         and goes on as if it had not been stopped: then no evaluation is added between those due.
@@ -267,7 +266,8 @@ class Best:
         self.consider(begun)
 
     def go_on(self, begun: TrainState) -> None:
-        """Forget a state that was kept for a provisional evaluation, and read the one before it."""
+        """Forget and remove a state that was kept for a provisional evaluation, and read the one
+        before it, or do nothing without `keep_best`."""
         if not self.is_kept:
             return
         if self.directory is not None:
@@ -276,7 +276,8 @@ class Best:
         self._read(begun)
 
     def _read(self, begun: TrainState) -> None:
-        """Read the state that an earlier run kept, if there is one."""
+        """Read the state that an earlier run kept, if there is one in the directory and the history
+        has its evaluation."""
         if self.directory is None:
             return
         found = restore_newest(self.directory, begun)
@@ -286,9 +287,10 @@ class Best:
             self.value = self.evaluator.monitored[int(self.state.step)]
 
     def consider(self, state: TrainState, *, is_provisional: bool = False) -> None:
-        """Keep a copy of a state, and save it, if it is better than the one kept.
+        """Keep a copy of a state, and save it if there is a directory, if `keep_best` is on and it
+        is better than the one kept.
 
-        For a provisional evaluation, the state that was kept before stays beside it.
+        For a provisional evaluation, the directory keeps the state before it too.
         """
         if not self.is_kept:
             return
@@ -303,8 +305,8 @@ class Best:
                 )
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the kept state, or else the last one. Warn if the state of a better evaluation was
-        not kept."""
+        """Return the kept state, or else the last one, and warn with `keep_best` if the state of a
+        better evaluation was not kept."""
         state = last if self.state is None else self.state
         evaluator = self.evaluator
         if self.is_kept and evaluator.is_better(evaluator.best, self.value):

@@ -11,7 +11,8 @@ from optfn.core.types import Batch, PyTree
 
 
 def shuffled(arrays: PyTree, size: int, *, seed: int = 0, drop_last: bool = True) -> "Shuffled":
-    """Return the batches of arrays in memory, shuffled anew in each epoch.
+    """Return an iterable of the batches of arrays in memory, shuffled anew in each epoch, without a
+    shorter last one unless `drop_last` is False.
 
         order = np.random.default_rng([seed, epoch]).permutation(examples)
         batch i = arrays[order[i·size : (i + 1)·size]]
@@ -82,7 +83,7 @@ class Shuffled:
         return self.count // self.size if self.drop_last else -(-self.count // self.size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, from 0."""
+        """Set the epoch of the next pass, from 0, which decides its order."""
         self.epoch = checks.count("set_epoch: epoch", epoch, low=0)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -103,6 +104,7 @@ class _Pass:
         self._set_order(batches.epoch)
 
     def _set_order(self, epoch: int) -> None:
+        """Set the epoch, and draw its order of the examples from it and the seed."""
         rng = np.random.default_rng([self.batches.seed, epoch])
         self.epoch, self.order = epoch, rng.permutation(self.batches.count)
 
@@ -121,8 +123,8 @@ class _Pass:
         return {"epoch": self.epoch, "next": self.next, **self._fixed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position. Raise a ValueError if examples, size or seed are others, and so
-        the order."""
+        """Continue at a position, or raise a ValueError if examples, size or seed are others, and
+        so the order."""
         for name, x in self._fixed.items():
             if state.get(name) != x:
                 raise ValueError(f"{name} was {state.get(name)}, and is {x} now")
@@ -131,5 +133,6 @@ class _Pass:
 
     @property
     def _fixed(self) -> dict[str, Any]:
+        """The values that decide the order of an epoch, by name."""
         source = self.batches
         return {"examples": source.count, "size": source.size, "seed": source.seed}

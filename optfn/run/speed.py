@@ -36,7 +36,8 @@ class WorkCounter:
         self.seconds_at_peak: dict[Any, float] = {}
 
     def count(self, state: TrainState, batch: Batch, tokens: int | None) -> Work:
-        """Return the work of a call by the name of its speed. Without a log the dict is empty.
+        """Return the work of a call by the name of its speed, without tokens if they are None, or
+        {} without a log.
 
         Args:
           state: a state of the step.
@@ -56,8 +57,8 @@ class WorkCounter:
         return work
 
     def _count_seconds(self, state: TrainState, batch: Batch) -> float:
-        """Return the seconds that the model's FLOPs take at the peak of all devices. If the peak or
-        the FLOPs are not known, it returns NaN."""
+        """Return the seconds that the model's FLOPs take at the peak of all devices, or NaN if the
+        peak or the FLOPs are not known."""
         peak = find_peak([*state.step.sharding.device_set])
         flops = None if peak is None else count_step_flops(self.step, state, batch)
         return math.nan if peak is None or flops is None else flops / peak
@@ -75,8 +76,8 @@ class Speed:
         self.is_known = False
 
     def add(self, work: Work, *, is_last: bool = False) -> dict[str, float]:
-        """Add the work of a step that has ended, and return the speeds if ten seconds have passed.
-        At the last step it returns them if there were none before, and otherwise {}.
+        """Add the work of a step that has ended, and return the speeds if ten seconds have passed
+        or a shorter run ends, and otherwise {}.
 
         The first step only starts the clock, because it compiles.
         """

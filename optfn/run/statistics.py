@@ -33,7 +33,8 @@ def estimate_statistics(
     rng: bool | int | jax.Array = False,
     only: Pattern | None = None,
 ) -> PyTree:
-    """Estimate the batch statistics of params on `batches`, as torch's `update_bn` does.
+    """Return the model state with the batch statistics of params estimated by running the loss on
+    `batches`, as torch's `update_bn` does, and its other arrays unchanged.
 
         s = ∑ nᵦ·xᵦ/∑ nᵦ    xᵦ the statistics of batch b, nᵦ its examples
 
@@ -103,7 +104,8 @@ def estimate_statistics(
 
 
 def _select_arrays(model_state: PyTree, only: Pattern | None) -> dict[int, str]:
-    """Return the paths of the arrays that are estimated, by their index among the leaves."""
+    """Return the paths of the arrays that are estimated, by their index among the leaves: all
+    floating-point ones, or those that `only` matches."""
     names = None if only is None else match_names(only, model_state, "only")
     named = enumerate(tree.arrays_with_paths(model_state))
     return {
@@ -114,7 +116,8 @@ def _select_arrays(model_state: PyTree, only: Pattern | None) -> dict[int, str]:
 def _check_averages(
     chosen: dict[int, str], leaves: list[Any], new: Arrays, kept: Arrays, of_zeros: Arrays
 ) -> None:
-    """Raise a ValueError unless each new array is m·s + (what the model returns for 0)."""
+    """Raise a ValueError that names the array unless each new one is a running average, m·s plus
+    what the model returns for 0."""
     for i, path in chosen.items():
         found, expected = new[i], kept[i] * leaves[i] + of_zeros[i]
         size = jnp.abs(found) + jnp.abs(expected) + jnp.abs(of_zeros[i])

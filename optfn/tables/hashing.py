@@ -15,11 +15,12 @@ _NUM_BYTES = np.uint32(8)
 
 
 def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
-    """Hash each id to a row of a table, so that a table of fixed size takes any ids.
+    """Hash each integer id to a row in [0, num_rows), or raise a TypeError for other ids and a
+    ValueError if `num_rows` or `seed` is out of range.
 
-    The row is a hash of the id, so ids need not be known in advance. Different ids may share a row:
-    with n ids in R rows, an id shares its row with another with probability
-    1 − (1 − 1/R)ⁿ⁻¹ ≈ n/R.
+    The row is a hash of the id, so a table of fixed size takes any ids, which need not be known in
+    advance. Different ids may share a row: with n ids in R rows, an id shares its row with another
+    with probability 1 − (1 − 1/R)ⁿ⁻¹ ≈ n/R.
 
         h = MurmurHash3_x86_32(the id as 8 little-endian bytes, seed)
         row = h mod num_rows
@@ -66,7 +67,7 @@ def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
 
 
 def _split_words(ids: Leaf) -> tuple[Leaf, Leaf]:
-    """Split integers into their low and high 32 bits, uint32. Narrower integers are first
+    """Split integers into their low and high 32 bits, uint32, as if narrower ones were first
     sign-extended to 64 bits."""
     if ids.dtype.itemsize == 8:
         return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
@@ -74,7 +75,7 @@ def _split_words(ids: Leaf) -> tuple[Leaf, Leaf]:
 
 
 def _murmur3(low: Leaf, high: Leaf, seed: np.uint32) -> Leaf:
-    """Return MurmurHash3_x86_32 of two words."""
+    """Return MurmurHash3_x86_32, with a seed, of the eight bytes of a low and a high word."""
     h: Leaf = seed
     for word in (low, high):
         h = _rotate_left(h ^ (_rotate_left(word * _C1, 15) * _C2), 13) * _FIVE + _ADDED

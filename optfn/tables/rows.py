@@ -90,12 +90,16 @@ class Rows(LeafKind):
         return _unflatten(_flatten_with_keys(self)[1], (self.indices, fn(self.values)))
 
     def reshape(self, shape: tuple[int, ...]) -> "Rows":
-        """Return the rows of the array reshaped to `shape`, which has as many elements."""
+        """Return the rows of the array reshaped to `shape`, which must have as many elements and is
+        not checked."""
         return dataclasses.replace(self, view=shape)
 
     def check(self, subject: str) -> None:
-        """Raise a TypeError unless the indices are int32, and a ValueError unless they are (k,),
-        the values (k, …), and `num_rows` at most 2³¹ − 1. The errors begin with `subject`."""
+        """Raise a TypeError unless the indices are int32, and a ValueError unless the shapes of
+        indices and values fit and `num_rows` is at most 2³¹ − 1.
+
+        The errors begin with `subject`.
+        """
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{subject} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps "
@@ -110,8 +114,8 @@ class Rows(LeafKind):
             )
 
     def merge(self) -> "Rows":
-        """Add up the rows of each index, and return each index once, in rising order, with padding
-        of zeros in freed places. Rows that are marked `unique` are returned unchanged."""
+        """Return each index once, in rising order, with its rows added up and zero padding in freed
+        places, or rows marked `unique` unchanged."""
         return self if self.unique else _merge(self)
 
     def dense(self) -> jax.Array:
@@ -120,7 +124,8 @@ class Rows(LeafKind):
         return self.add_to(jnp.zeros(self.shape, self.dtype))
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self in the dtype of p, scattered into p: in place, where that is donated.
+        """Return p + self in the dtype of p, in place if p is donated, or raise a ValueError if
+        shapes differ and a TypeError unless indices are int32.
 
         Where the rows have a wider dtype, the sum is taken in that dtype and rounded once.
         """
@@ -141,8 +146,8 @@ class Rows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to each distinct row and to the same rows of the arrays. Return the update,
-        and the accumulators if there are any, whose other rows are unchanged."""
+        """Apply a rule to each distinct row and the same rows of the arrays, and return the update
+        as Rows, and any accumulators with only those rows changed."""
         once = self.merge()
         rows = (take_rows(x, once) for x in (*accumulators, *params))
         result = rule(once.values, *rows, **scalars)
@@ -154,8 +159,8 @@ class Rows(LeafKind):
         )
 
     def sum_leading(self) -> "Rows":
-        """Sum over the leading axis of indices and values,
-        which counts leaves: join all their rows."""
+        """Return the sum over the leading axis of indices and values, which counts leaves, by
+        joining the rows of all leaves."""
         return Rows(
             self.indices.reshape(-1),
             self.values.reshape(-1, *self.values.shape[2:]),
@@ -164,7 +169,8 @@ class Rows(LeafKind):
         )
 
     def mean_over(self, axes: tuple[Hashable, ...]) -> "Rows":
-        """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
+        """Gather the rows of all workers, and return them divided by the number of workers, so that
+        they add up to the mean."""
         return Rows(
             all_gather_along(self.indices, axes, 0),
             all_gather_along(self.values, axes, 0) / jax.lax.axis_size(axes),
@@ -173,7 +179,8 @@ class Rows(LeafKind):
         )
 
     def __add__(self, other: Leaf) -> Leaf:
-        """Return other + self: an array, or the rows of both where `other` is Rows as well."""
+        """Return other + self, an array or, where `other` is Rows as well, the rows of both, or
+        raise a ValueError if their shapes differ."""
         if not isinstance(other, Rows):
             return self.add_to(other)
         if (self.shape, self.num_rows) != (other.shape, other.num_rows):
@@ -208,13 +215,14 @@ jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
 def _view_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x`, of shape `rows.shape`, as (num_rows, …), the shape that indices count in."""
+    """Return `x`, of shape `rows.shape`, as (num_rows, …), the shape that indices count in, or
+    unchanged if the rows have no view."""
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
 def _merge(rows: Rows) -> Rows:
-    """Sort the indices, give each distinct one a place,
-    and add the values up there, in the order of the blocks."""
+    """Return each distinct index once, in rising order, with the sum of its values in the order of
+    the blocks, and padding for invalid indices."""
     # 1. Negative indices count from the end, as in an array; indices out of range are padding.
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
@@ -256,15 +264,15 @@ def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def put_rows(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x` with x[rows.indices] = values in its dtype. Padding is ignored, and no index may
-    be repeated."""
+    """Return `x` with x[rows.indices] = values in its dtype, ignoring padding, for indices that
+    must not be repeated."""
     result = _view_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
-    """Add rows to x, block by block, and return the sum. Rows whose index is out of range are
-    dropped."""
+    """Return x with the rows added block by block, which gives the same bits on all devices, and
+    drop rows whose index is out of range."""
     # A block has no index twice, so the order of the blocks decides the order of each sum, on all
     # devices alike: they get the same bits.
     if rows.parts == 1:

@@ -76,8 +76,8 @@ class ShardedTable:
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
-        """Return the rows of integer ids, read from the stored rows with the rules of an array. Any
-        other key indexes the table in natural order."""
+        """Return the rows of integer ids, negative ones counted from the end and others clipped to
+        the range, or index the table in natural order by another key."""
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
@@ -106,8 +106,8 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
-    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners. Every
-    other leaf is returned unchanged.
+    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners in turn,
+    and return every other leaf unchanged.
 
     Args:
       params: the params.
@@ -125,7 +125,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 
 def unwrap_tables(values: PyTree) -> PyTree:
-    """Replace each ShardedTable of a tree by its stored array. Every other leaf is returned
+    """Replace each ShardedTable of a tree by its array of stored rows, and return every other leaf
     unchanged."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
@@ -133,7 +133,8 @@ def unwrap_tables(values: PyTree) -> PyTree:
 
 
 def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
-    """Put arrays back into ShardedTables where `like` has them: the inverse of `unwrap_tables`."""
+    """Put stored rows back into ShardedTables where `like` has them, as the inverse of
+    `unwrap_tables`, and return every other value unchanged."""
     return jax.tree.map(
         lambda x, value: x.of(value) if is_sharded_table(x) else value,
         like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
@@ -141,8 +142,8 @@ def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
 
 
 def to_logical(values: PyTree) -> PyTree:
-    """Replace each ShardedTable by an array with its rows in the order of their ids. Every other
-    leaf is returned unchanged.
+    """Replace each ShardedTable by an array with its rows in the order of their ids, and return
+    every other leaf unchanged.
 
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
@@ -156,9 +157,11 @@ def to_logical(values: PyTree) -> PyTree:
 
 
 def to_physical(like: PyTree, values: PyTree) -> PyTree:
-    """Wrap arrays in logical order as `like` stores them: the inverse of `to_logical`.
+    """Wrap arrays in ShardedTables where `like` has them, with their rows reordered from natural to
+    stored order, and return every other leaf unchanged.
 
-    Arrays of `like` itself are already in stored order, and stay as they are.
+    It is the inverse of `to_logical`. Arrays of `like` itself are already in stored order, and are
+    not reordered.
     """
 
     def convert(node: PyTree, value: PyTree) -> PyTree:
@@ -186,8 +189,8 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
 
 
 def check_rows(state: PyTree) -> None:
-    """Raise a ValueError if the state of a sharded table has an array without an axis of rows.
-    Scalars and per-worker arrays need none."""
+    """Raise a ValueError if the state of a sharded table has an array without an axis of rows,
+    scalars and per-worker arrays excepted."""
 
     def is_per_worker(x: object) -> bool:
         return isinstance(x, PerWorker)  # flat or of all workers
@@ -208,14 +211,16 @@ Exchange = Callable[[jax.Array, Devices], jax.Array]
 
 
 def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
-    """Return the first axis whose size is a multiple of `num_rows`, or None. It counts the rows of
-    the table, or those of all workers."""
+    """Return the first axis whose size is a multiple of `num_rows`, but not 0, or None without one.
+
+    It counts the rows of the table, or those of all workers.
+    """
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 
 
 def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
-    """Bring the rows of an array from natural to stored order or back, as `exchange` says. An array
-    without an axis of rows, or with a single owner, is returned unchanged."""
+    """Bring the rows of an array from natural to stored order or back, as `exchange` says, or
+    return it unchanged without an axis of rows or with one owner."""
     axis = _find_row_axis(x.shape, node.num_rows)
     if axis is None or node.owners.size == 1:
         return x
@@ -227,8 +232,8 @@ def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
 
 
 def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
-    """Return the mesh axes that divide an axis of an array. An array that is traced, or has no
-    NamedSharding, gives none."""
+    """Return the mesh axes that divide an axis of an array, or no axes if it is traced or has no
+    NamedSharding."""
     lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
     if not isinstance(lies, NamedSharding):
         return Axes()
@@ -237,7 +242,8 @@ def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
 
 
 def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
-    """Reorder rows by a transposition of the whole array: to natural order, or to stored order."""
+    """Reorder rows by a transposition of the whole array, from stored to natural order if
+    `to_natural`, else from natural to stored order."""
     count = node.owners.size
     per_device = node.num_rows // count
     rows = (count, per_device) if to_natural else (per_device, count)
@@ -249,7 +255,8 @@ def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> L
 def _exchange_rows(
     x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
-    """Reorder rows on the mesh: devices exchange rows, and none ever has all of them.
+    """Reorder the rows of an array on the mesh by `exchange`, in which devices send rows to each
+    other and none ever has all of them.
 
     Args:
       x: the array; its rows are divided over the axes `names`.
@@ -268,10 +275,11 @@ def _exchange_rows(
 
 
 def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:
-    """Return the places of the rows that this device exchanges with each device k, (N, ⌈count/N⌉):
-    its stored rows that belong to k's natural block, and the rows of its own block that k stores.
+    """Return the places of the rows that this device exchanges with each device k, among its stored
+    rows and in its natural block, with `count` for none.
 
-    The first are places in its stored rows, the second in its block; `count` stands for none.
+    Both are (N, ⌈count/N⌉). The first are of its stored rows that belong to k's natural block, the
+    second of the rows of its own block that k stores.
     """
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
     stored, _ = _pair_places(owners, me, all_devices, len(shard))
@@ -280,13 +288,15 @@ def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Arra
 
 
 def _to_physical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
-    """Exchange blocks of rows in natural order for the rows that each device keeps."""
+    """Send the rows of this device's natural block to the devices that keep them, and return the
+    rows that this device keeps."""
     stored, block = _find_places(shard, owners)
     return _send_rows(shard, owners, block, stored)
 
 
 def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
-    """Exchange the rows that each device keeps for its block of rows in natural order."""
+    """Send the rows that this device keeps to the devices whose natural blocks contain them, and
+    return the block of this device."""
     stored, block = _find_places(shard, owners)
     return _send_rows(shard, owners, stored, block)
 
@@ -294,8 +304,8 @@ def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
 def _pair_places(
     owners: Devices, owner: Any, device: Any, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the places of the rows that `owner` keeps and `device`'s natural block contains. Where
-    there is no such row, both places are `count`.
+    """Return the places, at `owner` and in `device`'s natural block, of the rows of the block that
+    `owner` keeps, with `count` where there is none.
 
     The first result has their places at the owner, the second their places in the block. `count` is
     the number of rows of a device.
@@ -311,8 +321,8 @@ def _pair_places(
 
 
 def _send_rows(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
-    """Send rows `sent[k]` to device k, and put the rows from it at `places[k]`. All other rows of
-    the result are 0."""
+    """Send rows `sent[k]` to device k, and return the rows from device k at `places[k]`, with zeros
+    in all other rows."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
     return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

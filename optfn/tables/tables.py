@@ -25,13 +25,14 @@ from optfn.tables.rows import Rows
 
 
 def count_rows(owners: Devices, shard: Leaf) -> int:
-    """Return the number of rows of a whole table, from the shard of one owner."""
+    """Return the number of rows of a whole table, which is the number of owners times the rows of
+    one shard."""
     return int(owners.size * shard.shape[0])
 
 
 def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
-    """Return the place of each row of `ids` among all stored rows. Padding, the id `num_rows`, is
-    returned unchanged.
+    """Return the place of each row of `ids` among all stored rows, and the padding `num_rows` for
+    an id that is not below it.
 
     All stored rows are one array, with the rows of owner 0 first.
     """
@@ -40,8 +41,8 @@ def find_places(owners: Devices, ids: jax.Array, num_rows: int) -> jax.Array:
 
 
 def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-    """Run `fn` on each owner's shards of the arguments, and return the whole arrays of the results.
-    All owners get the same scalars.
+    """Run `fn` on each owner's shards of the arguments, with the same scalars for all, and return
+    the whole arrays of the results.
 
     Inside the `shard_map` of further axes `fn` must not close over arrays, whose types name the
     axes bound outside.
@@ -55,7 +56,8 @@ def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **sc
 
 
 def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the rows of given ids, fetched from their owners in rounds, inside `shard_map`.
+    """Return the rows of given ids, which are fetched from their owners in rounds, a repeated id
+    once, inside `shard_map`.
 
     Args:
       owners: the devices that keep the rows.
@@ -163,8 +165,8 @@ class _Rounds(NamedTuple):
     def run(
         self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
-        """Apply x = send(first, size, x) once per round,
-        until the fullest owner has got all its ids.
+        """Apply x = send(first, size, x) once per round until the fullest owner has got all its
+        ids, and return x, unchanged without ids.
 
         A round sends each owner its ids from number `first` on, at most `size` of them: the
         smallest of `sizes` that is enough for the fullest owner.
@@ -183,13 +185,13 @@ class _Rounds(NamedTuple):
 
     def find_positions(self, first: jax.Array, size: int) -> jax.Array:
         """Return for each owner the positions of up to `size` of its ids, from index `first` on,
-        (N, size). Where there is no such id, the position is n."""
+        (N, size), with n where there is no such id."""
         at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)[None]
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:
-        """Return the ids at these positions as indices of their owner's rows. Where there is no id,
-        the index is `per_owner`."""
+        """Return the ids at these positions as indices of their owner's rows, or `per_owner` where
+        there is no id."""
         padding = np.int32(self.per_owner * at.shape[0])
         ids = self.ids.at[at].get(mode="fill", fill_value=padding)
         first = np.arange(at.shape[0], dtype=np.int32)[:, None] * np.int32(self.per_owner)
@@ -197,8 +199,8 @@ class _Rounds(NamedTuple):
 
 
 def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible counts of ids for an owner in a round. They are equal steps to the
-    capacity, one for each eight ids or part of eight, but at most eight.
+    """Return the possible counts of ids for an owner in a round, equal steps to the capacity, one
+    for each eight ids, but at most eight.
 
     If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
     itself, and a difference of fewer than eight ids is not worth a program.
@@ -209,16 +211,14 @@ def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
 
 
 def _count_room(width: int, workers: int, per_owner: int) -> int:
-    """Return room for `width` ids of each worker,
-    or for all rows of an owner where these are fewer.
-
-    It is a multiple of `width`.
-    """
+    """Return room for `width` ids of each worker, or for all rows of an owner where these are
+    fewer, in a multiple of `width`."""
     return width * min(workers, -(-per_owner // width))
 
 
 def _count_capacity(ids: int, workers: int) -> int:
-    """Return how many ids an owner can get in a round: four standard deviations above the mean.
+    """Return how many ids an owner can get in a round, four standard deviations above the mean,
+    rounded up to a multiple of 8, at most `ids`.
 
     If ids are distinct and evenly distributed, the fullest owner hardly ever gets more, and one
     round is enough.
@@ -256,7 +256,7 @@ class OwnedRows(LeafKind):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
+        """The shape of the whole table that these rows belong to."""
         return (self.num_rows, *self.values.shape[1:])
 
     def map(self, fn: Callable[[Leaf], Leaf]) -> "OwnedRows":
@@ -264,7 +264,7 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, values=fn(self.values))
 
     def reshape(self, shape: tuple[int, ...]) -> "OwnedRows":
-        """Return the same rows, or raise a ValueError if the shape is another one."""
+        """Return the same rows if `shape` is theirs, or raise a ValueError if it is another one."""
         if shape != self.shape:
             raise ValueError(
                 f"rows of a sharded table of shape {self.shape} cannot be reshaped to {shape}"
@@ -272,7 +272,7 @@ class OwnedRows(LeafKind):
         return self
 
     def check(self, name: str) -> None:
-        """Raise a TypeError unless the indices are int32."""
+        """Raise a TypeError that begins with `name` unless the indices are int32."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
                 f"{name} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps a "
@@ -290,28 +290,29 @@ class OwnedRows(LeafKind):
         return self.owners.axes
 
     def sum_leading(self) -> "OwnedRows":
-        """Return the sum over the leading axis of indices and values. It runs inside `shard_map`
-        over the owners."""
+        """Sum over the leading axis of indices and values, merge repeated rows, and return the
+        rows, inside `shard_map` over the owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
         size = self.num_rows // self.owners.size
         once = Rows(self.indices.reshape(-1), values, size).merge()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
-        """Return the mean over groups of such workers, inside `shard_map` over their axes too."""
+        """Return the mean over groups of such workers along `axes`, with the rows of all groups
+        merged, inside `shard_map` over these axes too."""
         once = self._local(self.indices, self.values).mean_over(axes).merge()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, zero elsewhere, divided over the workers."""
+        """Return the array that the rows represent, with zeros in all other rows, divided over the
+        workers."""
         whole: jax.Array = run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, which each worker computes on its rows. If p is donated, the sum is
-        written in place."""
+        """Return p + self, which each worker computes on its own rows, in place if p is donated."""
         total: jax.Array = run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
@@ -324,8 +325,8 @@ class OwnedRows(LeafKind):
     def apply_to_rows(
         self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows on the workers that keep them, and return the update and the
-        accumulators. Without accumulators return the update alone."""
+        """Apply a rule to the rows on the workers that keep them, and return the update and the new
+        accumulators, or the update alone without accumulators."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
         values, *new = run_on_owners(
             self.owners, run, self.indices, self.values, *accumulators, *params, **scalars
@@ -342,8 +343,8 @@ class OwnedRows(LeafKind):
         *arrays: jax.Array,
         **scalars: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Apply a rule to one worker's rows, `at_a_time` of them at a time, and return the update
-        and the accumulators."""
+        """Apply a rule to one worker's rows, `at_a_time` at a time as far as they are not padding,
+        and return the update's values and the accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
         chunk = self.at_a_time
         size = self.num_rows // self.owners.size

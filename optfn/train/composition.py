@@ -106,10 +106,8 @@ def compile_step(
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> Any:
-    """Compose a step by `compose_step`, and return it jitted, (state, batch) -> (state, metrics).
-
-    If params keep their placement, it takes their layout as well: (state, batch, layout).
-    """
+    """Compose a step by `compose_step`, and return it jitted, (state, batch) -> (state, metrics),
+    with a layout as a third argument if params keep their placement."""
     compose = functools.partial(compose_step, loss_fn, tx, options)
     step = compose(layout, local)
     known = None
@@ -180,7 +178,8 @@ def _compose_for_compiler(
 
 
 def _place_state(step: StepFn, layout: Layout) -> StepFn:
-    """Wrap a step, so that its state comes and goes as it is stored: divided and padded."""
+    """Wrap a step so that it takes and returns the state as it is stored between steps, divided and
+    padded."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.unpad_state(state.opt_state))
@@ -205,10 +204,8 @@ def _finish_means(step: StepFn) -> StepFn:
 
 
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
-    """Return the PartitionSpec of each array of a stored state.
-
-    The layout divides params and optimizer state; all other arrays are replicated.
-    """
+    """Return the PartitionSpec of each array of a stored state, by the layout for params and
+    optimizer state, and replicated for all others."""
     return jax.tree.map(lambda x: P(), state)._replace(
         params=layout.param_specs(state.params),
         opt_state=layout.state_specs(state.opt_state, state.params),
@@ -216,7 +213,8 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
 
 
 def is_gathered_once(options: StepArguments) -> bool:
-    """Tell whether a step gathers all params before the loss runs."""
+    """Tell whether a step gathers all params before the loss runs, as a `Sharded` may say, with
+    False for any other `shard`."""
     return isinstance(options.shard, Sharded) and options.shard.is_gathered_once
 
 
@@ -227,7 +225,8 @@ def make_objective(
     layout: Layout | None,
     accumulates: bool,
 ) -> Objective:
-    """Return the objective of one device. With shard axes it is that of all devices along them.
+    """Return the objective, loss and gradients, of one device, or with shard axes of all devices
+    along them, averaged over microbatches.
 
     Args:
       loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
@@ -273,8 +272,8 @@ def make_objective(
 
 
 def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> Layout:
-    """Return the layout with which gathers of params average their gradients over the workers. With
-    microbatches, or a loss that does not gather by itself, the layout is returned unchanged.
+    """Return the layout with which gathers of params average their gradients over the workers, or
+    it unchanged with microbatches or a loss that does not gather itself.
 
     The backward pass of a gather does so right after it has reduced the gradient to a shard, so
     that the mean of a layer runs beside the products of the next. With microbatches it would send
@@ -290,8 +289,8 @@ def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> La
 def make_local_steps(
     options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return the round of local steps that the options ask for. If a call is one step, it returns
-    None.
+    """Return the round of local steps that the options ask for, or None if a call is one step, and
+    raise a ValueError if no worker has all of params and state.
 
     Raises:
       ValueError: params or state are divided over all data axes, so that no worker has all of them.

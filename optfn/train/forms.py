@@ -175,8 +175,8 @@ WRAPPERS = (
 
 
 def _find_optax_kinds() -> dict[type, str]:
-    """Return the kind of link by state type of optax. Types that the installed version lacks are
-    left out."""
+    """Return the kind of link by state type of optax, without types that the installed version
+    lacks."""
     names: dict[str, str] = {
         "moments": "ScaleByAdam ScaleByAdamax ScaleByAmsgrad ScaleByBelief ScaleByLion ScaleByRms "
         "ScaleByRss ScaleByRStdDev ScaleByAdaDelta ScaleByAdan ScaleByNovograd ScaleBySM3 Factored "

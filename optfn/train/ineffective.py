@@ -34,7 +34,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 
 def _find_frozen(tx: object, params: Params) -> set[str]:
     """Return the paths of leaves that attributes freeze, by trainable=False or a rate factor of 0,
-    in an optimizer, its chain or its wrappers. Optimizers of other libraries freeze none."""
+    in an optimizer of optfn, its chain or its wrappers."""
     if not isinstance(tx, core.Transform):
         return set()
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
@@ -70,8 +70,8 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int = 0) -> None:
-    """Warn if the schedule of an optimizer of optfn is negative or not finite during the run. In a
-    run that begins after step 0, also warn if it is 0 in all of the run's steps.
+    """Warn if a schedule in an optimizer of optfn is negative or not finite during the run, or 0 in
+    all steps of a run that begins after step 0.
 
     A warm-down that goes on below zero turns the direction round. A schedule goes on from the step
     of the state, so the schedule of a second phase may be over before it begins. We try nine steps,
@@ -98,7 +98,8 @@ def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int =
 def _warn_of_schedule(
     name: str, schedule: Callable[[np.int32], Any], steps: int, begin: int
 ) -> None:
-    """Warn of one schedule as `warn_of_schedules` does."""
+    """Try one schedule at some steps, and warn if it is negative, not finite, or 0 in all steps of
+    a run that begins after step 0."""
 
     def values(count: int) -> dict[int, float]:
         chosen = {begin + int(k * (steps - 1 - begin) / (count - 1)) for k in range(count)}
@@ -122,10 +123,8 @@ def _warn_of_schedule(
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
-    """Warn of an optimizer with `lazy`, which has no effect, as all gradients are dense.
-
-    There is no warning if no leaf may be a table, or if `lazy` is only the optimizer's default.
-    """
+    """Warn of each optimizer whose call sets `lazy`, which has no effect on dense gradients, unless
+    no leaf has two axes, as a table has."""
     if not any(np.ndim(x) > 1 for x in jax.tree.leaves(params)):
         return
     for name, lazy in dict.fromkeys(_find_lazy_calls(tx)):
@@ -155,8 +154,8 @@ def _find_lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bo
 
 
 def count_waiting_gradients(opt_state: OptState) -> int:
-    """Return the count of gradients that an accumulation has summed, and that its next step will
-    use. Without an accumulation it is 0, and of several accumulations it is the largest."""
+    """Return the count of gradients that an accumulation has summed for its next step, the largest
+    of several accumulations, or 0 without one."""
 
     def find_counter(x: object) -> jax.Array | None:
         if isinstance(x, optax.MultiStepsState):
@@ -168,7 +167,8 @@ def count_waiting_gradients(opt_state: OptState) -> int:
 
 
 def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:
-    """Warn if params for a mesh come from a pmap: each leaf is equal copies, one on each device."""
+    """Warn if params for a mesh come from a pmap, with equal copies of each leaf, one on each
+    device, but never without a mesh or while params are traced."""
     leaves = jax.tree.leaves(params)
     if mesh is None or checks.is_traced(params) or not leaves:
         return

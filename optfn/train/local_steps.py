@@ -75,7 +75,8 @@ class LocalSteps(NamedTuple):
     layout: Layout
 
     def init(self, params: Params) -> InnerAndOuter:
-        """Return the state of one worker at step 0, with each leaf that may vary in a PerWorker.
+        """Return the state of one worker at step 0, with each leaf that may vary in a PerWorker, or
+        raise a ValueError if `tx` exchanges gradients or keeps copies of params.
 
         Raises:
           ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
@@ -87,9 +88,8 @@ class LocalSteps(NamedTuple):
         return InnerAndOuter(inner, self.outer.init(params))
 
     def round(self, local_step: StepFn) -> StepFn:
-        """Make a round: `steps` local steps on each worker, then an outer step on all.
-
-        The round is a function (state, a worker's share of the batch) -> (state, metrics).
+        """Return a round, (state, a worker's share of the batch) -> (state, metrics), of `steps`
+        local steps on each worker and an outer step on all.
 
         Args:
           local_step: a step on the state and the batch of one worker.
@@ -141,9 +141,8 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Take an outer step, and return params, outer state and model state after it, and the
-        bytes sent, as metrics. If the pseudo-gradient of any worker is not finite, the three are
-        those of `state`."""
+        """Take an outer step, and return params, outer state and model state after it, or before it
+        if any pseudo-gradient is not finite, and the bytes sent."""
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
@@ -159,8 +158,8 @@ class LocalSteps(NamedTuple):
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise a TypeError unless a state was made for these local steps (None if there are none).
-    Raise a ValueError unless it was made for as many workers.
+    """Raise a TypeError if only the step or only the state has local steps, and a ValueError if the
+    state was made for another number of workers.
 
     We compare the number of workers only if its value is ready, so that no call waits for a step
     that is still running: the state that such a step returns has the right number anyway.
@@ -238,16 +237,16 @@ def trace_update(
 
 
 def _make_gradient(p: Leaf) -> Leaf:
-    """Return an array that depends on p, to stand for its gradient. For an integer leaf it is
-    float0."""
+    """Return an array that depends on p, to stand for its gradient, or a float0 for an integer
+    leaf."""
     return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError if `tx` exchanges gradients,
-    or if its state has copies or averages of params."""
+    """Raise a ValueError if `tx` exchanges gradients, or if its state has copies or averages of
+    params."""
     if has_exchange(state):
         raise ValueError(
             "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
@@ -270,9 +269,10 @@ def _is_made_of_params(x: object) -> bool:
 
 
 def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
-    """Wrap each leaf that varies in a PerWorker. All other leaves are returned unchanged.
+    """Wrap each leaf that varies in a PerWorker, a scalar as an array of shape (1,), and return all
+    others unchanged.
 
-    A scalar becomes an array of shape (1,), because a PerWorker is divided along its first axis.
+    A PerWorker is divided along its first axis.
     """
 
     def wrap(x: jax.Array, varies: bool) -> PyTree:
@@ -287,8 +287,7 @@ def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
 
 
 def _subtract(start: Leaf, end: Leaf) -> Leaf:
-    """Return start − end in float32 or wider. For an integer leaf it returns zeros of dtype
-    float0."""
+    """Return start − end in float32 or wider, or zeros of dtype float0 for an integer leaf."""
     if not tree.is_inexact(start):
         return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)

@@ -202,7 +202,8 @@ class StepArguments(StepOptions):
         self._check_loss()
 
     def _check_compiler(self) -> None:
-        """Raise a ValueError if an option needs a worker, and the step is left to the compiler."""
+        """Raise a ValueError if an option needs a worker, or if there is no mesh, since the step is
+        left to the compiler."""
         if self.mesh is None:
             raise ValueError(
                 'partitioner="compiler" needs mesh: the compiler divides the loss over its devices'
@@ -228,7 +229,8 @@ class StepArguments(StepOptions):
                 raise ValueError(f'{option} cannot be combined with partitioner="compiler": {why}')
 
     def _check_loss(self) -> None:
-        """Raise a TypeError unless the function that is called takes the arguments of a step."""
+        """Raise a TypeError unless `value_and_grad`, if given, or else `loss_fn` is a function that
+        takes the arguments of a step."""
         loss_fn, value_and_grad = self.loss_fn, self.value_and_grad
         if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
             raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
@@ -275,15 +277,15 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 
 def _show_option(option: str, given: Mapping[str, Any]) -> str:
-    """Return "name=value" for an option whose value is a number or a word. For any other value it
-    returns the name alone."""
+    """Return "name=value" for an option whose value is a number or a word, and the name alone for
+    any other value."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 
 
 def _check_mesh(mesh: object, data_axis: AxisName) -> None:
-    """Raise a TypeError unless `mesh` is None or a Mesh, and a ValueError unless it has all axes of
-    `data_axis`."""
+    """Raise a TypeError unless `mesh` is None, a Mesh or an AbstractMesh, and a ValueError unless
+    it has all axes of `data_axis`."""
     # A plan has an AbstractMesh, which `make_train_step` refuses.
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(

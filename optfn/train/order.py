@@ -56,7 +56,8 @@ FormsByPath = dict[str, UpdateForm]  # by the path of the leaf
 def warn_of_order(
     argument: str, tx: optax.GradientTransformation, opt_state: OptState, params: Params
 ) -> None:
-    """Warn of links at the wrong position in a chain or wrapper, and of steps that go uphill.
+    """Warn of links at the wrong position in a chain or wrapper, or else of steps that go uphill,
+    and raise a ValueError if a link changes the update of masters.
 
     Args:
       argument: the name of `tx` in messages, "tx" or "outer".
@@ -230,10 +231,10 @@ class _Walk:
             )
 
     def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
-        """Return the forms after transformations that share the leaves out among them.
+        """Return the forms after each transformation on its own leaves, unknown for the remaining
+        leaves if those of any are not known, and otherwise unchanged.
 
-        If the leaves of a member are unknown, the arrays of its state tell them. What remains is
-        unknown if there is a member whose leaves neither tells.
+        If the leaves of a member are unknown, the arrays of its state tell them.
         """
         owned = [self._find_leaves(x.state) if x.paths is None else x.paths for x in members]
         after = dict(before)
@@ -262,8 +263,8 @@ class _Walk:
         return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _follow_unknown(self, state: OptState, before: FormsByPath) -> FormsByPath:
-        """Report an unknown link behind an average, and the problems of states inside it. Return
-        unknown forms for all its leaves.
+        """Return unknown forms for all leaves, and report an unknown link behind an average and the
+        problems of states inside it.
 
         A link behind an average probably changes the update. About any other form nothing can be
         said.
@@ -284,10 +285,8 @@ class _Walk:
 def _find_problem(
     kind: forms.LinkKind, x: UpdateForm, is_of_optimizer: bool
 ) -> tuple[str, str] | None:
-    """Return the warning of a link that cannot take an update, and the earlier link that caused it.
-    If it can take the update, it returns None.
-
-    An unknown form fits every link.
+    """Return the warning of a link that cannot take an update and the earlier link that caused it,
+    or None if it can, as with every unknown form.
 
     Args:
       kind: the kind of the link.
@@ -309,8 +308,8 @@ def _find_problem(
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
-    """Return the warning of `reduce_on_plateau` behind a learning rate other than 1, and the link
-    with that rate. Otherwise it returns None.
+    """Return the warning of `reduce_on_plateau` behind a learning rate other than 1 and the link
+    with that rate, or None otherwise.
 
     A schedule before it is no problem: its rate may be multiplied.
     """
@@ -325,7 +324,7 @@ def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str]
 
 
 def _mark_optimized(x: UpdateForm) -> UpdateForm:
-    """Mark an update OPTIMIZED if it is a step and was adapted. Any other update is returned
+    """Mark an update OPTIMIZED if it is a step and was adapted, and return any other update
     unchanged."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
@@ -333,7 +332,7 @@ def _mark_optimized(x: UpdateForm) -> UpdateForm:
 
 
 def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
-    """Return the form that masters give, a difference. It is marked as uphill if the update inside
+    """Return the form that masters give, a difference, marked as uphill if the update inside
     was."""
     marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
     return UpdateForm(forms.DIFFERENCE, link, (*marks.items(),))
@@ -345,8 +344,8 @@ def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
 
 
 def _find_links(tx: Any) -> list[Any]:
-    """Return the links of a chain, or the transformation inside a wrapper, where `tx` shows
-    them."""
+    """Return the links of a chain, or the transformation inside a wrapper, or an empty list where
+    `tx` does not show them."""
     if isinstance(tx, core.Transform):
         return tx.inner
     updates = find_closed_over(tx).get("update_fns", ())
@@ -354,7 +353,8 @@ def _find_links(tx: Any) -> list[Any]:
 
 
 def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
-    """Tell whether a link is known to return the updates that it gets, as `optax.identity` does."""
+    """Tell whether a link returns the updates that it gets, as `optax.identity` does, with False if
+    it is unknown or cannot be traced."""
     if tx is None:
         return False
     arrays = {path: jnp.zeros(()) for path in before}
@@ -366,14 +366,13 @@ def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
 
 
 def _find_kind(state: OptState) -> str:
-    """Return the kind of link that a state declares, or that optax's has. For an unknown link it is
-    ""."""
+    """Return the kind of link that a state declares, or that optax's has, or "" for an unknown
+    link."""
     return traits_of(state).link or forms.OPTAX.get(type(state), "")
 
 
 def _find_wrapper(state: OptState) -> tuple[str, str] | None:
-    """Return the effect of a wrapper and the field with its inner state. For a link it returns
-    None."""
+    """Return the effect of a wrapper and the field with its inner state, or None for a link."""
     if traits_of(state).link in forms.WRAPPERS and "inner_state" in state._fields:
         return traits_of(state).link, "inner_state"
     return forms.OPTAX_WRAPPERS.get(type(state))
@@ -386,22 +385,23 @@ def _is_wrapper(tx: core.Transform, state: OptState) -> bool:
 
 
 def _show_call(tx: core.Transform) -> str:
-    """Return a call as the user wrote it. If it is long, or has arguments without repr, it is
-    "name(…)"."""
+    """Return a call as the user wrote it, or "name(…)" if it is long or has arguments without
+    repr."""
     text = repr(tx)
     return text if "<" not in text and len(text) < 80 else f"{tx.call[0]}(…)"
 
 
 def _show_link(state: OptState) -> str:
-    """Return the call of the link that keeps a state: its name, and its rate if it is a number."""
+    """Return the call of the link that keeps a state as its name and its rate, or "…" in place of a
+    rate that is no number."""
     rate = _find_rate(state)
     word = state_word(type(state)).removesuffix("_by_number")
     return f"{word}({'…' if rate is None else f'{rate:g}'})"
 
 
 def _find_rate(state: OptState) -> float | None:
-    """Return the learning rate that a link keeps as a number. For a schedule, or no rate, it
-    returns None."""
+    """Return the learning rate that a link keeps as a number, the largest of several, or None for a
+    schedule, a traced rate, or no rate."""
     rate = getattr(state, "rate", None)
     if type(rate) is not rates.LearningRateState or checks.is_traced(rate.learning_rate):
         return None

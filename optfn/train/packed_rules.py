@@ -44,8 +44,9 @@ _LEAST_TOLERANCE = 1e-5
 
 
 def refuse_changed_rules(argument: str, tx: optax.GradientTransformation, params: Params) -> None:
-    """Raise a ValueError if packing `params` changes the rule of `tx`. A rule that cannot run
-    outside of a training step, draws random numbers, or has moments in 8 bits is not judged.
+    """Run `tx` on `params` and on their buffers, and raise a ValueError if updates differ, but
+    never for a rule of optfn or one that cannot be judged. A rule that cannot run outside of a
+    training step, draws random numbers, or has moments in 8 bits is not judged.
 
     Two steps run on a CPU, eagerly and in float64, on the tree and on its buffers, with params and
     gradients of the true shapes and of drawn values. A rule that changes only later is not seen.
@@ -84,7 +85,8 @@ def _is_own(tx: object) -> bool:
 
 
 def _on_cpu() -> Any:
-    """Return a context in which arrays are made on a CPU, if this process may use one."""
+    """Return a context in which arrays are made on a CPU, or one without effect if this process may
+    not use a CPU."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves CPUs out
@@ -92,8 +94,8 @@ def _on_cpu() -> Any:
 
 
 def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
-    """Return the change that packing `params` makes to updates of `tx`, with the leaf. If none is
-    found, the text is ""."""
+    """Return the change that packing `params` makes to updates of `tx`, with the leaf, or "" if
+    none is found or the rule cannot run."""
     for is_wide in (True, False):
         with jax.enable_x64(True) if is_wide else nullcontext():
             trial = _Trial(optax.with_extra_args_support(tx), params, is_wide)
@@ -125,7 +127,8 @@ class _Trial:
         self.rng = np.random.default_rng(0)
 
     def compare(self) -> str:
-        """Return the first difference between the updates of both, "" if there is none."""
+        """Run steps on tree and buffers, and return the first difference of their updates, or "" if
+        there is none or the rule is random or in 8 bits."""
         forms = self._make_tree, self._make_packed
         start = self._draw(_DECADES_OF_PARAMS)
         states = [self.tx.init(form(start)) for form in forms]
@@ -153,8 +156,8 @@ class _Trial:
         return ""
 
     def _draw(self, decades: tuple[float, float], is_gradient: bool = False) -> list[Leaf]:
-        """Return leaves of NumPy whose elements lie in some decades. A leaf that is in no buffer is
-        0, and its gradient is float0 where it has none."""
+        """Return leaves of NumPy whose elements lie in some decades, with 0 for a leaf that is in
+        no buffer and float0 for the gradient of an integer."""
         drawn: list[Leaf] = [
             numerics.float0_zeros(jnp.shape(x))
             if is_gradient and not tree.is_inexact(x)
@@ -207,7 +210,7 @@ class _Trial:
         self, on_tree: Sequence[Leaf], on_buffers: Sequence[Leaf], tolerance: float
     ) -> str:
         """Return the first leaf whose updates differ by more than a part of their largest element,
-        with an element of both. If all agree, the text is ""."""
+        with an element of both, or "" if all agree."""
         for i in self.compared:
             a, b = on_tree[i], on_buffers[i]
             if not np.issubdtype(a.dtype, np.complexfloating):
@@ -233,5 +236,5 @@ def _tolerance_of(state: OptState) -> float:
 
 
 def _to_device(x: Leaf) -> Leaf:
-    """Return a leaf as an array of JAX. A leaf of dtype float0 is returned unchanged."""
+    """Return a leaf as an array of JAX, or unchanged if its dtype is float0."""
     return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)

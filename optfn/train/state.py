@@ -43,8 +43,8 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 
 def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
-    """Raise a TypeError unless params are arrays, and one of them can be trained. An empty tree is
-    accepted.
+    """Raise a TypeError unless params are arrays and one of them is floating point, while an empty
+    tree is accepted.
 
     Args:
       params: the params.
@@ -75,7 +75,8 @@ def is_train_state(x: object) -> bool:
 
 @contextlib.contextmanager
 def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) -> Iterator[None]:
-    """Turn any error inside into a TypeError if another optimizer has made the state.
+    """Turn any error inside into a TypeError if another optimizer has made the state, and otherwise
+    raise it unchanged.
 
     The names of the arrays in a fresh state tell it. They are compared after an error only, since
     an optimizer may change its state as it likes.
@@ -112,7 +113,8 @@ def copy(x: Leaf) -> jax.Array:
 
 
 def copy_repeated(state: TrainState) -> TrainState:
-    """Copy an array where it occurs again in a state, because a buffer can be donated only once.
+    """Copy the arrays that occur again in a state, because a buffer can be donated only once, and
+    weakly typed ones, and return others unchanged.
 
     An average that begins as the params is such an array. Weakly typed arrays, such as counters of
     optax's line searches, are copied too: a step returns them strongly typed, and the next call
@@ -131,9 +133,8 @@ def copy_repeated(state: TrainState) -> TrainState:
 
 
 def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
-    """Copy the arrays of a tree that are in a donated one too: JAX refuses a buffer that a call
-    donates and reads.
-    """
+    """Copy the arrays of a tree that are in a donated one too, since JAX refuses a buffer that a
+    call donates and reads, and return others unchanged."""
     if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
         return values
     known = {id(x) for x in jax.tree.leaves(donated)}
@@ -141,10 +142,11 @@ def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
 
 
 def replicate_counters(state: TrainState) -> TrainState:
-    """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
+    """Replicate arrays that lie on one device, such as counters, over the mesh of the params, or
+    return the state unchanged without one mesh.
 
     Otherwise the first step would replicate them, and the second would be compiled again for the
-    new sharding. If params lie on no mesh or on several, or are traced, it changes nothing.
+    new sharding. Params that lie on several meshes, or are traced, have no one mesh.
     """
     leaves = jax.tree.leaves(state.params)
     if checks.is_traced(leaves):

@@ -99,8 +99,8 @@ class TrainStep:
         return f"TrainStep({', '.join([name, show_transform(self.tx), *given])})"
 
     def list_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        """Return the arguments of `compiled`, (state, batch). If params keep their placement, the
-        layout of this placement is the third."""
+        """Return the arguments of `compiled`, (state, batch), and as a third one the layout of the
+        params if they keep their placement."""
         if isinstance(self.layout, AsPlaced):
             return state, batch, self.layout.follow(state.params)
         return state, batch
@@ -116,7 +116,8 @@ class TrainStep:
         return None if self.layout is None else self.layout.mesh
 
     def init(self, params: Params, model_state: PyTree = None) -> TrainState:
-        """Return the state before the first step. It holds copies, so your arrays stay valid.
+        """Return the state before the first step, which holds copies of your arrays on the mesh,
+        and warn of an optimizer that would not train as intended.
 
         On a mesh, the state is placed as the options of the step say. In a run of several
         processes, all must pass the same params, which is checked.
@@ -163,7 +164,8 @@ class TrainStep:
     def _make_state(
         self, params: Params, model_state: PyTree, layout: Layout | None = None
     ) -> TrainState:
-        """Return the state before the first step, placed on the mesh by the params' layout."""
+        """Return the state before the first step, packed if the step is, and placed on the mesh by
+        the params' layout."""
         if self.options.packed:
             given, params = params, pack(parallel.copy_host_arrays(params))
             refuse_changed_rules("tx", self.tx, given)
@@ -190,8 +192,8 @@ class TrainStep:
     def _add_statistics(
         self, opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
     ) -> OptState:
-        """Let the averages in a state average the model state too, if the step is to. Otherwise the
-        state is returned unchanged."""
+        """Let the averages in a state average the model state if the step is to, or raise a
+        ValueError without any, and return the state unchanged otherwise."""
         if not self.options.average_model_state:
             return opt_state
         added = add_statistics(opt_state, model_state, place)
@@ -205,7 +207,8 @@ class TrainStep:
     def lower(
         self, params: Params | TrainState, batch: Batch, model_state: PyTree = None
     ) -> jax.stages.Lowered:
-        """Return the step lowered for the devices of its mesh. Nothing is allocated, nothing runs.
+        """Return the step traced and lowered for the devices of its mesh, without allocating or
+        running anything.
 
         `.compile()` of the result gives the program of a call. Its `memory_analysis()` has the
         bytes that a device needs, and its `as_text()` the collectives. Devices that you do not have
@@ -260,7 +263,8 @@ class TrainStep:
         return state, batch
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        """Take a step on a batch, and return the next state and the metrics.
+        """Take a step on a batch, and return the next state and the metrics, overwriting `state`
+        unless the step was made with `donate=False`.
 
         `state` is donated: don't use it again, unless the step was made with `donate=False`. Where
         its arrays are in the batch or the model state too, they are copied. You can also call the
@@ -312,8 +316,8 @@ class TrainStep:
         return state, metrics
 
     def check_batch_sizes(self, sizes: Iterable[int]) -> None:
-        """Raise a ValueError unless workers and local steps divide these counts of examples.
-        Without a mesh every count is accepted."""
+        """Raise a ValueError unless workers and local steps divide these counts of examples, or
+        accept every count without a mesh."""
         if self.layout is None:
             return
         workers = count_devices(self.layout.mesh, self.layout.data_axes)
@@ -326,7 +330,8 @@ class TrainStep:
                 )
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
-        """Return a batch on the devices of a state, as a call would place it."""
+        """Check and place a batch on the devices of a state as a call would, and remember it, so
+        that the next call with it does neither again."""
         batch = self._split_batch(self._copy_shared(state, convert_batch(batch))[1])
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)
@@ -336,8 +341,9 @@ class TrainStep:
     def _copy_shared(
         self, state: TrainState, batch: Batch, *, is_placed: bool = False
     ) -> tuple[TrainState, Batch]:
-        """Copy the arrays that a call would both donate and read: params of a target network, for
-        example. A batch that `place_batch` returned shares nothing."""
+        """Copy the arrays that a call would both donate and read, or return all unchanged if the
+        step donates nothing or the state is traced. Params of a target network are an example. A
+        batch that `place_batch` returned shares nothing."""
         if not self.options.donate or checks.is_traced(state.step):
             return state, batch
         if state.model_state is not None:
@@ -346,8 +352,7 @@ class TrainStep:
         return state, batch if is_placed else copy_shared(batch, state)
 
     def _split_batch(self, batch: Batch) -> Batch:
-        """Return a batch on the mesh, split over the data axes. Without a mesh it is returned
-        unchanged."""
+        """Return a batch on the mesh, split over the data axes, or unchanged without a mesh."""
         if self.layout is None:
             return batch
         layout = self.layout
@@ -355,7 +360,7 @@ class TrainStep:
 
     def check(self, state: TrainState) -> None:
         """Raise a FloatingPointError or a ValueError if the step that returned this state must end
-        the run. The next call would raise the same error.
+        the run, as the next call would.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
@@ -365,8 +370,8 @@ class TrainStep:
             reports.raise_flags(reports.get_flags(state.opt_state))
 
     def _check_flags(self, state: TrainState) -> set[str]:
-        """Raise the errors of `check`. A flag that keeps its value once it is set is read from the
-        metrics of earlier calls, so that nothing waits for the last one.
+        """Raise the errors of `check`, where a flag that keeps its value is read from earlier
+        calls, so that nothing waits for the last one.
 
         To read such a flag from the state of the last call would end the overlap of the host's work
         with the work of the devices. We read it from the metrics of earlier calls instead, as soon
@@ -457,8 +462,8 @@ def _is_ready(x: Any) -> bool:
 
 
 def wait_on_cpus(metrics: dict[str, Any]) -> None:
-    """Wait for the call that returned these metrics, if it runs on several CPU devices. Otherwise
-    nothing happens.
+    """Wait for the call that returned these metrics if it runs on several CPU devices, and
+    otherwise do nothing.
 
     CPU devices share their threads. If several steps run at once, one may hold the threads that an
     all-reduce of another waits for.
@@ -473,7 +478,7 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
 
 
 def find_layout(options: StepArguments) -> Layout | None:
-    """Return the layout of the state of a step on its mesh. Without a mesh it returns None."""
+    """Return the layout of the state of a step on its mesh, or None without a mesh."""
     if options.mesh is None:
         return None
     # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where

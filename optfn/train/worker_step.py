@@ -69,7 +69,8 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
 
 
 def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
-    """Return the key of the argument `rng` of `make_train_step`. For False it returns None."""
+    """Return the key of the argument `rng` of `make_train_step`, that of seed 0 for True and None
+    for False, or raise a TypeError for no seed or key."""
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):
@@ -125,7 +126,8 @@ class _WorkerStep:
 
     @functools.cached_property
     def later(self) -> Layout | None:
-        """The layout without means in the loss. What it describes of params is found once."""
+        """The layout without means in the loss, None without a layout. What it describes of params
+        is found once."""
         return self.layout and self.layout.average_later()
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -169,9 +171,8 @@ class _WorkerStep:
         return state, metrics
 
     def _differentiate(self, state: TrainState, inputs: Inputs) -> tuple[Values, Updates, PyTree]:
-        """Return the results of the loss, this worker's gradients, and for each leaf the worker
-        axes over which the loss has averaged its gradient. Without a layout None stands in place of
-        the axes."""
+        """Return the results of the loss, this worker's gradients, masked where frozen, and the
+        worker axes over which the loss has averaged each, None without a layout."""
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = self.later if has_exchange(state.opt_state) else self.layout
         averaged = of_loss and jax.tree.map(
@@ -210,7 +211,8 @@ class _WorkerStep:
         extra: dict[str, Any],
         weight: jax.Array | None,
     ) -> TrainState:
-        """Update params and the optimizer's state, and return the next state of the run.
+        """Update params and the optimizer's state, and return the next state, with params unchanged
+        if the loss, a `Mean`, has no weight.
 
         Args:
           before: the state before the step.
@@ -238,8 +240,8 @@ def _accumulates(state: TrainState) -> bool:
 
 
 def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:
-    """Tell whether an update is skipped because the loss, a `Mean`, has no weight. For a plain loss
-    it returns None, and so it does in `accumulate`, which decides by the weight of all its calls.
+    """Tell whether an update is skipped because the loss, a `Mean`, has no weight, or return None
+    for a plain loss or in `accumulate`. That decides by the weight of all its calls.
 
     Raises:
       ValueError: optax.MultiSteps averages several gradients; it knows no weights.
@@ -277,7 +279,8 @@ def _make_inputs(
 
 
 def constrain_params(params: Params, layout: Layout | None) -> Params:
-    """Constrain the sharding of params to the layout, if both workers and devices divide the work.
+    """Constrain the sharding of params to the layout if both workers and devices divide the work,
+    and return them unchanged otherwise.
 
     Otherwise the compiler may divide whole params for the update, and gather them for the loss.
     """
@@ -290,7 +293,8 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
 
 
 def _average_model_state(new: PyTree, inputs: Inputs, before: TrainState, axes: Axes) -> PyTree:
-    """Return the model state of all workers.
+    """Return the model state of all workers: means of floating-point arrays, integers of the first
+    worker, and keys that the loss did not change as before.
 
     Args:
       new: the model state that the loss of this worker returned.

@@ -32,7 +32,7 @@ class ScaleByAdamState(NamedTuple):
 def adam_moments(
     g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, m, v), g as the update: m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    """Return (g, m, v) with g unchanged, m = β₁m + (1 − β₁)g and v = β₂v + (1 − β₂)|g|²."""
     m = numerics.moving_average(m, g, b1)
     return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
 
@@ -64,10 +64,8 @@ def adam_direction(
 def adam_factors(
     b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
 ) -> tuple[jax.Array, Scalar]:
-    """Return (scale, root) of `adam_direction`: the bias corrections of a step, in either form.
-
-    With `eps_hat` eps is added to the uncorrected √v, and the root is 1.
-    """
+    """Return the (scale, root) of `adam_direction` that correct the bias of a step, where with
+    `eps_hat` the root is 1, so that eps is added to the uncorrected √v."""
     # √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps): with eps_hat both corrections move before the quotient.
     scale = 1 / numerics.bias_correction(b1, step)
     root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
@@ -75,8 +73,8 @@ def adam_factors(
 
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
-    """Return the state of step 0 with two moments of zeros. The second moment of a complex leaf is
-    real."""
+    """Return the state of step 0 with two moments of zeros, of which the second is real for a
+    complex leaf."""
     zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
     return state_type(core.first_step(), *zeros)
 
@@ -84,10 +82,8 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
 def next_count(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and by name the values that `of_step` gives for it.
-
-    A value is a scalar, or a PerLeaf if the moments of some leaves began late.
-    """
+    """Return the count one step later, and the values of `of_step` for it by name, as scalars or,
+    if some leaves began late, as PerLeafs."""
     if isinstance(step, tuple):
         return _count_by_leaf(of_step, step, like)
     step = core.next_step(step)
@@ -97,8 +93,8 @@ def next_count(
 def _count_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and values by leaf, for a state with leaves that began
-    late."""
+    """Return the count one step later, and the values of `of_step` as PerLeafs, for a state with
+    leaves that began late."""
     # Imported here: a first use of adam has no late leaves, and need not read about them.
     from optfn.transforms.late_steps import advance_by_leaf
 
@@ -111,7 +107,8 @@ def make_moments_link(
     state_type: Callable[..., OptState],
     rows: str = "dense",
 ) -> core.Unchecked:
-    """Return the link that maps a rule over gradients and two moments, and counts its steps.
+    """Return the unchecked link that maps `rule`, with the numbers of `of_step`, over gradients and
+    two moments that start at 0, and counts its steps.
 
     Args:
       rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
@@ -138,7 +135,8 @@ def scale_by_adam(
     bias_correction: bool = True,
     lazy: bool = False,
 ) -> core.Unchecked:
-    """Divide the mean of the gradient by the root of the mean of its square.
+    """Divide the moving average of the gradient by the root of that of its square, elementwise,
+    with both biases corrected unless `bias_correction` is False.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         eps_hat:      u = √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)

@@ -64,7 +64,7 @@ def adamax_moments(
 
 
 def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar) -> jax.Array:
-    """Return scale·m/u. The gradient g, which `quantize_moments` passes, is not used."""
+    """Return scale·m/u, without a use of the gradient g, which `quantize_moments` passes."""
     del g
     return numerics.scalar(scale, m) * m / u
 
@@ -77,7 +77,8 @@ def scale_by_adamax(
     *,
     moment_dtype: str | None = None,
 ) -> core.Unchecked:
-    """Divide the mean of the gradient by its decaying maximum.
+    """Divide the bias-corrected moving average of the gradient by its decaying maximum,
+    elementwise, where 0/0 is NaN if eps is 0.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
 

@@ -28,7 +28,8 @@ class WithoutGradientsState(ScaleByAsgdState):
 
 @core.transform(complex_leaves=True)
 def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
-    """Average the most recent gradients of the n batches of an epoch.
+    """Replace the gradient by the mean of the latest gradients of the `batch_num` batches of an
+    epoch, as far as seen, or return it unchanged for one batch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
 

@@ -29,8 +29,8 @@ class ScaleByCatchUpAdamState(NamedTuple):
 
 
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
-    """Append axes of size 1 to an array with a value per row, so that it broadcasts to `like`. A
-    float is returned unchanged."""
+    """Return an array with a value per row with axes of size 1 appended, so that it broadcasts to
+    `like`, or a float unchanged."""
     if isinstance(x, float):
         return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
@@ -56,8 +56,8 @@ def catch_up_adam_rule(
     eps: Scalar,
     eps_hat: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return (direction of this and all missed steps, m, v, step), as `scale_by_catch_up_adam` has
-    them."""
+    """Return (u, m, v, step), where u is the direction of this step plus those that each row has
+    missed, and m and v have decayed in the missed steps too."""
     missed = step - 1 - last
     n = missed.astype(m.dtype)
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))
@@ -85,7 +85,8 @@ def catch_up_adam_rule(
 def scale_by_catch_up_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, eps_hat: bool = True
 ) -> core.Unchecked:
-    """Adam that updates only the rows of a row-sparse gradient, and makes up for missed steps.
+    """Compute Adam's direction for only the rows that a row-sparse gradient touches, plus the steps
+    that they have missed, or for all rows of a dense one.
 
     For a row last touched at step s, with n = t − 1 − s missed steps:
 
@@ -154,7 +155,8 @@ def scale_by_catch_up_adam(
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
-    """Return the state with the moments that dense Adam would have for all rows at this step.
+    """Return the state with the moments that dense Adam would have for all rows at this step,
+    without a change of the parameters.
 
     Use it only for inspection. The parameters do not catch up, so continue training with `state`.
     """

@@ -28,7 +28,8 @@ def _state_without_clip(params: Params) -> ClipState:
 
 
 def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
-    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
+    """Return max_norm/norm where the norm exceeds max_norm, else 1, also for a norm of 0 and an
+    infinite max_norm."""
     max_norm = numerics.scalar(max_norm, norm)
     # Not norm/max_norm: 0/0 and ∞/∞ would give NaN for a gradient of 0 or a bound of ∞.
     return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
@@ -41,7 +42,8 @@ class ClipByValueState(NamedTuple):
 
 @core.transform()
 def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Unchecked:
-    """Clip each element of the gradient: g = min(max(g, min_value), max_value).
+    """Clip each element of the gradient, g = min(max(g, min_value), max_value), where `min_value`
+    is −max_value if it is None.
 
     Args:
       max_value: the upper bound; > 0 if `min_value` is None.
@@ -73,7 +75,8 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Un
 
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_norm(max_norm: Number) -> core.Unchecked:
-    """Clip the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
+    """Scale each tensor whose norm exceeds c to the norm c, g = g·c/‖g‖, and return all other
+    tensors unchanged.
 
     Squares are added in float32 or wider: a tensor whose norm is above 1.8e19 becomes 0.
 
@@ -100,8 +103,8 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
 def _make_clip_link(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Unchecked:
-    """Return the link of a clip (updates, max_norm) -> (updates, factor). If `max_norm` is ∞, the
-    link returns its updates unchanged."""
+    """Return the link of a clip (updates, max_norm) -> (updates, factor), which records the
+    workers' smallest factor, or returns updates unchanged if `max_norm` is ∞."""
     c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -119,7 +122,8 @@ def _make_clip_link(
 
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_global_norm(max_norm: Number) -> core.Unchecked:
-    """Clip the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
+    """Scale all tensors by one factor, g = g·c/max(N, c) with N = √∑‖g‖², which is 1 if their
+    common norm N does not exceed c.
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the following operations.
     (The result of an elementwise division would be kept in memory.)

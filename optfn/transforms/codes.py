@@ -91,8 +91,8 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of an array:
-    its leading axes, with one scale for each row behind them.
+    """Return the shape of an array's scales, which is its shape without the fewest last axes that
+    have ROW elements together, or () if all have fewer.
 
     A row is the last axes, as few as have ROW elements together, or all axes of a smaller array.
     Devices that divide the leading axes divide the scales alike. A vector is one row.
@@ -105,7 +105,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @_compiled
 def row_max(x: jax.Array) -> jax.Array:
-    """Return the largest element of each row of x ≥ 0, in the shape of the scales. It is 0 for an
+    """Return the largest element of each row of x ≥ 0, in the shape of the scales, or 0 for an
     empty row."""
     lead = len(scale_shape(x.shape))
     return jnp.max(x, axis=range(lead, x.ndim), initial=0)
@@ -118,8 +118,8 @@ def _broadcast_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
-    """Return the code of x/scale·largest, rounded by the noise, int32, for x ≥ 0. Rows of scale 0
-    have code 0, and no code exceeds `code.top`."""
+    """Return the int32 code of x/scale·largest for x ≥ 0, rounded by the noise and at most
+    `code.top`, or 0 in rows whose scale is 0."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
     shifted = x * _broadcast_scale(factor, x.shape) + code.smallest
     fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
@@ -128,7 +128,8 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
 
 
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
-    """Return the float32 values of codes ≥ 0 (int32): code 0 is 0, code `top` is the scale."""
+    """Return the float32 values of int32 codes ≥ 0, where code 0 is 0 and code `top` is the
+    scale."""
     magnitude = _from_bits((k + code.start) << 20)
     x = (magnitude - code.smallest) * _broadcast_scale(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
@@ -136,11 +137,12 @@ def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
 
 @_compiled
 def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return int8 codes of float32 x, |x| ≤ scale, whose mean over the noise is x.
+    """Return the int8 codes of float32 x, whose mean over the noise is x, with magnitudes above the
+    scale encoded as the scale.
 
     Args:
       x: float32.
-      scale: float32, one for each row; magnitudes above the scale are encoded as the scale.
+      scale: float32, one for each row.
       noise: uint32 in [0, 2¹⁶), of the shape of x.
     """
     k = _encode(jnp.abs(x), scale, noise, SIGNED)
@@ -149,8 +151,8 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 
 @_compiled
 def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 values of int8 codes:
-    the magnitude that SIGNED gives |code|, times the scale, with the code's sign."""
+    """Return the float32 values of int8 codes, which are the magnitude that SIGNED gives |code|
+    times the scale of the row, with the code's sign."""
     k = codes.astype(jnp.int32)
     magnitude = _decode(jnp.abs(k), scale, SIGNED)
     return jnp.where(k < 0, -magnitude, magnitude)
@@ -158,7 +160,8 @@ def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 @_compiled
 def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return uint8 codes of float32 x in [0, scale], of which only x = 0 has code 0.
+    """Return the uint8 codes of float32 x in [0, scale], rounded at random by the noise, but a
+    positive x never to code 0, which only x = 0 has.
 
     A positive number below the smallest positive code is rounded up to it, because the result is
     used as a denominator.
@@ -169,8 +172,8 @@ def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Arr
 
 @_compiled
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 values of uint8 codes:
-    the magnitude that UNSIGNED gives, times the scale."""
+    """Return the float32 values of uint8 codes, which are the magnitude that UNSIGNED gives the
+    code times the scale of the row."""
     return _decode(codes.astype(jnp.int32), scale, UNSIGNED)
 
 
@@ -187,8 +190,8 @@ def _is_nan(bits: jax.Array) -> jax.Array:
 
 
 def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
-    """Return the bits of x, int32. With bits=24 they are rounded to 24 bits, by the noise or to
-    nearest, so that the last 8 are zero."""
+    """Return the int32 bits of x, for bits=24 rounded to 24 bits by the noise, or to nearest
+    without it, but a finite number never to ∞."""
     exact = _int_bits(x)
     if bits == 32:
         return exact
@@ -200,7 +203,8 @@ def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
 def split_float32(
     x: jax.Array, bits: int = 32, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return x as a bfloat16 number and a remainder of 16 or 8 bits.
+    """Return x as the nearest bfloat16 number and an integer remainder, of 16 bits if `bits` is 32,
+    or of 8 if it is 24, for which x is rounded first.
 
         bits(|x|) = bits(|p|)·2ᵏ + e      k = bits − 16, −2ᵏ⁻¹ ≤ e < 2ᵏ⁻¹
 
@@ -225,8 +229,8 @@ def split_float32(
 def remainder_beside(
     p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
-    """Return the remainder e, int8 or int16, that brings `join_float32(p, e)` nearest to x. It is 0
-    if p or x is NaN."""
+    """Return the remainder e, int16 for 32 bits or int8 for 24, that brings `join_float32(p, e)`
+    nearest to x, or 0 where p or x is NaN."""
     dtype = REMAINDERS[bits]
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     own, wanted = _int_bits(p.astype(jnp.float32)), _round_bits(x, bits, noise)
@@ -236,9 +240,11 @@ def remainder_beside(
 
 
 def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
-    """Return the float32 number of a bfloat16 number and a remainder: undo `split_float32`.
+    """Return the float32 number that `split_float32` has split into p and e, or, if p was edited
+    since, p moved by e units.
 
-    If p was edited since, the result is p moved by e units, at most half a unit of p's last place.
+    A unit is one of the last place of float32, or of 24 bits, so the move is at most half a unit of
+    p's last place.
     """
     own = _int_bits(p.astype(jnp.float32))
     moved = (own & _SIGNLESS) + (e.astype(jnp.int32) << (0 if e.dtype == jnp.int16 else 8))

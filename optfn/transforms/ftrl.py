@@ -32,8 +32,8 @@ class FtrlProximalState(NamedTuple):
 def ftrl_accumulate(
     g: jax.Array, n: jax.Array, *, rate: Scalar, factor: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (g, n + g²), with g = 0 where g is finite and n + g² overflows. Where rate·factor is
-    0, n is returned unchanged."""
+    """Return (g, n + g²) with g = 0 where g is finite and n + g² overflows, and with n unchanged
+    where rate·factor is 0."""
     # A finite gradient with an infinite square counts as 0: σ would be infinite.
     counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
     is_zero = numerics.scalar(rate * factor, g) == 0
@@ -50,8 +50,8 @@ def ftrl_linear(
     factor: Scalar,
     lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, n, z') with z' = z + g − σ·p, or z' = z where rate·factor is 0. The returned g and
-    n are the given ones."""
+    """Return (g, n, z') with z' = z + g − σ·p, or z' = z where rate·factor is 0, and with g and n
+    unchanged."""
     lr = numerics.scalar(rate * factor, g)
     is_zero = lr == 0
     counted, new_n = ftrl_accumulate(g, n, rate=rate, factor=factor)
@@ -71,8 +71,8 @@ def ftrl_minimiser(
     l2: Scalar,
     lr_power: Scalar,
 ) -> jax.Array:
-    """Return p' − p for the minimiser p' that belongs to n and z: p' = 0 where |z| ≤ l1.
-    Where rate·factor is 0, return 0."""
+    """Return p' − p for the minimiser p' that belongs to n and z, which is 0 where |z| ≤ l1, or
+    return 0 where rate·factor is 0."""
     lr = numerics.scalar(rate * factor, z)
     l1, l2 = numerics.scalar(l1, z) + 1e-10, numerics.scalar(l2, z) + 1e-10
     is_zero = lr == 0
@@ -85,8 +85,8 @@ def ftrl_minimiser(
 def _minimise_leaf(
     g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
-    """Return (p' − p, n, z), the results of a rule for `leafwise.apply`. The gradient g is not
-    used."""
+    """Return (p' − p, n, z) by `ftrl_minimiser`, with n and z unchanged and without a use of g, as
+    a rule for `leafwise.apply`."""
     return ftrl_minimiser(n, z, p, **scalars), n, z
 
 
@@ -95,12 +95,13 @@ _apply = partial(leafwise.apply, rows="touched")
 
 # The passes over n and z. z' reads the old n, and is computed before n is overwritten.
 def _update_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
-    """Return (n, z') by `ftrl_linear`: the pass that reads the old n."""
+    """Return (n, z') with z' by `ftrl_linear` and n unchanged, in the pass that reads the old n."""
     return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
 
 
 def _accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
-    """Return (n', z) by `ftrl_accumulate`: the pass that overwrites n."""
+    """Return (n', z) with n' by `ftrl_accumulate` and z unchanged, in the pass that overwrites
+    n."""
     return _apply(ftrl_accumulate, g, n, **scalars)[1], z
 
 
@@ -113,7 +114,8 @@ def ftrl_proximal(
     lr_power: Number = -0.5,
     lazy: bool = True,
 ) -> core.Unchecked:
-    """Step to the minimiser of the regularized sum of all gradients so far.
+    """Step to the minimiser of the regularized sum of all gradients so far, which is exactly 0
+    where |z| ≤ l1, or change nothing where the rate is 0.
 
         n' = n + g²
         σ = (n'^(−k) − n^(−k))/lr

@@ -18,13 +18,13 @@ def run_in_passes(
     *reads: PyTree,
     due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
-    """Run `fns` in order on the carry and return it. On a CPU each runs in its own pass over the
-    arrays, elsewhere all are one program.
+    """Return the carry after all of `fns` in order, each run in its own pass over the arrays on a
+    CPU, and all in one program elsewhere.
 
-    There only the carry is passed from one pass over the arrays to the next, and it is updated in
-    place; see `run_if`. All other platforms get the plain expressions, which they fuse themselves.
-    Only with `due` a TPU gets a loop too, one for all functions, so that the arrays are not touched
-    where nothing is due. On a GPU the host would have to read the condition of a loop.
+    In passes only the carry is passed from one to the next, and it is updated in place; see
+    `run_if`. All other platforms get the plain expressions, which they fuse themselves. Only with
+    `due` a TPU gets a loop too, one for all functions, so that the arrays are not touched where
+    nothing is due. On a GPU the host would have to read the condition of a loop.
 
     Args:
       fns: as for `run_if`.
@@ -71,8 +71,8 @@ Fns: TypeAlias = tuple[Callable[..., Any], ...]
 def _close_over(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
 ) -> tuple[Fns, PyTree, PyTree, PyTree]:
-    """Return functions that take the arrays that `fns` close over as arguments, and carry, reads,
-    and these arrays."""
+    """Return functions that take the arrays that `fns` close over as arguments, then the carry, the
+    reads and a list of these arrays for each function."""
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 
@@ -80,8 +80,8 @@ def _close_over(
 def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
-    """Run `fns` in order on the carry and return it. `owns` are the constants of each function,
-    None if there are none."""
+    """Return the carry after each of `fns` in order, called with the carry, the reads and, if
+    `owns` is given, its own constants."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -90,7 +90,7 @@ def _run(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
     """Run the functions in loops on a CPU, in one loop on a TPU if `due` is given, and plainly
-    elsewhere. The derivative is that of the plain functions."""
+    elsewhere, with the derivative of the plain functions."""
 
     # XLA would inline a loop with a known count, and fuse the passes again.
     in_loops = partial(_run_in_loops, fns, xla.hide_constant(True) if due is None else due)
@@ -100,20 +100,22 @@ def _run_in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTre
 
 @partial(_run_in_passes.defjvp, symbolic_zeros=True)
 def _run_in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
-    """Differentiate the plain functions: a loop of unknown length has no reverse derivative."""
+    """Return result and derivative of the plain functions, because a loop of unknown length has no
+    reverse derivative."""
     return _jvp(partial(_run, fns), primals[1:], tangents[1:])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
-    """Run the functions in loops, each of one iteration if `due`, else of none. The derivative is
-    that of a cond."""
+    """Return the carry after the functions in loops of one iteration if `due`, else unchanged, with
+    the derivative of a cond."""
     return _run_in_loops(fns, due, *arguments)
 
 
 @partial(_run_if.defjvp, symbolic_zeros=True)
 def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
-    """Differentiate a cond in the place of the loops."""
+    """Return result and derivative of a cond, in place of the loops, that runs the functions if
+    `due`, and else returns the carry."""
     due, *rest = primals
 
     def run_in_cond(*arguments: PyTree) -> PyTree:
@@ -125,8 +127,8 @@ def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 def _run_in_loops(
     fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
 ) -> PyTree:
-    """Return the carry after each of `fns`, each in a loop of one iteration if `due`,
-    else of none."""
+    """Return the carry after each of `fns`, each run in a loop of its own of one iteration, if
+    `due`, else the carry unchanged."""
 
     def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
         reads, own = read
@@ -139,8 +141,8 @@ def _run_in_loops(
 def _run_in_one_loop(
     fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
 ) -> PyTree:
-    """Return the carry after each of `fns`, all in a loop of one iteration if `due`,
-    else of none."""
+    """Return the carry after each of `fns`, all run in one loop of one iteration, if `due`, else
+    the carry unchanged."""
 
     def run_all(*arrays: PyTree) -> PyTree:
         *values, owns = arrays
@@ -150,8 +152,8 @@ def _run_in_one_loop(
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:
-    """Return `fn` at `primals` and its derivative along the tangents that are not symbolic
-    zeros."""
+    """Return `fn` at `primals` and its derivative along the tangents that are not symbolic zeros,
+    with the primals of all others as constants."""
     leaves = jax.tree.leaves(primals)
     structure: Any = jax.tree.structure(primals)
     directions = jax.tree.leaves(tangents, is_leaf=_is_zero)

@@ -44,7 +44,8 @@ def scale_by_lamb(
     bias_correction: bool = False,
     exclude: Pattern | None = None,
 ) -> core.Unchecked:
-    """Scale Adam's direction, with weight decay, by the norm of each tensor.
+    """Scale, for each tensor, Adam's direction plus weight decay to the norm of the parameters, or
+    by 1 where either norm is 0.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
@@ -117,7 +118,8 @@ def _update(
     scale: PyTree,
     **scalars: PyTree,
 ) -> tuple[PyTree, ...]:
-    """Return the updates q·r of all leaves and their new moments: two passes, then the direction.
+    """Return the updates q·r of all leaves and their new moments, by one pass for the moments, one
+    for the ratios q of all tensors, and then the direction.
 
     Args:
       moments: (g, m, v) -> (g, m, v) with the new moments.
@@ -156,6 +158,6 @@ def _update(
 def _scale_direction(
     g: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array, *, factor: Scalar, **scalars: Scalar
 ) -> tuple[jax.Array, ...]:
-    """Return (factor·r/scale, m, v), the results of a rule for `leafwise.apply`. The gradient g is
-    not used."""
+    """Return (factor·r/scale, m, v) with r/scale by `lamb_direction`, m and v unchanged and without
+    a use of g, as a rule for `leafwise.apply`."""
     return numerics.scalar(factor, m) * lamb_direction(m, v, p, **scalars), m, v

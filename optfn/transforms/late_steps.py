@@ -36,7 +36,7 @@ Steps: TypeAlias = jax.Array | LateStepsState
 
 
 def advance(step: Steps) -> Steps:
-    """Return the count one step later. A LateStepsState keeps the steps at which its leaves
+    """Return the count one step later, where a LateStepsState keeps the steps at which its leaves
     began."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
@@ -52,8 +52,8 @@ def global_count(step: Steps) -> jax.Array:
 def evaluate_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> dict[str, Any]:
-    """Return the values of `of_step` by name, as scalars. If some leaves began late, each is a
-    PerLeaf by the counts of the leaves.
+    """Return the values of `of_step` by name, as scalars or, if some leaves began late, as PerLeafs
+    by the count of each leaf.
 
     Args:
       of_step: from the number of steps, int32, to scalars by name.
@@ -75,14 +75,15 @@ def evaluate_by_leaf(
 def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and `evaluate_by_leaf` of it, as `adam.next_count` does."""
+    """Return the count one step later, and the values of `of_step` for it by name, as
+    `evaluate_by_leaf` gives them."""
     step = advance(step)
     return step, evaluate_by_leaf(of_step, step, like)
 
 
 def copy_counts(state: PyTree, counted: OptState) -> PyTree:
-    """Return `state` with a LateStepsState, whose late leaves begin at its step, wherever `counted`
-    has one.
+    """Return `state` with its count made a LateStepsState, whose late leaves begin at its step,
+    wherever `counted` has one, and unchanged elsewhere.
 
     Args:
       state: a tree of the structure that `tx.init` gives.

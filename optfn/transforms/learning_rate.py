@@ -63,16 +63,16 @@ RateState = LearningRateState | GivenLearningRateState
 
 
 def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
-    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule. Otherwise raise
-    a TypeError or a ValueError."""
+    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule, else raise a
+    TypeError or a ValueError."""
     if callable(learning_rate):
         return learning_rate
     return checks.nonnegative("learning_rate", learning_rate)
 
 
 def init(learning_rate: Scalar | Schedule) -> RateState:
-    """Return the initial state, which shows the rate of step 0. Its type tells whether a number, a
-    schedule or an array sets the rate.
+    """Return the initial state with the rate of step 0, of another type for a number, a schedule or
+    an array, or raise a ValueError unless the rate is finite and ≥ 0.
 
     Raises:
       ValueError: a schedule is negative or not finite at step 0, or an array is.
@@ -95,7 +95,8 @@ def init_plateau(learning_rate: Scalar) -> LearningRateState:
 
 
 def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Array, RateState]:
-    """Return the rate of this step, a scalar of the state's dtype, and the state after it."""
+    """Return the rate of this step and the state after it, where the rate of a number is read from
+    the state, and a schedule or an array is evaluated."""
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
@@ -109,8 +110,8 @@ def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[ja
 
 
 def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
-    """Return the factor of each leaf's rate by its path, as a PerLeaf, or 1.0 if `factors` is
-    None."""
+    """Return the factor of each leaf's rate, by its path in `factors`, as a PerLeaf, or 1.0 if
+    `factors` is None."""
     if factors is None:
         return 1.0
     from optfn.leaves import tensors
@@ -129,7 +130,8 @@ class ScaleByLearningRateState(NamedTuple):
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
 ) -> core.Unchecked:
-    """Turn an ascent direction into a step: u = −lr·u.
+    """Turn an ascent direction into a step, u = −lr·u, where a number lr is read from the state,
+    and a schedule or an array gives it from outside.
 
     Args:
       learning_rate: lr ≥ 0. A Python or NumPy number is stored in the state, where

@@ -75,8 +75,8 @@ def momentum_direction(
 
 
 def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Unchecked:
-    """Return the unchecked transform of `scale_by_momentum`, which keeps v also for a momentum of
-    0."""
+    """Return the unchecked rule of `scale_by_momentum`, which keeps a velocity even if μ is 0, in
+    float32 or, stochastically rounded, in `moment_dtype`."""
     leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is None:
@@ -94,7 +94,8 @@ def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) ->
 def scale_by_momentum(
     momentum: Number, *, nesterov: bool = False, moment_dtype: str | None = None
 ) -> core.Unchecked:
-    """Accumulate the gradients in a velocity.
+    """Replace the gradient by a velocity that accumulates the gradients, or by g + μv with
+    `nesterov`, or return it unchanged if `momentum` is the number 0.
 
         v = μv + g;  u = v, or g + μv with nesterov
 
@@ -133,7 +134,7 @@ class ScaleByAdagradState(NamedTuple):
 
 
 def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array, jax.Array]:
-    """Return (g/(√m + eps), m) with m = m + |g|². Where the divisor is 0, the quotient is g."""
+    """Return (g/(√m + eps), m) with m = m + |g|², where the quotient is g if its divisor is 0."""
     m = m + numerics.abs_squared(g)
     # Where all gradients so far were 0, the direction is 0 and not NaN.
     divisor = jnp.sqrt(m) + numerics.scalar(eps, g)
@@ -144,7 +145,8 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
 def scale_by_adagrad(
     *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
 ) -> core.Unchecked:
-    """Divide the gradient by the root of the sum of its squares.
+    """Divide each element of the gradient by eps plus the root of the sum of all its squares so
+    far, and return 0 where all of them were 0.
 
         m = m + |g|²;  u = g/(√m + eps)
 
@@ -175,14 +177,15 @@ class ScaleByDecayedAdagradState(NamedTuple):
 def decayed_adagrad_rule(
     g: jax.Array, m: jax.Array, *, decay: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (g/(√m + eps), m) with m = d·m + (1 − d)|g|²."""
+    """Return (g/(√m + eps), m) with m = d·m + (1 − d)|g|², where 0/0 is NaN."""
     m = numerics.moving_average(m, numerics.abs_squared(g), decay)
     return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
 
 
 @core.transform(complex_leaves=True)
 def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
-    """Divide the gradient by the root of the moving average of its squares.
+    """Divide each element of the gradient by eps plus the root of the moving average of its
+    squares, where 0/0 is NaN.
 
         m = d·m + (1 − d)|g|²;  u = g/(√m + eps)
 
@@ -212,10 +215,11 @@ class ScaleByAdadeltaState(NamedTuple):
 def adadelta_rule(
     g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (Δ, a', u') with Δ = √((u + eps)/(a' + eps))·g, see `scale_by_adadelta`.
+    """Return (Δ, a', u') with Δ = √((u + eps)/(a' + eps))·g, where a' and u' are the new moving
+    averages of |g|² and |Δ|².
 
-    Δ is computed from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' + eps) + (1 − ρ)|g|²): as
-    nothing reads an old accumulator after its update, both change in place.
+    See `scale_by_adadelta`. Δ is computed from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' +
+    eps) + (1 − ρ)|g|²): as nothing reads an old accumulator after its update, both change in place.
     """
     eps, rho = numerics.scalar(eps, g), numerics.scalar(rho, g)
     square = numerics.abs_squared(g)
@@ -229,7 +233,8 @@ def adadelta_rule(
 
 @core.transform(complex_leaves=True)
 def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
-    """Scale the gradient by the ratio of past updates to past gradients.
+    """Scale each element of the gradient by the root mean square of its past updates over that of
+    its gradients so far, with eps added to both squares.
 
         a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g
@@ -304,7 +309,8 @@ def rms_direction(g: jax.Array, r: jax.Array, *, eps: Scalar) -> jax.Array:
 def centered_rms_rule(
     g: jax.Array, r: jax.Array, q: jax.Array, *, rho: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g/√(max(r − |q|², 0) + eps), r, q) with q = ρq + (1 − ρ)g."""
+    """Return (g/√(max(r − |q|², 0) + eps), r, q) with the new moving averages r of |g|² and q of g,
+    where an infinite r is an infinite variance."""
     r = numerics.moving_average(r, numerics.abs_squared(g), rho)
     q = numerics.moving_average(q, g, rho)
     # The difference of nearly equal squares may be rounded below zero. Where r overflows, r − q²
@@ -321,7 +327,8 @@ def scale_by_rms(
     centered: bool = False,
     moment_dtype: str | None = None,
 ) -> core.Unchecked:
-    """Divide by the root of the mean of squares, or of the variance.
+    """Divide each element of the gradient by the root of eps plus the moving average of its squares
+    or, if `centered`, of its variance.
 
         r = ρr + (1 − ρ)|g|²;  u = g/√(r + eps)
         centered: q = ρq + (1 − ρ)g;  u = g/√(max(r − |q|², 0) + eps)

@@ -52,7 +52,8 @@ COMPUTE_DTYPES = (None, "bfloat16")
 def orthogonalize(
     x: jax.Array, *, coefficients: Sequence[Triple], eps: Scalar, dtype: DType | None = None
 ) -> jax.Array:
-    """Bring the singular values of each matrix near 1: return about U·Vᴴ of x = U·S·Vᴴ.
+    """Return about U·Vᴴ of each matrix x = U·S·Vᴴ, by an iteration of products that brings singular
+    values near 1, except far smaller ones.
 
     This is the Newton–Schulz iteration, which has only products of matrices:
 
@@ -88,8 +89,8 @@ class ScaleByMuonState(NamedTuple):
 
 
 def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `matrices` selects. None selects all unmasked leaves with
-    two axes beside stacked ones.
+    """Return the paths of the leaves that `matrices` selects, or raise a ValueError if one is no
+    matrix, and for None those of all unmasked leaves with two axes beside stacked ones.
 
     Raises:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
@@ -116,8 +117,8 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
 
 
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
-    """Return the triple of each step: those of a name, three numbers for five steps, or a triple
-    for each step. Raise a ValueError for anything else."""
+    """Return the triple of each step from a name, from three numbers for five steps, or from a
+    triple for each step, and raise a ValueError for anything else."""
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
         return tuple(COEFFICIENTS[coefficients])
@@ -132,8 +133,8 @@ def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
 
 
 def check_scale(scale: str | Scale) -> Scale:
-    """Return the function (rows, columns) -> factor of this name. A callable is returned unchanged,
-    and an unknown name raises a ValueError."""
+    """Return the function (rows, columns) -> factor of this name, or a callable unchanged, and
+    raise a ValueError for an unknown name."""
     return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
 
 
@@ -149,8 +150,8 @@ def scale_by_muon(
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
 ) -> core.Unchecked:
-    """Orthogonalize the velocity of each matrix. The updates of all other leaves are returned
-    unchanged.
+    """Replace the update of each matrix by its orthogonalized and scaled velocity, and return the
+    updates of all other leaves unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
         x = m/(‖m‖ + eps);  x = a·x + (b·A + c·A²)·x,  A = x·xᵀ, five times: near U·Vᵀ of m = U·S·Vᵀ

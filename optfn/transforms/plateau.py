@@ -62,7 +62,8 @@ def reduce_on_plateau(
     cooldown: int = 0,
     min_lr: float = 0.0,
 ) -> core.Unchecked:
-    """Multiply updates by a rate that falls when a metric stops improving.
+    """Multiply updates by a rate that is reduced, but not below `min_lr`, when more than `patience`
+    metrics in a row have not improved, each judged one update late.
 
     Put it after an optimizer with rate 1, and before an average:
 
@@ -165,8 +166,8 @@ class _Plateau(NamedTuple):
     def record_value(
         self, state: ReduceOnPlateauState, value: jax.Array | None
     ) -> ReduceOnPlateauState:
-        """Return the state with the rate's step counted and `value` noted for the next update. None
-        notes that this update has no value."""
+        """Return the state with the rate's step counted and `value`, a scalar, noted for the next
+        update, or noted as missing if it is None."""
         rate = state.rate._replace(step=core.next_step(state.rate.step))
         state = state._replace(rate=rate, observed=jnp.asarray(value is not None))
         if value is None:
@@ -174,9 +175,8 @@ class _Plateau(NamedTuple):
         return state._replace(value=self.sign * _check_scalar(value).astype(jnp.float32))
 
     def judge_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
-        """Return the state with the metric of the previous update judged, and the rate reduced if
-        more than `patience` metrics were bad. Without such a metric the state is returned
-        unchanged."""
+        """Return the state with the noted metric judged, which reduces the rate after more than
+        `patience` bad ones and is ignored in a cooldown, or unchanged if none is noted."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
         # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better.
         better = jnp.isinf(state.best) | (state.value < state.best - gap)
@@ -197,12 +197,14 @@ class _Plateau(NamedTuple):
 
 
 def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:
-    """Tell whether `x` is the state of a plateau that watches evaluations."""
+    """Tell whether `x` is the state of a plateau that watches evaluations instead of the metric of
+    each update."""
     return isinstance(x, EvaluationPlateauState)
 
 
 def record_evaluation(state: OptState, value: Number) -> OptState:
-    """Return a state in which each `reduce_on_plateau(monitor="evaluation")` has a new evaluation.
+    """Return a state in which each `reduce_on_plateau(monitor="evaluation")` has this evaluation,
+    and raise a ValueError if there is none or `value` is not a scalar.
 
     `minimize` and `fit` call it after each evaluation; you call it in a loop of your own. It takes
     effect in the next update. Nothing is recompiled.
@@ -236,8 +238,8 @@ def record_evaluation(state: OptState, value: Number) -> OptState:
 def _choose(
     condition: jax.Array, if_true: ReduceOnPlateauState, if_false: ReduceOnPlateauState
 ) -> ReduceOnPlateauState:
-    """Return the state whose fields come from `if_true` where the condition holds,
-    else from `if_false`."""
+    """Return `if_true` where the condition holds, else `if_false`, by a selection in each field
+    that computes both."""
     chosen: ReduceOnPlateauState = jax.tree.map(
         lambda a, b: jnp.where(condition, a, b), if_true, if_false
     )
@@ -245,7 +247,7 @@ def _choose(
 
 
 def _check_scalar(value: Number) -> jax.Array:
-    """Return a metric as an array. Raise a ValueError unless it is a scalar."""
+    """Return a metric as an array, or raise a ValueError unless it is a scalar."""
     array = jnp.asarray(value)
     if array.shape != ():
         raise ValueError(f"value must be a scalar; got an array of shape {array.shape}")

@@ -46,7 +46,8 @@ def scale_by_quantized_adam(
     bias_correction: bool = True,
     dtype: str = "int8",
 ) -> core.Unchecked:
-    """Adam's direction with moments stored in 8 or 16 bits, stochastically rounded.
+    """Compute Adam's direction in float32 from moments that are stored in 8 bits, or in 16 for
+    "bfloat16", by stochastic rounding that keeps their mean exact.
 
         m, v = decode(state)
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²

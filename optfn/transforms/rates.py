@@ -29,12 +29,14 @@ def is_rate(x: object) -> TypeGuard[RateState]:
 
 
 def _is_driven(x: RateState) -> bool:
-    """Tell whether a schedule or an array determines the rate, so that it cannot be set."""
+    """Tell whether a schedule or an array determines the rate, so that it cannot be set, and not a
+    number or `reduce_on_plateau`."""
     return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
-    """Return the learning rate of the last update in a state, or after init the rate of step 0.
+    """Return the learning rate of a state's last update, or after init of step 0, and raise a
+    ValueError if the state has none or several different ones.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -69,8 +71,10 @@ def largest_rate(opt_state: OptState) -> jax.Array:
 
 
 def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
-    """Return `opt_state` with the rate at `path`, or all rates without a path, set to `value`. A
-    compiled step is not compiled again.
+    """Return `opt_state` with the rate at `path`, or all rates without a path, set to `value`, and
+    raise a ValueError if a schedule or an array determines one.
+
+    A compiled step is not compiled again.
 
     Args:
       opt_state: the state of an optimizer, however wrapped. If you have a TrainState, of optfn or
@@ -104,7 +108,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 
 def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return by name the rates whose name has `path` as whole words, or for None all rates of the
-    main state. Raise a ValueError if there are none."""
+    main state, and raise a ValueError if there are none."""
     if not state_names.is_state(opt_state):
         opt_state = getattr(opt_state, "opt_state", opt_state)  # flax's TrainState
     if path is None:
@@ -121,7 +125,8 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
 
 
 def _find_rates(opt_state: OptState) -> dict[str, RateState]:
-    """Return the rates of a state by name."""
+    """Return the rates of a state by name, without those of the optimizers that a
+    `reduce_on_plateau` below the same labels scales."""
     rates = dict(state_names.states_with_names(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
     plateaus = {k: x for k, x in rates.items() if isinstance(x, PlateauLearningRateState)}
@@ -134,16 +139,17 @@ def _find_rates(opt_state: OptState) -> dict[str, RateState]:
 
 
 def _find_label(name: str) -> str:
-    """Return the labels in front of a rate's word: "head" for "head/scale_by_learning_rate"."""
+    """Return the labels in front of a rate's word, which are "head" for
+    "head/scale_by_learning_rate", or "" if it has none."""
     return name.rpartition("/")[0]
 
 
 def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the rates of the main state by their names in the metrics of a step, {} without a
-    rate.
+    """Return the main state's rates for the metrics of a step, as one "learning_rate" if all are
+    equal, else one for each label, and {} if there are none.
 
-    Equal rates, or a single one, are "learning_rate". Of different rates, as a partition has them,
-    each is "learning_rate/<label>".
+    Of different rates, as a partition has them, each is "learning_rate/<label>", with the whole
+    name of its state in place of a label that is empty or not unique.
     """
     found = _find_rates(state_names.find_main_state(opt_state))
     values = {name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()}
@@ -159,8 +165,8 @@ def collect_rates(opt_state: OptState) -> dict[str, jax.Array]:
 def numbers_of_rates(
     opt_state: OptState, kind: type[RateState] = LearningRateState
 ) -> dict[str, float]:
-    """Return by name, as floats, the rates of one kind, by default those that were given as
-    numbers. Rates of other kinds and traced ones are left out.
+    """Return by name, as floats, the rates of exactly this `kind`, by default those that were given
+    as numbers, without traced ones.
 
     Schedules, arrays and `reduce_on_plateau` determine the other kinds. If workers have different
     rates, it is the largest of this process.
@@ -184,17 +190,17 @@ def _rate_of_workers(rate: PyTree) -> jax.Array:
 
 
 def take_largest(rate: jax.Array) -> jax.Array:
-    """Return the largest of an array of rates. A scalar is returned unchanged."""
+    """Return the largest of an array of rates, or a scalar unchanged."""
     return jnp.max(rate) if rate.ndim else rate
 
 
 def _are_same(values: Iterable[jax.Array]) -> bool:
-    """Tell whether there is one rate, or several that are equal."""
+    """Tell whether there is at least one rate and all are equal, where traced rates are equal only
+    if they are the same array."""
     found = [*values]
     return bool(found) and all(_is_same(found[0], other) for other in found[1:])
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:
-    """Tell whether two rates are equal. If either is traced, tell whether they are the same
-    array."""
+    """Tell whether two rates are equal or, if either is traced, whether they are the same array."""
     return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

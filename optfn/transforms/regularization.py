@@ -34,8 +34,8 @@ def decay_of_leaves(
     updates: Updates,
     decay_factors: Mapping[str, float] | None = None,
 ) -> leafwise.PerLeaf:
-    """Return the weight decay of each leaf as a PerLeaf:
-    coeff times its factor (1 if none), or 0 if it is excluded.
+    """Return the decay of each leaf as a PerLeaf, which is `coeff` times the leaf's factor, by
+    default 1, or 0 if `exclude` selects the leaf.
 
     Args:
       exclude: the leaves whose decay is 0.
@@ -81,13 +81,14 @@ class AddDecayedWeightsState(NamedTuple):
 
 
 def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar | Schedule:
-    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule. Otherwise raise
-    a TypeError or a ValueError."""
+    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule, else raise a
+    TypeError or a ValueError."""
     return weight_decay if callable(weight_decay) else checks.nonnegative(argument, weight_decay)
 
 
 def is_zero(coeff: Scalar | Schedule) -> bool:
-    """Tell whether a coefficient is the Python or NumPy number 0."""
+    """Tell whether a coefficient is the Python or NumPy number 0, and not an array or a
+    schedule."""
     return checks.is_host_number(coeff) and coeff == 0
 
 
@@ -105,8 +106,8 @@ def decay_rule(
     states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
 ) -> core.Unchecked:
-    """Return an unchecked transform that decays by `update`. It counts steps only if `coeff` is a
-    schedule.
+    """Return an unchecked transform that decays updates by `update` with the coefficient of the
+    step, and counts steps only if `coeff` is a schedule.
 
     Args:
       argument: the name of the coefficient in errors.
@@ -142,7 +143,8 @@ def decay_rule(
 
 @core.transform(needs_params=True)
 def l1_decay(coeff: Number) -> core.Unchecked:
-    """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
+    """Add the gradient of coeff·‖p‖₁, so that g = g + coeff·sign(p) with sign(0) = 0, and make
+    row-sparse gradients dense, with a warning.
 
     Args:
       coeff: the coefficient, ≥ 0.
@@ -156,7 +158,8 @@ def l1_decay(coeff: Number) -> core.Unchecked:
 
 @core.transform(needs_params=True, complex_leaves=True)
 def l2_decay(coeff: Number) -> core.Unchecked:
-    """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
+    """Add the gradient of coeff/2·‖p‖₂², so that g = g + coeff·p, and make row-sparse gradients
+    dense, with a warning.
 
     Args:
       coeff: the coefficient, ≥ 0.
@@ -171,10 +174,8 @@ def l2_decay(coeff: Number) -> core.Unchecked:
 def _make_penalty_rule(
     penalty: Callable[..., jax.Array], coeff: Number, state: OptState
 ) -> core.Unchecked:
-    """Return an unchecked transform that adds a penalty's gradient by a function (g, p, *, coeff).
-
-    A coefficient of 0 has another empty state, since the rule then changes nothing.
-    """
+    """Return an unchecked transform that adds a penalty's gradient by the function `penalty`, with
+    `state`, or with a ZeroDecayState if `coeff` is the number 0."""
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
@@ -188,10 +189,11 @@ def _make_penalty_rule(
 def add_decayed_weights(
     weight_decay: Number | Schedule, *, exclude: Pattern | None = None
 ) -> core.Unchecked:
-    """Add decoupled weight decay to a direction: u = u + weight_decay·p.
+    """Add decoupled weight decay to a direction, u = u + weight_decay·p, except to excluded leaves
+    and to the rows that a row-sparse direction lacks.
 
-    Unlike `l2_decay`, put it after the moments, so that they do not scale the decay. If the
-    direction is row-sparse (Adam's lazy mode), only the rows in it decay.
+    Unlike `l2_decay`, put it after the moments, so that they do not scale the decay. Directions are
+    row-sparse in Adam's lazy mode.
 
     Args:
       weight_decay: the coefficient, a number ≥ 0 or a schedule of the 0-based step.

@@ -29,9 +29,10 @@ def trust_ratio(
     weight_decay: Scalar = 0.0,
     eps: Scalar = 0.0,
 ) -> jax.Array:
-    """Return coeff·‖p‖/(‖u‖ + wd·‖p‖ + eps) where ‖p‖ > 0 and ‖u‖ > 0, else 1.
+    """Return coeff·‖p‖/(‖u‖ + wd·‖p‖ + eps) where both norms are positive and ‖p‖ is finite, else
+    1.
 
-    It is also 1 where ‖p‖² overflows: ∞/∞ would turn finite parameters into NaN.
+    Where ‖p‖² overflows, ∞/∞ would turn finite parameters into NaN.
     """
     coeff, weight_decay, eps = (numerics.scalar(x, p_norm) for x in (coeff, weight_decay, eps))
     valid = (p_norm > 0) & (u_norm > 0) & (p_norm < jnp.inf)
@@ -47,9 +48,8 @@ class ScaleByTrustRatioState(NamedTuple):
 
 @core.transform(needs_params=True, complex_leaves=True)
 def scale_by_trust_ratio() -> core.Unchecked:
-    """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
-
-    If either norm is 0, q is 1.
+    """Scale the update of each tensor to the norm of its parameters, u = q·u with q = ‖p‖/‖u‖, or
+    with q = 1 if either norm is 0.
 
     No state. Needs params; real and complex leaves.
 
@@ -84,7 +84,8 @@ def scale_by_lars(
     *,
     exclude: Pattern | None = None,
 ) -> core.Unchecked:
-    """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
+    """Add weight decay to each tensor's gradient and scale the sum by the tensor's norms, u = L·(g
+    + wd·p), with L = 1 if either norm is 0.
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1
 

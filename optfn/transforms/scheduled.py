@@ -13,8 +13,12 @@ from optfn.core.checks import Scalar, Schedule
 def evaluate_schedule(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Return a schedule's value at `step`, or an array, as a new real scalar of `dtype`. Raise a
-    TypeError unless it is a number or an array, and a ValueError unless it is a real scalar."""
+    """Return a schedule's value at `step`, or an array, as a new scalar of `dtype`, and raise a
+    TypeError or a ValueError unless it is one real number.
+
+    The TypeError is raised unless it is a number or an array, and the ValueError unless it is a
+    real scalar.
+    """
     try:
         number = value(step) if callable(value) else value
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
@@ -36,7 +40,7 @@ def evaluate_schedule(
 
 
 def first_rate(rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Return the rate of a schedule or an array at the first step. Raise a ValueError if it is
+    """Return the rate of a schedule or an array at the first step, or raise a ValueError if it is
     known to be negative or not finite.
 
     Raises:

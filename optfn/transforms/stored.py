@@ -64,8 +64,8 @@ class Storage(NamedTuple):
     decode: Callable[[Arrays], Arrays]
 
     def init(self, params: Params) -> tuple[PyTree, ...]:
-        """Return a tree of zeros for each part:
-        of the leaf's shape, or of the shape of its scales."""
+        """Return a tree of zeros for each part, in the shape of the leaf, or of its scales if the
+        part has one value per row."""
 
         def zeros(part: Part, p: jax.Array) -> jax.Array:
             if part.per_element:
@@ -75,18 +75,20 @@ class Storage(NamedTuple):
         return tuple(tree.map_arrays(partial(zeros, part), params) for part in self.parts)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shape of each part for a leaf of `shape`:
-        the same, or the shape of its scales."""
+        """Return the shape of each part for a leaf of `shape`, which is `shape`, or that of its
+        scales if the part has one value per row."""
         return [shape if part.per_element else codes.scale_shape(shape) for part in self.parts]
 
 
 def _split_noise(noise: jax.Array) -> Arrays:
-    """Return two arrays of 16 random bits from 32 bits, so that one hash serves two moments."""
+    """Return the upper and the lower 16 of 32 random bits as two arrays, so that one hash serves
+    two moments."""
     return noise >> 16, noise & 0xFFFF
 
 
 def _make_bfloat16_storage(count: int) -> Storage:
-    """Return the storage of `count` moments in bfloat16."""
+    """Return the storage of `count` moments, at most two, in bfloat16, to which they are rounded by
+    random bits."""
 
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         pairs = zip(moments(g, *decode(arrays)), _split_noise(noise), strict=False)
@@ -99,8 +101,8 @@ def _make_bfloat16_storage(count: int) -> Storage:
 
 
 def _make_int8_storage(signed: Sequence[bool]) -> Storage:
-    """Return the storage of moments as 8-bit codes and a float32 scale per row:
-    int8 if signed, else uint8."""
+    """Return the storage of moments as 8-bit codes, int8 if signed, else uint8, with a float32
+    scale per row that follows the recursion of its moment."""
 
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         # A scale follows the same recursion as its moment, so that no moment of the row exceeds
@@ -137,8 +139,8 @@ def quantize_moments(
     signed: Sequence[bool],
     of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
 ) -> core.Unchecked:
-    """Return an unchecked transform whose moments are stored in 8 or 16 bits,
-    stochastically rounded.
+    """Return an unchecked transform with the updates of `direction`, whose moments are stored by
+    stochastic rounding in bfloat16, or in 8 bits with scales per row.
 
         moments = moments(g, *decode(state));  state = encode(moments)
         u = direction(g, *decode(state))

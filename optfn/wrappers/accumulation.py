@@ -41,7 +41,8 @@ class AccumulateState(NamedTuple):
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Take one step of an optimizer for `every` gradients, with their mean.
+    """Wrap an optimizer so that it takes one step for `every` gradients, with their weighted mean,
+    and its updates in all calls between are −0.0.
 
         total = w·g if n = 0, else total + w·g;  n += 1
         if n ≥ every:  u = tx(total/∑ w);  n = 0
@@ -109,7 +110,8 @@ def accumulate(
 
 
 def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
-    """Raise an error of a state of another wrapper, or of updates of other shapes."""
+    """Raise an error if the state is of another wrapper, or the updates do not have the shapes of
+    its totals or, if given, of the params."""
     errors.check_state("accumulate", state, AccumulateState)
     errors.check_shapes("accumulate", updates, "the state", state.total)
     if params is not None:
@@ -119,8 +121,8 @@ def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
 def _count_call(
     state: AccumulateState, every: int, call_weight: jax.Array | float | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the number of calls with this one, whether the step is due, and the weight of these
-    calls, with its excess over their number. A call without a weight counts 1."""
+    """Return the number of calls since the last step, whether a step is due, the sum of their
+    weights, 1 for a call without one, and its excess over the number."""
     count = state.micro_step + 1
     due = count >= every  # a run that resumes with a smaller `every` may be beyond it
     excess = jnp.where(state.micro_step == 0, 0, state.excess)
@@ -130,9 +132,11 @@ def _count_call(
 
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for two trees of sums: shared by all workers, and private to each.
+    """Return zeros for the sums of gradients as two trees, private to each worker for leaves that
+    the inner optimizer exchanges, and shared for all others.
 
-    A leaf is private if the inner optimizer exchanges its gradient, and masked in the other tree.
+    A leaf is masked in the tree that does not have its sum, and in both if it is not floating
+    point.
     """
     exchanging = find_exchange_axes(inner_state, params)
 
@@ -147,7 +151,7 @@ def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWor
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Split one tree of totals into the two trees of `state`. In each of them, a leaf is masked
+    """Return one tree of totals as the two trees of `state`, in each of which a leaf is masked
     where it is masked in `state`."""
 
     def keep(old: Leaf, total: Leaf) -> Leaf:
@@ -170,8 +174,8 @@ def _add_to_total(
     private: Leaf,
     g: Leaf,
 ) -> Leaf:
-    """Return (total + weight·g)·share, with a total of 0 at the first micro-step. The total of a
-    leaf that is not summed is returned unchanged."""
+    """Return (total + weight·g)·share, with a total of 0 if `is_first`, or the total unchanged if
+    the leaf's gradients are not summed."""
     total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
@@ -189,9 +193,10 @@ def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split extra arguments into trees of arrays and static values, and drop `grad` and `value_fn`.
+    """Return the extra arguments, without `grad` and `value_fn`, as two dicts, those that are trees
+    of arrays and numbers, and all others, which are static.
 
-    Those two concern only one gradient, not the mean of several.
+    The two that are dropped concern only one gradient, not the mean of several.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -232,6 +237,6 @@ def _step_if(
 
 
 def _overwrite(total: Leaf, u: Leaf) -> Leaf:
-    """Return an update in the total's shape and dtype, so that it overwrites the total's memory. If
-    the update has integers, return the total."""
+    """Return an update in the total's shape and dtype, so that it overwrites the total's memory, or
+    the total itself if the update is not floating point."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total

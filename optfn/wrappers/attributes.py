@@ -100,7 +100,7 @@ DEFAULT = ParamAttr()
 
 
 def check_param_attrs(param_attrs: object) -> ParamAttrs:
-    """Return `param_attrs` as a dict, {} for None. Raise a TypeError unless it maps patterns of
+    """Return `param_attrs` as a dict, {} for None, or raise a TypeError unless it maps patterns of
     paths to ParamAttrs."""
     if param_attrs is None:
         return {}
@@ -119,7 +119,8 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
 
 
 def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
-    """Return the attributes of each leaf by path, from the first pattern that matches, or DEFAULT.
+    """Return by path the attributes of the first pattern that matches a leaf, else DEFAULT, and
+    raise a ValueError for a pattern without effect.
 
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
@@ -131,11 +132,10 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 
 
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
-    """Return by path the attributes that an optimizer gives to leaves of `params`, {} if it has
-    none.
+    """Return by path the attributes that an optimizer, or one inside its wrappers and chains of
+    optfn, gives to leaves of `params`, {} if there are none.
 
-    It finds optimizers inside wrappers and chains of optfn, but not inside wrappers of other
-    libraries.
+    It does not find optimizers inside wrappers of other libraries.
     """
     found: dict[str, ParamAttr] = {}
     if not isinstance(tx, core.Transform):
@@ -148,8 +148,8 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx`, limited to the leaves whose attributes `choose` selects. All other updates are
-    returned unchanged.
+    """Return `tx` limited to the leaves whose attributes `choose` selects, without a state for all
+    other leaves, whose updates are returned unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -170,7 +170,8 @@ def _paths(
 def apply_to_trained(
     name: str, tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with the frozen leaves, per-leaf rates and stacked axes of `param_attrs`.
+    """Return `tx` with the frozen leaves, per-leaf rates and decays and stacked axes of
+    `param_attrs`, or `tx` unchanged if there are no attributes.
 
     Frozen leaves are masked from `tx`. Their update is −0.0, which changes no bit of them. `tx`
     gets the factors of the rate and of the weight decay by path, as the extra arguments
@@ -179,7 +180,7 @@ def apply_to_trained(
     Args:
       name: the optimizer's name in errors.
       tx: the optimizer.
-      param_attrs: attributes by pattern; without any, `tx` is returned unchanged.
+      param_attrs: attributes by pattern.
     """
     if not param_attrs:
         return tx
@@ -212,15 +213,16 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
-    """Mask the gradients of the leaves that an optimizer freezes. Gradients in a Packed are
-    returned unchanged."""
+    """Return the gradients with those of the leaves that an optimizer freezes masked, or unchanged
+    if it freezes none or they are in a Packed."""
     if not _freezes(tx) or is_packed(grads):
         return grads
     return Selection(_find_trained(tx, grads)).keep(grads)
 
 
 def _freezes(tx: optax.GradientTransformation) -> bool:
-    """Tell whether an optimizer may freeze leaves, also inside wrappers and chains of optfn."""
+    """Tell whether an optimizer may freeze leaves by an attribute, also inside wrappers and chains
+    of optfn, whether or not the attribute fits a leaf."""
     attrs = (attr for link in iterate_links(tx) for attr in (link.param_attrs or {}).values())
     return not all(attr.trainable for attr in attrs)
 
@@ -233,8 +235,8 @@ def _find_trained(tx: optax.GradientTransformation, values: PyTree) -> frozenset
 def without_frozen(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformation]:
-    """Decorate a factory of wrappers or chains, so that a leaf that a transformation inside freezes
-    is frozen for the whole.
+    """Decorate a factory of wrappers or chains so that a leaf that a transformation inside freezes
+    is frozen for the whole, with no effect if nothing inside freezes any.
 
     Such a leaf has no state, and its gradient may have any value. The calls of the factory must be
     recorded, as by `core.record_call`.
@@ -261,13 +263,14 @@ def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
 
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Replace untrained gradients by the update of a frozen leaf, −0.0 or integer zeros. All other
-    gradients are returned unchanged."""
+    """Return the gradients with untrained ones replaced by the update of a frozen leaf, −0.0 or
+    integer zeros, and all others unchanged."""
     return _freeze(_find_untrained(param_attrs, updates), updates, params)
 
 
 def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
-    """Replace the gradients at some paths by the update of a frozen leaf.
+    """Return the gradients with those at the paths `frozen` replaced by the update of a frozen
+    leaf, −0.0 or integer zeros, and all others unchanged.
 
     A buffer of a Packed that has such a leaf is replaced as a whole.
     """
@@ -283,8 +286,8 @@ def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
 def _mark_stacked_leaves(
     tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> core.Unchecked:
-    """Return `tx` on trees whose leaves with `stacked` axes are in a `Stacked`. Trees without such
-    leaves reach `tx` unchanged."""
+    """Return `tx` on trees whose leaves with `stacked` axes are put into a `Stacked`, while trees
+    without such leaves reach `tx` unchanged."""
 
     def mark(values: PyTree) -> PyTree:
         return _mark_stacked(values, resolve(param_attrs, values))
@@ -298,8 +301,8 @@ def _mark_stacked_leaves(
 
 
 def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
-    """Put each leaf whose attribute has `stacked` axes into a `Stacked`. Without such attributes
-    the tree is returned unchanged."""
+    """Return the tree with each leaf that has `stacked` axes put into a `Stacked`, or unchanged
+    without any, and raise a ValueError for more axes than a leaf has."""
     if not any(attr.stacked for attr in attrs.values()):
         return values
     for path, run in contents.runs_by_name(values).items():
@@ -309,10 +312,11 @@ def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
 
 
 def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params) -> Params:
-    """Put each leaf that the attributes of an optimizer call stacked into a `Stacked`.
+    """Return the params with each leaf that an optimizer's attributes call stacked put into a
+    `Stacked`, or unchanged if `tx` is None or they are packed.
 
-    The leaves, their order and their paths do not change. Packed params are returned unchanged,
-    because their shards are parts of a buffer, and not of layers.
+    The leaves, their order and their paths do not change. Shards of packed params are parts of a
+    buffer, and not of layers.
     """
     if tx is None or is_packed(params):
         return params
@@ -330,7 +334,8 @@ def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
 
 
 def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
-    """Raise a ValueError if attributes have factors of a weight decay, which `name` lacks."""
+    """Raise a ValueError if attributes have factors of a weight decay other than 1, because the
+    optimizer `name` has no decay of its own."""
     for pattern, attr in attrs.items():
         if attr.weight_decay != 1.0:
             raise ValueError(
@@ -348,8 +353,8 @@ def apply_attributes(
     build: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
     decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer that `build` makes, with clips, penalties,
-    rates and frozen leaves by attributes.
+    """Return the optimizer that `build` makes, with clips, penalties, rates and frozen leaves by
+    attributes, and raise a ValueError for decay factors unless it `decays`.
 
     Args:
       name: the optimizer's name in errors.
@@ -374,10 +379,10 @@ def apply_attributes(
 def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return a transform for each distinct penalty, limited to its leaves, or [] if no leaf has
-    one.
+    """Return a transform for each distinct penalty, limited to its leaves, which is
+    `regularization` for leaves without their own, or [] if there is none.
 
-    A leaf without a penalty of its own has the optimizer's, `regularization`; None is no penalty.
+    A leaf whose own penalty is None has no penalty.
     """
 
     def has(penalty: object, attr: ParamAttr) -> bool:

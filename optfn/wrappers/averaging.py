@@ -59,15 +59,15 @@ class ModelAverageState(NamedTuple):
 
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
-    """Return the parameters after the update, rounded as `apply_updates` rounds. Integer leaves are
-    masked."""
+    """Return the parameters after the update, rounded as `apply_updates` rounds, with integer
+    leaves masked, or raise a ValueError without params."""
     core.check_params_given(name, params)
     return leafwise.keep_inexact(apply_updates(params, updates))
 
 
 def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
-    """Return the model state that a step passes, with all but its floating-point arrays masked.
-    Raise a ValueError if the step passes none."""
+    """Return the model state that a step passes, with all but its floating-point arrays masked, or
+    raise a ValueError if the step passes none."""
     if "model_state" not in extra:
         raise ValueError(
             "an average of the model state needs the new one: call update(..., model_state=)"
@@ -78,8 +78,8 @@ def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
 def add_statistics(
     opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
 ) -> OptState:
-    """Return a state of step 0 in which each average also averages the model state, by its own
-    weights.
+    """Return a state of step 0 in which each average of params also has zeros to average the
+    floating-point arrays of the model state by the same weights.
 
     Args:
       opt_state: the state of an optimizer.
@@ -106,8 +106,8 @@ def has_statistics(opt_state: OptState) -> bool:
 
 
 def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
-    """Return the model state with the average of its floating-point arrays. Without such an average
-    in `state` it is returned unchanged."""
+    """Return the model state with the averages of its floating-point arrays, or unchanged if
+    `state` has no such averages."""
     if state.statistics is None:
         return model_state
     if isinstance(state, ExponentialMovingAverageState):
@@ -117,7 +117,7 @@ def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
 
 
 def _widen_param(p: jax.Array) -> jax.Array:
-    """Return p in float32 or wider. A bfloat16 p is rounded once more, so that XLA keeps the
+    """Return p in float32 or wider, where a bfloat16 p is rounded once more, so that XLA keeps its
     rounding."""
     # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
@@ -130,16 +130,16 @@ def _widen_param(p: jax.Array) -> jax.Array:
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential moving average of the parameters, for evaluation.
+    """Keep an exponential moving average of the parameters after each update in the state, for
+    `averaged_params` to read, and return updates unchanged.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
         w = d·w + (1 − d)          the sum of the weights, 1 − ∏d
         the average is e/w
 
-    Put it last in a chain, and read the average by `averaged_params`. Updates pass through
-    unchanged. Inside `master_weights` it averages the masters; inside `accumulate` and
-    `skip_nonfinite` it counts only real steps.
+    Put it last in a chain, and read the average by `averaged_params`. Inside `master_weights` it
+    averages the masters; inside `accumulate` and `skip_nonfinite` it counts only real steps.
 
     Args:
       decay: the weight of the old average, in [0, 1).
@@ -199,22 +199,24 @@ _SUM_LENGTH = 16384
 
 
 def _move_to_third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Set s3 = s1 + s2 at the end of a window."""
+    """Return the sums with s3 = s1 + s2 where a window ends, `close`, and all others unchanged."""
     return s1, s2, jnp.where(moves["close"], s1 + s2, s3)
 
 
 def _move_to_second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Set s2 = 0 at the end of a window, else s1 + s2 if s1 is full."""
+    """Return the sums with s2 = 0 where a window ends, else s2 = s1 + s2 where s1 is `full`, and
+    all others unchanged."""
     return s1, jnp.where(moves["close"], 0, jnp.where(moves["full"], s1 + s2, s2)), s3
 
 
 def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Set s1 = 0 if it was moved to either sum."""
+    """Return the sums with s1 = 0 where it was moved, because it was `full` or a window ends, and
+    all others unchanged."""
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
 def _warn_above_one(rate: Scalar) -> None:
-    """Warn of a rate above 1. An array, which may be traced, is not compared."""
+    """Warn of a rate above 1 if it is a Python number, but not of an array, which may be traced."""
     if isinstance(rate, float) and rate > 1:
         checks.warn(
             f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
@@ -229,7 +231,8 @@ def model_average(
     min_average_window: int = 10000,
     max_average_window: int = 10000,
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the parameters over a window of the last updates, for evaluation.
+    """Keep sums of the parameters over a window of the last updates in the state, of which
+    `averaged_params` reads the mean, and return updates unchanged.
 
         updates += 1;  acc += 1;  s1 += p                     p after the update
         if updates mod 16384 = 0:  s2 += s1;  s1 = 0
@@ -237,8 +240,8 @@ def model_average(
             s3 = s1 + s2;  s1 = s2 = 0;  old = acc;  acc = 0
         the average is (s1 + s2 + s3)/(acc + old)
 
-    Put it last in a chain, and read the average by `averaged_params`. Updates pass through
-    unchanged. As in fluid, updates·rate is computed in float32.
+    Put it last in a chain, and read the average by `averaged_params`. As in fluid, updates·rate is
+    computed in float32.
 
     Args:
       average_window_rate: rate, the length of the window as a fraction of all updates, ≥ 0. Above
@@ -288,8 +291,8 @@ def model_average(
 
 
 def _add_to_sums(full: jax.Array, close: jax.Array, new: PyTree, sums: Sequence[PyTree]) -> Any:
-    """Add `new` to the first of three sums. If `full`, it moves into the second, and at the end of
-    a window, `close`, both move into the third."""
+    """Return three sums with `new` added to the first, which then moves into the second if `full`,
+    or both into the third if `close`, the end of a window."""
 
     def apply_to_sums(rule: Any) -> Any:
         return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
@@ -305,11 +308,11 @@ def is_average(x: object) -> bool:
 
 
 def read_average(state: OptState, params: Params) -> Params:
-    """Return the average in `state` as a tree like `params`, in its dtypes. Before the first update
-    it is a copy of `params`.
+    """Return the average in `state` as a tree like `params`, in its dtypes, or copies of the params
+    before the first update and where a leaf has no average.
 
-    A leaf without an average is a copy of the parameter, so the result shares no buffer with its
-    arguments. Wrappers around leaves are kept.
+    The result shares no buffer with its arguments. Wrappers around leaves are kept. It raises a
+    ValueError if the average was made for other params.
     """
     if isinstance(state, ExponentialMovingAverageState):
         # A state of several workers has each scalar in a wrapper.
@@ -343,7 +346,8 @@ _COUNTERS = {"exponential_moving_average": "step", "model_average": "num_updates
 
 
 def find_averages(names: Collection[str]) -> list[str]:
-    """Return the names of the states of averages among the names of a checkpoint's arrays."""
+    """Return the sorted names of the states of averages, those whose counter is among the names of
+    a checkpoint's arrays."""
     return sorted(
         name.removesuffix(f"/{counter}")
         for label, counter in _COUNTERS.items()
@@ -355,7 +359,8 @@ def find_averages(names: Collection[str]) -> list[str]:
 def make_average_template(
     name: str, arrays: Collection[str], params: Params, model_state: PyTree
 ) -> OptState:
-    """Return the state of an average of step 0 for the arrays that a checkpoint has of it.
+    """Return the state of an average at step 0, with zeros for the arrays that a checkpoint has of
+    it, and all others masked.
 
     Args:
       name: the name of the state, such as "exponential_moving_average".

@@ -50,7 +50,8 @@ def dynamic_loss_scale(
     max_consecutive: int = 50,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scale the loss so that gradients in float16 do not underflow, and unscale them for `tx`.
+    """Wrap `tx` so that it gets gradients divided by a scale of the loss, which falls, with the
+    step skipped, when one is not finite, and grows after good ones.
 
         bad = any gradient of scale·loss is NaN or infinite, on any worker
         u, state = (−0.0, state) if bad else tx(g/scale, state)
@@ -117,7 +118,7 @@ def dynamic_loss_scale(
 
 
 def _unscale(grads: Updates, scale: jax.Array) -> Updates:
-    """Divide gradients by the scale, in float32 or wider. Integer and masked leaves are returned
+    """Return gradients divided by the scale, in float32 or wider, with integer and masked leaves
     unchanged."""
 
     def unscale(g: Leaf) -> Leaf:
@@ -132,13 +133,14 @@ def _unscale(grads: Updates, scale: jax.Array) -> Updates:
 
 
 def _cast_update(like: Leaf, u: Leaf) -> Leaf:
-    """Cast an update to the dtype of its gradient, `like`. The update of an integer leaf is
-    returned unchanged."""
+    """Return an update cast to the dtype of its gradient `like`, or unchanged if that is not
+    floating point."""
     return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
 
 
 def loss_scale(opt_state: OptState) -> jax.Array:
-    """Return the factor of the loss, a float32 scalar, 1 without a `dynamic_loss_scale`.
+    """Return the scale of the loss in a state as a float32 scalar, 1 without a
+    `dynamic_loss_scale`, and raise a ValueError if there are several.
 
     Args:
       opt_state: the state of the optimizer. In a loop that you write, multiply the loss by it.
@@ -156,7 +158,8 @@ def has_scale(opt_state: OptState) -> bool:
 
 
 def scale_of(opt_state: OptState) -> jax.Array | None:
-    """Return the scale in a state, or None if it has no `dynamic_loss_scale`.
+    """Return the scale in a state, or None if it has no `dynamic_loss_scale`, and raise a
+    ValueError for several scales or one for each worker.
 
     Raises:
       ValueError: there are several scales, or one for each worker.

@@ -89,7 +89,8 @@ class MasterForm(NamedTuple):
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on float32 masters of narrower parameters, so that small updates add up.
+    """Wrap an optimizer to run on masters in `dtype` of narrower parameters, kept as copies or,
+    with `bits`, as remainders, so that small updates add up.
 
         M = M + tx(g, M)
         u = M − p      in float32; p + u, rounded to the dtype of p, is M rounded
@@ -176,7 +177,8 @@ def master_weights(
 
 
 def _check_x64(wide_dtype: np.dtype[Any]) -> None:
-    """Raise a ValueError if JAX would shorten this dtype, as float64 without jax_enable_x64."""
+    """Raise a ValueError if JAX would shorten this dtype, as it does float64 without
+    jax_enable_x64."""
     if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
         raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
@@ -188,7 +190,8 @@ def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
 
 
 def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
-    """Raise a ValueError if remainders are wanted for a leaf that is not bfloat16."""
+    """Raise a ValueError that names the leaf if `bits` asks for remainders and the leaf is not
+    bfloat16."""
     if bits is not None and p.dtype != jnp.bfloat16:
         raise ValueError(
             f"master_weights: bits={bits} needs bfloat16 parameters, because their exponent is "
@@ -197,8 +200,8 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
 
 
 def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
-    """Return the form of masters: copies in `dtype` if `bits` is None,
-    else remainders beside bfloat16."""
+    """Return the form of masters, which are copies in `dtype` if `bits` is None, else remainders
+    beside bfloat16, or raise a ValueError for other bits or dtypes."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
         return _make_copy_form(dtype)
@@ -208,7 +211,8 @@ def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
 
 
 def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
-    """Return the form of masters that are arrays of `dtype`."""
+    """Return the form of masters that are arrays of `dtype`, whose state also has the number of the
+    first leaf found not to be its master rounded."""
 
     def write(p: jax.Array, master: jax.Array, moved: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (u, M), so that p + u, rounded, is M, rounded. `moved_params` has the proof."""
@@ -234,7 +238,8 @@ def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
 
 
 def _make_remainder_form(bits: int) -> MasterForm:
-    """Return the form of float32 masters that consist of a bfloat16 parameter and a remainder."""
+    """Return the form of float32 masters that consist of a bfloat16 parameter and a remainder,
+    exact for 32 bits and rounded at random for 24."""
 
     def write(
         p: jax.Array, master: jax.Array, step: jax.Array | None = None
@@ -262,8 +267,8 @@ def _make_remainder_form(bits: int) -> MasterForm:
 
 
 def _wide_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return `dtype` as NumPy's. Raise a ValueError unless it is float32 or float64, the dtypes of
-    masters."""
+    """Return `dtype` as NumPy's, or raise a ValueError unless it is float32 or float64, the dtypes
+    of masters."""
     wide = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
     try:
         if dtype is not None and jnp.dtype(dtype) in wide:
@@ -275,7 +280,8 @@ def _wide_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Return the update u, so that p + u, rounded to the dtype of p, is the rounded `master`.
+    """Return the update u, so that p + u, rounded to the dtype of p, is the rounded `master`, and
+    with −0.0 where nothing changes.
 
     u is master − p. If this difference is itself rounded, p + u may round to a neighbour; then u is
     the difference between the rounded master and p. A zero is −0.0: p = −0.0 keeps its sign.
@@ -291,8 +297,8 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
 def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
-    """Return the wrapper for `multi_precision`: masters as copies for True, as remainders for 32 or
-    24, and none for False. Raise a TypeError for any other value."""
+    """Return the wrapper for `multi_precision`, with copies for True, remainders for 32 or 24 and
+    no masters for False, or raise a TypeError for any other value."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):

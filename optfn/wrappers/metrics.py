@@ -56,7 +56,7 @@ class RecordMetricsState(NamedTuple):
 
     @property
     def ratios(self) -> PyTree:
-        """The ratio update_norm/param_norm of each pattern, {} without `per`."""
+        """The ratio update_norm/param_norm of each pattern of `per`, {} without patterns."""
         norms = dict(self.groups).get
         return jax.tree.map(jnp.divide, norms("update_norm", {}), norms("param_norm", {}))
 
@@ -72,7 +72,8 @@ def record_metrics(
     per: str | Sequence[str] | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Record the norms of gradient, update and parameters, the clip factor and the learning rate.
+    """Wrap an optimizer so that its state records the norms of gradient, update and parameters, the
+    clip factor and the learning rate, with unchanged updates.
 
     You find them in the metrics of a training step, in the history and in the log; in a loop that
     you write, `metrics(opt_state)` reads them. The structure is fixed, so it works in `lax.scan`.
@@ -129,8 +130,8 @@ def record_metrics(
 
 
 def _check_patterns(per: str | Sequence[str] | None) -> list[str]:
-    """Return the patterns as a list without repeats, [] for None. Raise a TypeError unless `per` is
-    a string, a sequence of strings or None."""
+    """Return the patterns as a list without repeats, [] for None, or raise a TypeError unless `per`
+    is a string, a sequence of strings or None."""
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -151,8 +152,8 @@ def _record(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> R
 
 
 def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
-    """Return the float32 norm over all leaves of each tree. Repeated rows of a leaf are merged
-    first, because they would count separately."""
+    """Return for each tree the float32 norm over all its unmasked leaves, with the repeated rows of
+    a leaf merged first, since they would count separately."""
     squares: list[list[jax.Array]] = [[] for _ in trees]
     for row in zip(*(tree.leaves(leafwise.merge_rows(x)) for x in trees), strict=True):
         present = [i for i, x in enumerate(row) if not tree.is_masked(x)]
@@ -176,8 +177,8 @@ def _sum_squares(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest clip factor in a state (1 without clips),
-    and its learning rate (NaN if none or several)."""
+    """Return the smallest clip factor in a state, 1 if it has no clip, and its learning rate, NaN
+    if it has none or several."""
     factors = [node.factor for node in find_nodes(ClipState, inner_state)]
     factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
@@ -189,7 +190,8 @@ def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
 
 
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
-    """Return the metrics that `record_metrics` has recorded, float32 scalars by name.
+    """Return by name the float32 scalars that the one `record_metrics` in a state has recorded, and
+    raise a ValueError if the state has none or several.
 
     The names are "grad_norm", "update_norm", "param_norm", "clip_factor" and "learning_rate". With
     `per` there are also "grad_norm/<pattern>", "update_norm/<pattern>", "param_norm/<pattern>" and
@@ -226,8 +228,8 @@ def _is_recorder(x: object) -> bool:
 
 
 def _combine_workers(name: str, node: object) -> jax.Array:
-    """Return the recorded scalar `name`. If each worker has its own, return the root mean square of
-    a norm, and the smallest of any other value.
+    """Return a recorded scalar unchanged, or of one for each worker the root mean square if it is a
+    norm, and the smallest of any other value.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

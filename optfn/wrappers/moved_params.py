@@ -34,8 +34,8 @@ MOST_ENTRIES = 1024
 
 
 def sample(x: jax.Array) -> jax.Array:
-    """Return at most 1,024 entries of an array: every s-th of its first row, s = ⌈length/1024⌉. A
-    scalar is returned unchanged.
+    """Return at most 1,024 entries of the first row of an array, every s-th with s = ⌈length/1024⌉,
+    or a scalar unchanged.
 
     Where devices divide x, each takes these entries from its own shard: XLA would send whole shards
     for entries side by side, and for a row that is not the first one.
@@ -47,8 +47,8 @@ def sample(x: jax.Array) -> jax.Array:
 
 
 def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Tell for each entry whether p is its master, rounded: within half a unit of the last place of
-    p. An entry with a NaN, or whose p is ±∞, counts as rounded.
+    """Tell for each entry whether p is its master rounded, within half a unit of p's last place,
+    which counts as true if either is NaN or p is ±∞.
 
     The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞
     come from the update, and are no change from outside.
@@ -61,10 +61,10 @@ def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
 
 
 def first_moved(masters: Params, params: Params) -> jax.Array:
-    """Return 1 + the index of the first leaf that is not its master, rounded, or 0 if every leaf is
-    (int32).
+    """Return, as int32, 1 + the index among leaves with a master of the first one that is not its
+    master rounded, or 0 if there is none.
 
-    The index counts only leaves with a master. Of each leaf, the entries of `sample` are compared.
+    Of each leaf, the entries of `sample` are compared.
     """
     moved = []
     for _, master, p in tree.items(masters, params):
@@ -77,20 +77,21 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
 
 
 def error_of_moved(masters: Params, number: int) -> ValueError:
-    """Return the ValueError that names the moved leaf: leaf `number`, counted from 1, of those with
-    a master."""
+    """Return, without raising it, the ValueError that names the moved leaf, which is leaf `number`,
+    counted from 1, of those with a master."""
     return _error(_names(masters), number)
 
 
 def _names(masters: Params) -> list[str]:
-    """Return the path of each leaf that has a master. A packed buffer has one text that lists the
+    """Return the path of each leaf that has a master, or of a packed buffer one text that lists the
     paths in it."""
     pairs = zip(contents.leaf_names(masters), tree.leaves(masters), strict=True)
     return [tree.list_names(names) for names, x in pairs if not tree.is_masked(x)]
 
 
 def _error(names: list[str], number: int) -> ValueError:
-    """Return the error that a leaf is not its master rounded, with the ways out."""
+    """Return the ValueError that leaf `number`, counted from 1, of these names is not its master
+    rounded, with the ways out."""
     return ValueError(
         f"master_weights: {names[number - 1]} is not its master, rounded, so something besides the "
         "update changed this parameter. If a link behind the masters changes the update, "
@@ -102,8 +103,8 @@ def _error(names: list[str], number: int) -> ValueError:
 
 
 def raise_if_moved(masters: Params, number: jax.Array) -> None:
-    """Raise a ValueError that names the moved leaf, also from a jitted program on a CPU. A jitted
-    program for a TPU or GPU raises nothing.
+    """Raise a ValueError that names the moved leaf if `number` is not 0, also from a jitted program
+    on a CPU, but not from one for a TPU or GPU.
 
     `number` counts the leaves with a master from 1, and is 0 if no leaf moved.
 

@@ -46,8 +46,8 @@ class SkipNonfiniteState(NamedTuple):
 def select_unless_skipped(
     skip: jax.Array, updates: Updates, after: OptState, before: OptState
 ) -> tuple[Updates, OptState]:
-    """Return the updates and the state after them, or, if `skip`, updates of −0.0 and the state
-    before. Updates of integers are returned unchanged in both cases."""
+    """Return `updates` and the state `after`, or if `skip` updates of −0.0 and the state `before`,
+    where updates of integers are unchanged in both cases."""
 
     def update(u: Leaf) -> Leaf:
         if isinstance(u, LeafKind):
@@ -66,7 +66,8 @@ def skip_nonfinite(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip a step if a gradient is not finite: update nothing, and keep the state.
+    """Wrap an optimizer so that a gradient with a NaN or ∞ on any worker changes nothing, unless
+    more than `max_consecutive` of them come in a row.
 
         bad = any gradient is NaN or infinite, on any worker
         consecutive = consecutive + 1 if bad else 0

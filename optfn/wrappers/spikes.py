@@ -50,7 +50,8 @@ def skip_spikes(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip an update if its norm is far above the previous norms, and keep the state.
+    """Wrap an optimizer to skip an update whose norm exceeds `factor` times the median of the last
+    `window` norms, unless more than `max_consecutive` come in a row.
 
         n = ‖tx(g)‖ / α                    the L2 norm over all parameters
         m = median of n of the last `window` updates that were made

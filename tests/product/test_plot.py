@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from optfn import plot, schedules
-from optfn.distributed import MemoryPlan, plan
+from optfn.distributed import MemoryPlan, Trial, Tuning, plan
 
 matplotlib.use("Agg")
 
@@ -166,6 +166,23 @@ def test_recomputation_as_points_and_budgets_as_a_line():
     assert named == ["byte budgets", "nothing", "each\n√n", "names"]  # both names of a point
 
 
+def test_a_tuning_has_the_milliseconds_of_each_way():
+    rows = (
+        Trial({}, 8, kept=2e9, temporaries=1e9, compute=0.2, exposed=0.1, seconds=0.3),
+        Trial(
+            {"shard": "state"}, 8, kept=1e9, temporaries=1e9, compute=0.4, exposed=0.0, seconds=0.4
+        ),
+        Trial({"shard": "params"}, 8, fits=False),
+    )
+    ax = plot.tuning(Tuning(rows, 80e9))
+    widths = [[bar.get_width() for bar in group] for group in ax.containers]
+    np.testing.assert_allclose(widths, [[200, 400], [100, 0]])
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["whole", "shard='state'"]
+    assert [x.get_text().strip() for x in ax.texts] == ["3 GB", "2 GB"]
+    with pytest.raises(ValueError, match="the time of no way is known"):
+        plot.tuning(Tuning(rows[2:], 80e9))
+
+
 def test_a_timetable_has_a_bar_for_each_cell():
     theory = plan(2, 3, schedule="zb")
     ax = plot.timetable(theory)
@@ -181,6 +198,7 @@ GOOD = {
     "memory": ({"a": MemoryPlan(1, 1, 1, 1)},),
     "norms": (HISTORY,),
     "recompute": ({"a": (1, 1)},),
+    "tuning": (Tuning((Trial({}, 8, seconds=1.0, kept=1, temporaries=1),), None),),
     "schedules": (schedules.noam(1, 1), 5),
     "dgc_ramp": (1,),
 }
@@ -217,6 +235,7 @@ def test_what_is_no_axes_is_an_error_that_says_so(name):
         ("recompute", ({"a": (1, 0)},), ValueError, r"costs\['a'\] must be \(bytes, FLOPs\)"),
         ("recompute", ({"a": (1, 1)}, [3]), ValueError, r"budgets\[0\] must be \(bytes, FLOPs"),
         ("timetable", ("1f1b",), TypeError, "plan must be a Plan; got '1f1b'"),
+        ("tuning", ("x",), TypeError, "tuning must be a Tuning; got 'x'"),
     ],
 )
 def test_bad_arguments(name, arguments, error, words):

@@ -21,7 +21,8 @@ class Axes(tuple[Any, ...]):
 
 
 def to_axes(axis_name: AxisName) -> Axes:
-    """Return the names in `axis_name` as a tuple: one name, several or, for None, none."""
+    """Return a tuple of the names in `axis_name`, which is one name, a tuple or list of names, or
+    None for no name."""
     if axis_name is None:
         return Axes()
     return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
@@ -38,8 +39,8 @@ def join_axes(*axis_names: AxisName) -> Axes:
 
 
 def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Keep only the axes in `names` in a PartitionSpec. A dimension without any of them gets
-    None."""
+    """Return a PartitionSpec with only those of its axes that are in `names`, and None for a
+    dimension that has none of them."""
     entries: list[Any] = []
     for entry in spec:
         kept = tuple(axis for axis in to_axes(entry) if axis in names)
@@ -60,16 +61,15 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of `names`, with these axes. All other
-    dimensions are left out."""
+    """Return the dimensions that a spec divides over some of `names`, each with these axes, and
+    leave out all other dimensions."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 
 
 def check_axis_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
-    """Return the axes in `axis_name` after checking that it names one axis or several.
-
-    None, which names no axis, passes only if `optional`.
+    """Return the names in `axis_name`, or raise a TypeError if one is no name, or if there is none
+    unless `optional`, and a ValueError if one comes twice.
 
     Raises:
       TypeError: `axis_name` is no name, and no tuple of names.
@@ -93,7 +93,8 @@ def axis_size(names: Axes) -> int:
 
 
 def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
-    """Mark x as varying over these axes too, where it does not vary yet.
+    """Return x marked as varying over those of these axes over which it does not vary yet, or x
+    unchanged if there are none.
 
     The branches of a cond and the carry of a loop must vary over the same axes.
     """
@@ -103,12 +104,14 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
 
 def vma_axes(names: Axes) -> Axes:
-    """Return `names` if JAX tracks variation over these axes (`check_vma=True`), else no axes."""
+    """Return those of the bound axes `names` over which JAX tracks variation, as it does over axes
+    that a `shard_map` with `check_vma=True` has bound."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 
 def check_axes_bound(name: str, names: Axes) -> None:
-    """Raise a ValueError unless `shard_map`, pmap or vmap has bound all these axes here.
+    """Raise a ValueError that names the first of these axes that no enclosing `shard_map`, pmap or
+    vmap has bound, or do nothing if all are bound.
 
     `name` is the function that needs them, in the error.
     """

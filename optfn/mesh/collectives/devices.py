@@ -36,7 +36,7 @@ class Devices:
 
     @property
     def size(self) -> int:
-        """The number of the devices."""
+        """The number of devices along these axes, 1 without axes."""
         return meshes.count_devices(self.mesh, self.axes)
 
     @cached_property
@@ -45,11 +45,10 @@ class Devices:
         return dict(self.specs)
 
     def specs_of(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpec of each array of a tree by its path among the params,
-        P() for any other.
+        """Return the spec of each array of a tree by its path, P() for scalars and unknown paths,
+        the owners' axes for rows, and masked leaves unchanged.
 
-        A scalar, and a leaf of no known path, is the same on all devices: P(). A masked leaf stays
-        masked.
+        An array of spec P() is the same on all devices.
         """
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
@@ -64,14 +63,13 @@ class Devices:
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes that divide the leaf at a path. For a whole or unknown leaf return ()."""
+        """Return the mesh axes that divide the leaf at a path, or () for a whole leaf or an unknown
+        path."""
         return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
-        """Reshape each divided leaf to (devices, n), with a row for each device that has a shard.
-
-        Whole leaves and masked leaves pass through.
-        """
+        """Reshape each divided leaf to (devices, n), with a row for each device that has a shard,
+        and return whole and masked leaves unchanged."""
 
         def flatten(place: tree.Place, x: Leaf) -> Leaf:
             names = self.axes_of(place)
@@ -82,8 +80,8 @@ class Devices:
         return tree.map_named(flatten, values)
 
     def specs_of_flat_shards(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpecs of the arrays that `flatten_shards` returns:
-        by row, or P() for whole ones."""
+        """Return the specs of the arrays that `flatten_shards` returns, by row for divided leaves
+        and P() for whole ones, and masked leaves unchanged."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
             names = self.axes_of(place)
@@ -96,7 +94,8 @@ class Devices:
     def shard_map(
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
-        """Return a function of whole arrays that runs `fn` on each device's shards of them."""
+        """Return a function of whole arrays that runs `fn` on each device's shards of them, in a
+        `shard_map` over those of the axes that are not yet bound."""
         return meshes.shard_map(fn, self.mesh, self.axes, in_specs, out_specs)
 
 
@@ -114,20 +113,21 @@ class Workers(NamedTuple):
     group: Devices | None = None
 
     def any(self, flag: jax.Array) -> jax.Array:
-        """Tell whether the flag of any worker is true. Without axes return the flag unchanged."""
+        """Tell whether the flag of any worker is true, or return the flag unchanged without
+        axes."""
         # A collective adds and compares numbers, not booleans.
         return self.max(flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest x of all workers. Without axes return x."""
+        """Return the largest x of all workers, elementwise, or x unchanged without axes."""
         return lax.pmax(x, self.axes) if self.axes else x
 
     def min(self, x: jax.Array) -> jax.Array:
-        """Return the smallest x of all workers. Without axes return x."""
+        """Return the smallest x of all workers, elementwise, or x unchanged without axes."""
         return lax.pmin(x, self.axes) if self.axes else x
 
     def root_mean_square(self, x: jax.Array) -> jax.Array:
-        """Return √(mean of x² over workers) for x ≥ 0. Without axes return x."""
+        """Return √(mean of x² over workers) for x ≥ 0, elementwise, or x unchanged without axes."""
         return jnp.sqrt(lax.pmean(jnp.square(x), self.axes)) if self.axes else x
 
 
@@ -135,7 +135,8 @@ ONE_WORKER = Workers()
 
 
 def join_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
-    """Return the workers that a wrapper must agree with: along its own axes and the step's.
+    """Return the step's workers, or one worker if it passes none, with the wrapper's own axes
+    added, or raise a ValueError if an axis is not bound.
 
     Args:
       name: the name of the wrapper in errors.

@@ -32,18 +32,16 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
-    """Gather a whole array from its shards, one divided dimension after the other. Without
-    divisions x is returned unchanged."""
+    """Gather a whole array from its shards, one divided dimension after the other, or return x
+    unchanged without divisions."""
     for dimension, names in divisions:
         x = torus.all_gather_along(x, names, dimension)
     return x
 
 
 def all_gather_leaves(x: PyTree, names: Axes) -> PyTree:
-    """Gather each array of a tree from all workers, (N, *shape), by one all-gather per dtype.
-
-    All dtypes of 32 bits share one all-gather.
-    """
+    """Gather each array of a tree from all workers, (N, *shape), by one all-gather for all dtypes
+    of 32 bits and one for each other dtype."""
     buckets, unpack = fill_buckets(jax.tree.map(lambda array: array[None], x))
     return unpack([all_gather(bucket[0], names) for bucket in buckets])
 
@@ -63,8 +61,8 @@ def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
 
 
 def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Concatenate the rows of all arrays of a dtype to a bucket, (rows, size), and return the
-    buckets and the function that undoes this. All dtypes of 32 bits share a bucket.
+    """Concatenate the rows of all arrays of a dtype, or of any 32-bit dtype, to one bucket, and
+    return the buckets and the function that undoes this.
 
     Args:
       x: a tree of arrays (rows, …), all with the same number of rows.
@@ -97,8 +95,8 @@ def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Arr
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Reinterpret the bits of x as a dtype of the same width. If x has this dtype, it is returned
-    unchanged."""
+    """Reinterpret the bits of x as a dtype of the same width, or return x unchanged if it already
+    has this dtype."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
@@ -114,17 +112,19 @@ class GatheredPackets(NamedTuple):
 
     @classmethod
     def of(cls, packet: PyTree, axis_name: Axes) -> "GatheredPackets":
-        """Gather the packet of each worker, a tree of arrays."""
+        """Gather the packets of all workers, trees of arrays, by one all-gather for each bucket,
+        and return them without unpacking the buckets."""
         buckets, unpack = fill_buckets(jax.tree.map(lambda x: x[None], packet))
         return cls([all_gather(x[0], axis_name) for x in buckets], unpack)
 
     @property
     def packets(self) -> PyTree:
-        """The packets, each array with a leading axis of workers."""
+        """The packets of all workers, as a tree whose arrays have a leading axis of workers."""
         return self.unpack(self.buckets)
 
     def mean(self, zeros: list[jax.Array], add: Adder) -> list[jax.Array]:
-        """Decode the packets and return their mean over workers, added to `zeros`.
+        """Decode the packets one at a time by `add`, and return `zeros` plus their mean over
+        workers, or `zeros` if the packets have no arrays.
 
         All replicas get the same bits, because packets are added in the order of the workers. Each
         packet leaves its bucket only when it is added, so that no copy of all packets exists.

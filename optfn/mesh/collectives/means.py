@@ -27,7 +27,8 @@ from optfn.mesh.compilers.groups import map_groups, varying_axes
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return the mean over workers, in the dtype of x. The all-reduce may add in a wider dtype.
+    """Return the mean of x over workers, in the dtype of x, although the all-reduce may add in a
+    wider dtype.
 
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
@@ -37,8 +38,8 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
-    """Return x and `count`, by which the sum of x is divided for a mean. For float16 return x/count
-    and 1.
+    """Return what to sum and what to divide the sum by for the mean of x, which are x and `count`,
+    or x/count and 1 for float16, whose sum may overflow.
 
     In float16 the sum of numbers that fit may be infinite, from 65,504/count on.
     """
@@ -46,10 +47,10 @@ def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
 
 
 def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
-    """Return the mean over workers of each array, by one all-reduce for all arrays of a dtype.
+    """Return the mean over workers of each array, by one all-reduce for all arrays of the same
+    dtype that vary over the same axes.
 
-    Where JAX tracks variation, arrays that vary over different axes cannot be concatenated, and
-    have separate all-reduces.
+    Where JAX tracks variation, arrays that vary over different axes cannot be concatenated.
     """
 
     def means(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -61,10 +62,10 @@ def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
 
 def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
-    """Cast the real floating-point arrays of a tree to a dtype. With None the tree is returned
-    unchanged.
+    """Cast the real floating-point arrays of a tree to a dtype and return every other leaf
+    unchanged, or the whole tree if `dtype` is None.
 
-    Integers, complex numbers, rows and masked leaves pass through.
+    The other leaves are integers, complex numbers, rows and masked leaves.
     """
 
     def cast(leaf: Leaf) -> Leaf:
@@ -76,7 +77,8 @@ def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
 
 
 def _cast_like(x: PyTree, like: PyTree) -> PyTree:
-    """Cast the arrays of a tree that `cast_floats` has changed back to the dtypes of `like`."""
+    """Cast each array whose leaf in `like` is a floating-point array to the dtype of that leaf, and
+    return rows and all other leaves unchanged."""
 
     def cast(leaf: Leaf, before: Leaf) -> Leaf:
         is_float = tree.is_inexact(before) and not isinstance(before, LeafKind)
@@ -86,18 +88,20 @@ def _cast_like(x: PyTree, like: PyTree) -> PyTree:
 
 
 def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
-    """Return zeros of the mean's type, for the branch of a cond that skips the collective."""
+    """Return zeros of the type of `pmean(x, names)`, for the branch of a cond that skips this
+    collective."""
     return mark_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
 def mean_over_workers(
     x: Updates, metrics: PyTree, workers: Workers, dtype: DType | None = None
 ) -> tuple[Updates, PyTree]:
-    """Average gradients and metrics over workers, and return both. Each device sends its shards.
+    """Average gradients and metrics over workers, with each device sending its shards of the
+    gradients, and return both, or send nothing without worker axes.
 
     A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
-    between the devices that keep the same shard. Leaves without a gradient (float0, integers) stay
-    as they are. If a worker is one device, this is `mean_over_axes` of both.
+    between the devices that keep the same shard, and leaves without a gradient (float0, integers)
+    are returned unchanged. If a worker is one device, this is `mean_over_axes` of both.
 
     Args:
       x: the gradients, a tree with the paths of the params.
@@ -126,12 +130,13 @@ SMALL_BYTES = 65536
 
 
 def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> PyTree:
-    """Return the mean along axes of each floating-point leaf, and the sum of each integer leaf.
+    """Return the mean along axes of each floating-point leaf, the sum of each integer leaf, and
+    masked leaves unchanged, or x unchanged without axes.
 
     The axes may be worker axes or shard axes. The sum of integers has at least 32 bits. The mean of
-    a row-sparse leaf has the rows of all devices. A PRNG key becomes the first device's key. Masked
-    leaves and float0 pass through. Small leaves share one all-reduce. Without axes `x` passes
-    through. Gradients are added and sent in `dtype`, or in their own if it is None.
+    a row-sparse leaf has the rows of all devices. A PRNG key becomes the first device's key. Leaves
+    of float0 are returned unchanged. Small leaves share one all-reduce. Gradients are added and
+    sent in `dtype`, or in their own if it is None.
     """
     if not axis_name:
         return x
@@ -163,16 +168,14 @@ def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> Py
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype for a sum of integers: their dtype, or int32 if it has fewer bits."""
+    """Return the dtype in which integers or bools are summed, which is their own, or int32 if that
+    has fewer than 32 bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf,
-    and worker 0's value of any other leaf.
-
-    Without axes `x` passes through.
-    """
+    """Return the mean over workers of each floating-point leaf and worker 0's value of any other
+    leaf, or x unchanged without axes."""
     if not axis_name:
         return x
     is_first = lax.axis_index(axis_name) == 0
@@ -198,10 +201,12 @@ def mean_scatter(
     step: jax.Array | None = None,
     dtype: DType | None = None,
 ) -> jax.Array:
-    """Return this device's shard of the mean over the axes `names`, divided as `divisions` say.
+    """Return this device's shard, as `divisions` say, of the mean of x over the axes `names`, which
+    is sent in packets if a compressor is given.
 
     There is a reduce-scatter for each divided dimension, and an all-reduce over the axes that
-    divide nothing. A dimension that its number of shards does not divide is padded with zeros.
+    divide nothing. Without a compressor, a dimension that its number of shards does not divide is
+    padded with zeros.
 
     Args:
       x: the array of each device.
@@ -228,8 +233,8 @@ def mean_scatter(
 
 
 def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
-    """Return this device's shard of the mean along one dimension,
-    padded if the shards do not divide it."""
+    """Return this device's shard along a dimension of the mean over devices, after padding x with
+    zeros if their number does not divide the dimension."""
     count = axis_size(names)
     if x.shape[dimension] % count:
         missing = -x.shape[dimension] % count
@@ -246,8 +251,8 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
 
 
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
-    """Tell whether devices along these axes are CPUs of several processes,
-    so that gloo runs the collective."""
+    """Tell whether devices along these axes are CPUs of several processes, so that gloo runs the
+    collective, which is never so for an AbstractMesh."""
     if isinstance(mesh, AbstractMesh):  # of a plan
         return False
     along = tuple(mesh.axis_names.index(name) for name in names)
@@ -256,7 +261,7 @@ def _is_gloo(mesh: Mesh, names: Axes) -> bool:
 
 
 def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
-    """Return the key whose data are `fn` of the data of `key`."""
+    """Return the key, of the same implementation, whose data are `fn` of the data of `key`."""
     data = fn(jax.random.key_data(key))
     new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
     return new

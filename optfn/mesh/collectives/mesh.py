@@ -21,10 +21,11 @@ from optfn.mesh.compilers.groups import manual_axes
 def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of `fn` over the axes `names`, except axes that are already bound.
+    """Return `jax.shard_map` of `fn` over those of the axes `names` that no enclosing `shard_map`
+    has bound, with all other axes left to the compiler.
 
-    The compiler handles the remaining axes. Axes that an enclosing `shard_map` has already
-    bound are left out, and the mesh then comes from the context.
+    If an enclosing `shard_map` has bound axes, the mesh comes from the context. The collectives in
+    `fn` follow the torus of the mesh.
     """
     bound = manual_axes()
 
@@ -45,7 +46,8 @@ def shard_map(
 
 
 def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
-    """Return the number of devices along axes of a mesh: the product of their sizes, or 1 for None.
+    """Return the product of the sizes of mesh axes, 1 for None, or raise a ValueError if the mesh
+    lacks an axis and a TypeError for what is no mesh or name.
 
     Raises:
       TypeError: `mesh` is not a mesh, or `axis_name` not a name.
@@ -67,7 +69,8 @@ def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
-    """Tell whether all axes of an outer `shard_map` stand before the inner axes in the mesh.
+    """Tell whether all axes of an outer `shard_map` stand before all inner axes in the mesh, which
+    is so if there are no outer or no inner ones.
 
     From jaxlib 0.11.2 on, XLA ends the process if they do not and a further axis of the mesh is
     left to the compiler.
@@ -78,7 +81,8 @@ def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> 
 
 
 def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Constrain an array to a PartitionSpec: on this mesh, or inside a `shard_map` on its mesh."""
+    """Constrain an array to a PartitionSpec on `mesh`, or inside a `shard_map` on the mesh of the
+    context, and return it."""
     # A NamedSharding of the whole mesh would name axes that the shard_map has already bound.
     placement = spec if manual_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
@@ -86,7 +90,8 @@ def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Arr
 
 
 def hide_explicit_axes(fn: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
-    """Return fn, inside of which the compiler handles all axes of a mesh, explicit ones too.
+    """Return a function that runs `fn` with the explicit axes of a mesh left to the compiler, or
+    just on the mesh if it has none.
 
     On explicit axes JAX has a sharding in the type of each array, and refuses a reshape of a
     divided dimension or the sum of two arrays that are divided in different ways.
@@ -109,7 +114,8 @@ def hide_explicit_axes(fn: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Ca
 
 
 def show_explicit_axes(fn: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callable[..., Any]:
-    """Return fn, which sees explicit axes of a mesh again inside of `hide_explicit_axes`.
+    """Return a function that runs `fn` with explicit axes visible again inside of
+    `hide_explicit_axes`, or `fn` itself if the mesh has none.
 
     Args:
       fn: the function.
@@ -125,11 +131,11 @@ def show_explicit_axes(fn: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Cal
 
 
 def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Gather x over explicit mesh axes, apply fn to whole matrices, and restore x's sharding.
+    """Apply `fn` to matrices gathered over the explicit mesh axes that divide them, and restore x's
+    sharding, or apply it to x directly if no axis divides them.
 
-    fn returns an array (…, m, n) like x. Matrices that no explicit axis divides go to fn as they
-    are. JAX refuses the product of two matrices that explicit axes divide: it does not choose a
-    sharding for the result.
+    `fn` returns an array (…, m, n) like x. JAX refuses the product of two matrices that explicit
+    axes divide: it does not choose a sharding for the result.
     """
     placement = jax.typeof(x).sharding
     spec = placement.spec
@@ -141,9 +147,10 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
 
 
 def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Array:
-    """Return zeros that explicit mesh axes divide as they divide the leading axes of `like`.
+    """Return zeros that explicit mesh axes divide as the leading axes of `like`, or zeros without a
+    given sharding if no explicit axis divides `like`.
 
-    Without explicit axes, the compiler or the caller chooses their sharding.
+    In the second case, the compiler or the caller chooses their sharding.
     """
     placement = explicit_sharding(like)
     if placement is None:
@@ -157,8 +164,8 @@ def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Arr
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of an array that explicit mesh axes divide. For any other leaf return
-    None."""
+    """Return the sharding of an array, or of its shape, if an explicit mesh axis divides it, and
+    None otherwise."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     placement = jax.typeof(x).sharding
@@ -166,10 +173,11 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
 
 
 def make_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
-    """Return the NamedSharding that a jitted function would give an array of `ndim` dimensions.
+    """Return the NamedSharding of a spec on a mesh, with an entry for each of `ndim` dimensions if
+    the mesh has explicit axes, else with the spec unchanged.
 
-    Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
-    an equivalent sharding. So the spec gets an entry for each dimension.
+    It is the sharding that a jitted function would give the array. Along explicit axes JAX
+    distinguishes P() from P(None, None), and would compile a step again for an equivalent sharding.
     """
     if mesh.explicit_axes:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
@@ -182,7 +190,8 @@ def data_mesh(
     axis_name: str = "data",
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh with one axis over the first `num_workers` devices, for data-parallel training.
+    """Return a mesh with one axis over the first `num_workers` devices, all by default, for
+    data-parallel training, or raise a ValueError if there are fewer.
 
     Chips of TPUs stand in the order of their torus, so that the groups of a collective are rings of
     neighbours; JAX lists them by hosts. Where no dimension of the torus is a ring, as on 4 × 4 of

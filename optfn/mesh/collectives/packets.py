@@ -55,12 +55,12 @@ class Compressor(Protocol):
         """Return the float32 leaf of this shape that is encoded in a packet."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the packet for a leaf of this shape."""
+        """Return the number of bytes of the packet for a leaf of this shape."""
 
 
 def check_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send any slice of an array. Otherwise raise a TypeError or a
-    ValueError.
+    """Return the compressor, or raise a TypeError if it is none, and a ValueError if its state has
+    arrays or its packets are not smaller than float32 slices.
 
     Raises:
       TypeError: it is not a compressor.
@@ -90,8 +90,8 @@ _MOST_BIAS = 0.01
 
 
 def check_param_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send params, because it keeps every entry. Otherwise raise a
-    TypeError or a ValueError.
+    """Return the compressor, or raise a TypeError if it is none, and a ValueError if it cannot send
+    slices of an array or leaves entries out.
 
     Raises:
       TypeError: it is not a compressor.
@@ -109,8 +109,8 @@ def check_param_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
-    """Return the compressor if it can send gradients, and warn if it is biased. Otherwise raise a
-    TypeError or a ValueError.
+    """Return the compressor with a warning if its bias is at least 1 %, or raise a TypeError if it
+    is none and a ValueError if it cannot send slices of an array.
 
     Raises:
       TypeError: it is not a compressor.
@@ -128,8 +128,8 @@ def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
 
 
 def _init_at(compressor: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
-    """Return the compressor's first state, with the training step added to its integers. If `step`
-    is None, nothing is added."""
+    """Return the compressor's first state for a leaf of this shape, with the training step added to
+    its integers unless `step` is None."""
     state = compressor.init(shape)
     if step is None:
         return state
@@ -144,9 +144,10 @@ def _init_at(compressor: Compressor, shape: tuple[int, ...], step: jax.Array | N
 def mean_scatter_slices(
     slices: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """Reduce-scatter compressed slices: send slice k to worker k, which takes the mean.
+    """Send the packet of slice k to worker k, and return the mean of the packets of this worker's
+    slice, the packets that it sent, and the states of `encode`.
 
-    Packets are added in the order of the workers, so that the result is reproducible.
+    Packets are decoded and added in the order of the workers, so that the result is reproducible.
 
     Args:
       slices: arrays (N, …), with one slice for each of the N workers.
@@ -176,7 +177,8 @@ def mean_scatter_slices(
 def all_gather_slices(
     owned: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """All-gather compressed slices: send the slice that this worker owns to all workers.
+    """Send the packet of the slice that this worker owns to all workers, and return the decoded
+    slices of all of them, the packet, and the states of `encode`.
 
     Every worker decodes the packets, and so does the owner with its own packet: all workers get the
     same bits.
@@ -198,7 +200,8 @@ def all_gather_slices(
 def mean_scatter_packets(
     x: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
-    """Return this device's shard, along one dimension, of the mean of an array sent as packets.
+    """Send slices of an array as packets, and return this device's shard, along one dimension, of
+    the mean over devices of what they decode to, in the dtype of x.
 
     Args:
       x: the array of each device.
@@ -230,8 +233,8 @@ def mean_scatter_packets(
 def all_gather_packets(
     shard: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
-    """Gather a whole array from packets of its shards along one dimension,
-    the same bits on all devices.
+    """Send this device's shard as a packet, and return the whole array of all decoded shards along
+    one dimension, the same bits on all devices.
 
     The arguments are as for `mean_scatter_packets`.
     """
@@ -247,5 +250,6 @@ def all_gather_packets(
 
 
 def _decoder(compressor: Compressor, shape: tuple[int, ...]) -> Decode:
-    """Return the function from a packet to the array of this shape."""
+    """Return the function that decodes a packet by the compressor to a float32 array of this
+    shape."""
     return lambda packet: compressor.decode(packet, shape).reshape(shape)

@@ -32,7 +32,8 @@ Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
 
 
 def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return x unchanged. In the backward pass, its cotangents are summed over an axis.
+    """Return x unchanged, and sum its cotangents over an axis in the backward pass, or raise a
+    ValueError if the axis is not bound.
 
     A tensor-parallel layer begins with it; see `sum_over` for its end.
 
@@ -54,7 +55,8 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the sum of x over an axis. In the backward pass, cotangents are returned unchanged.
+    """Return the sum of x over an axis, and its cotangents unchanged in the backward pass, or raise
+    a ValueError if the axis is not bound.
 
     A tensor-parallel layer ends with it, and begins with `copy_to`:
 
@@ -79,8 +81,8 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
-    """Return the function (axes, x) -> forward(x, axes),
-    whose cotangent is backward(cotangent, axes)."""
+    """Return the function (axes, x) -> forward(x, axes), whose backward pass returns
+    backward(cotangent, axes)."""
     fn = jax.custom_vjp(lambda axes, x: forward(x, axes), nondiff_argnums=(0,))
     fn.defvjp(
         lambda axes, x: (forward(x, axes), None),

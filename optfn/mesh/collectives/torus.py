@@ -57,7 +57,8 @@ _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 @contextlib.contextmanager
 def follow_torus_of(mesh: Mesh) -> Iterator[None]:
-    """Let the collectives that are traced in this context follow the torus of this mesh."""
+    """Let the collectives that are traced in this context follow the torus of this mesh, and
+    afterwards that of the mesh before."""
     token = _mesh.set(mesh)
     try:
         yield
@@ -68,7 +69,8 @@ def follow_torus_of(mesh: Mesh) -> Iterator[None]:
 def all_gather_along(
     x: jax.Array, names: Sequence[Hashable], dimension: int, to: str = "varying"
 ) -> jax.Array:
-    """Concatenate the arrays of all devices along some axes, in the order of the devices.
+    """Concatenate the arrays of all devices along some axes in one dimension, in the order of the
+    devices, or return x unchanged without axes.
 
     Args:
       x: the array of each device.
@@ -90,7 +92,8 @@ def all_gather_along(
 
 
 def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
-    """Sum over the devices along some axes, and return this device's slice along a dimension.
+    """Sum x over the devices along some axes, and return this device's slice of the sum along a
+    dimension, or x unchanged without axes.
 
     Args:
       x: the array of each device.
@@ -113,8 +116,8 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
 
 
 def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
-    """Return how many torus dimensions a phase of a scatter may span. It is 2 on sparse cores, if
-    the slice of a device has enough rows, and 1 otherwise."""
+    """Return how many torus dimensions a phase of a scatter may span, 2 on sparse cores if slices
+    along another than the last axis have 8 rows or more, else 1."""
     if not has_plane_scatters() or dimension == x.ndim - 1:
         return _SCATTERED
     rows = x.shape[-2] // (lax.axis_size(name) if dimension == x.ndim - 2 else 1)
@@ -122,8 +125,8 @@ def _choose_most(x: jax.Array, name: Hashable, dimension: int) -> int:
 
 
 def _is_ragged(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> bool:
-    """Tell whether the slices along a dimension are no whole tiles of a TPU: along the minor
-    dimension always, along the one before it if they have over 8 rows, but no multiple of 8."""
+    """Tell whether slices along a dimension are no whole tiles of a TPU, as along the last one
+    always, and along the one before with over 8 rows but no multiple of 8."""
     if dimension == x.ndim - 1:
         return True
     # Of fewer rows XLA makes an all-reduce if they are stacked.
@@ -132,12 +135,15 @@ def _is_ragged(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> bool:
 
 
 def _count_slices(phase: PhaseOfCollective) -> int:
+    """Return the number of devices in a group of the phase, which is all along its axis if it has
+    no groups."""
     axis, groups = phase
     return lax.axis_size(axis) if groups is None else len(groups[0])
 
 
 def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Sum over the groups of a phase, and return this device's slice along a dimension."""
+    """Sum x over the devices of each group of a phase, and return this device's slice of the sum
+    along a dimension."""
     axis, groups = phase
     slice_: jax.Array = lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
@@ -146,12 +152,13 @@ def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> j
 
 
 def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Sum over the groups of a phase, and return this device's slice along a dimension.
+    """Sum x over each group of a phase and return this device's slice along a dimension, as
+    `_reduce_scatter`, but with slices stacked on a leading axis.
 
-    The slices are stacked on a leading axis. Otherwise XLA for TPUs emits an all-reduce for slices
-    along the minor dimension, as the slices of embedding rows are; and for slices whose rows are no
-    multiple of 8, a scatter of a padded array, which does not run on sparse cores, and permutes.
-    Slices of whole tiles are not stacked on a TensorCore: a step of 70B would compute 6 % longer.
+    Of other slices XLA for TPUs emits an all-reduce if they lie along the minor dimension, as the
+    slices of embedding rows do; and if their rows are no multiple of 8, a scatter of a padded
+    array, which does not run on sparse cores, and permutes. Slices of whole tiles are not stacked
+    on a TensorCore: a step of 70B would compute 6 % longer.
     """
     axis, groups = phase
     shape = *x.shape[:dimension], _count_slices(phase), -1, *x.shape[dimension + 1 :]
@@ -163,10 +170,11 @@ def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: i
 def _split_dimension(
     x: jax.Array, outer: Sequence[Hashable], dimension: int
 ) -> tuple[jax.Array, int]:
-    """Split a dimension into a slice for each device along the outer axes, (…, slices, size, …).
+    """Split a dimension into a slice for each device along the outer axes, (…, slices, size, …), or
+    change nothing without outer axes.
 
     Returns:
-      The array, and the dimension within a slice. Without outer axes both are as they were.
+      The array, and the dimension within a slice.
     """
     if not outer:
         return x, dimension
@@ -176,9 +184,10 @@ def _split_dimension(
 
 
 def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
-    """Return the phases of a scatter over an axis. A gather takes them in reversed order.
+    """Return the phases of a scatter over an axis, which is a single one if the mesh is unknown or
+    has no torus of more than `most` dimensions.
 
-    There is one phase if the mesh is not known, or has no torus of more than `most` dimensions.
+    A gather takes them in reversed order.
 
     Args:
       axis: the mesh axis.
@@ -189,8 +198,8 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
-    """Return the phases over an axis: one for the first `most` dimensions of the box, which has
-    most of the bytes, and one for each other."""
+    """Return one phase for the first `most` dimensions of the box of chips along an axis and one
+    for each other, or a single phase without such a box."""
     # An AbstractMesh has no devices, and no torus that we could know.
     is_known = mesh is not None and not isinstance(mesh, AbstractMesh)
     sizes = find_box(mesh.devices, mesh.axis_names.index(axis)) if mesh and is_known else ()
@@ -206,8 +215,8 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
 
 
 def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring. All
-    other devices are returned in their order.
+    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring, and
+    return all other devices in their order.
 
     JAX lists TPU chips by hosts, such as 2 × 2 of a torus of 16 × 16. In that order the first 16
     chips fill a square instead of a ring, and the groups of the next phase leave chips out and
@@ -230,12 +239,11 @@ def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Return the sizes of the box of TPU chips along a mesh axis, outermost dimension first. If
-    there is no box, return ().
+    """Return the sizes above 1 of the box that TPU chips along a mesh axis fill, outermost
+    dimension first, or () for other devices and if they fill none.
 
-    The result is () for devices that are no TPUs, and for devices that fill no box. The devices may
-    be in any order: the groups of each phase are then smaller boxes, and the compiler has native
-    collectives for boxes.
+    The devices may be in any order: the groups of each phase are then smaller boxes, and the
+    compiler has native collectives for boxes.
 
     Args:
       devices: the devices of a mesh.
@@ -249,8 +257,8 @@ def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
 
 
 def _extents(line: np.ndarray) -> tuple[int, ...]:
-    """Return the sizes above 1 of the box that a line of TPU devices fills. If it fills none,
-    return ()."""
+    """Return the sizes above 1 of the box that a line of TPU devices fills, outermost dimension
+    first, or () if it fills none."""
     places = [(*reversed(device.coords), device.core_on_chip) for device in line]
     sizes = tuple(len(set(values)) for values in zip(*places, strict=True))
     fill = len(set(places)) == len(line) == np.prod(sizes)

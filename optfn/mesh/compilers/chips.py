@@ -27,6 +27,7 @@ class Chip:
       torus: the lengths of the dimensions of the slice, () to read them from the devices.
       node: how many chips a switch joins, None for all of them.
       network: bytes a second between nodes in one direction, for each chip.
+      memory: bytes of its main memory; None if it is not known.
 
     `Chip.of("h100")` has the constants of a name, and `dataclasses.replace` changes some of them.
     """
@@ -43,6 +44,7 @@ class Chip:
     torus: tuple[int, ...] = ()
     node: int | None = None
     network: float | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a constant that is out of range."""
@@ -56,7 +58,8 @@ class Chip:
 
     @staticmethod
     def of(name: str) -> "Chip":
-        """Return the constants of a name such as "v5e", "v5e:4x4" with its slice, or "h100"."""
+        """Return the constants of a name such as "v5e", "v5e:4x4" with its slice, or "h100", in any
+        case, or raise a ValueError for an unknown one."""
         kind, _, dims = name.lower().partition(":")
         if kind not in CHIPS or (dims and not re.fullmatch(r"\d+(x\d+)*", dims)):
             known = ", ".join(CHIPS)
@@ -72,7 +75,7 @@ class Chip:
 # Clocks: peak FLOPs over the FLOPs a cycle of all matrix units, 4 of 128² on v5e, 8 of 128² on v5p,
 # 4 of 256² on v6e. Checked: a product of 2048 × 4096 × 11008 has 96 % of the peak in the compiler's
 # estimated cycles.
-# FLOPs, HBM and links: jax-ml.github.io/scaling-book, chapter 2 (one link, one direction).
+# FLOPs, HBM and its bytes, links: jax-ml.github.io/scaling-book, chapter 2 (one link, one way).
 # Closed dimensions: cloud.google.com/tpu/docs, v5p: multiples of 4 chips; v5e, v6e: 16 only.
 # Latency: an assumption, about 1 μs a hop in the same book.
 # H100: NVIDIA's data sheet of the SXM5: 989 TFLOP/s, 3.35 TB/s, 18 links of 25 GB/s in one
@@ -80,12 +83,12 @@ class Chip:
 # network, 5 μs, and 0.75 of the peak for products.
 _REACHED_BY_NCCL = 0.8
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16),
-    "v5p": Chip("v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4),
-    "v6e": Chip("v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16),
+    "v5e": Chip("v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16, memory=16e9),
+    "v5p": Chip("v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4, memory=95e9),
+    "v6e": Chip("v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16, memory=32e9),
     "h100": Chip(
         "h100", 989e12, 3.35e12, 25e9 * _REACHED_BY_NCCL, 18, 5e-6, efficiency=0.75,
-        node=8, network=50e9 * _REACHED_BY_NCCL,
+        node=8, network=50e9 * _REACHED_BY_NCCL, memory=80e9,
     ),
 }  # fmt: skip
 # As `device.device_kind` names them. Other H100s, of PCIe and NVL, have other constants.
@@ -97,14 +100,15 @@ _KINDS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Return the constants of a kind, as `device.device_kind` names it. For an unknown kind return
-    None."""
+    """Return the constants of a kind, as `device.device_kind` names it, or None for an unknown
+    kind."""
     name = _KINDS.get(device_kind)
     return None if name is None else CHIPS[name]
 
 
 def make_cpu_error() -> ValueError:
-    """Return the error for a program of CPUs."""
+    """Return, without raising it, the ValueError that says that `estimate_step` cannot take a
+    program for CPUs."""
     return ValueError(
         "estimate_step: the program is compiled for CPUs, whose compiler makes no schedule of "
         "communication beside compute. Compile it for a TPU or GPU, which takes no device: "
@@ -113,8 +117,8 @@ def make_cpu_error() -> ValueError:
 
 
 def recognize_chip(devices: Sequence[Any]) -> Chip:
-    """Return the constants of the devices of a program. Raise a ValueError for CPUs and unknown
-    kinds."""
+    """Return the constants of the kind of the first of the devices, or raise a ValueError if it is
+    a CPU or of an unknown kind."""
     platform, kind = devices[0].platform, devices[0].device_kind
     if platform == "cpu":
         raise make_cpu_error()
@@ -127,7 +131,7 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
 
 
 def find_peak(devices: Sequence[Any]) -> float | None:
-    """Return the peak FLOPs a second of all devices, in bfloat16. If that of a device is unknown,
-    return None."""
+    """Return the peak FLOPs a second of all devices together, in bfloat16, or None if that of one
+    of them is unknown."""
     chips = [find_chip(device.device_kind) for device in devices]
     return None if None in chips else sum(chip.flops for chip in chips if chip)

@@ -31,8 +31,8 @@ def map_groups(
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Return the mesh axes whose devices may hold different values of `x`, as JAX tracks them.
-    Where it does not, the set is empty.
+    """Return the mesh axes whose devices may hold different values of `x`, as JAX tracks them, or
+    an empty set where it does not.
 
     Inside `shard_map(check_vma=True)` each array has such a set; elsewhere the set is empty.
     """
@@ -43,8 +43,8 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
 
 
 def manual_axes() -> set[Hashable]:
-    """Return the axes of the mesh that an enclosing `shard_map` has bound. Outside of one, the set
-    is empty."""
+    """Return the axes of the mesh that an enclosing `shard_map` has bound, or an empty set outside
+    of one."""
     # By name: while `loss/jaxprs/constraints.py` traces a loss, the mesh shows bound axes as free.
     return set(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
 

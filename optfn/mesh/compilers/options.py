@@ -61,8 +61,8 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingP
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
-    """Return compiler options that hide more communication on GPUs and known TPUs. For any other
-    device return {}.
+    """Return compiler options that hide more communication on GPUs and known TPUs, or {} for other
+    devices, and raise a TypeError for what is no mesh.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. The following figures are inferred from
@@ -101,7 +101,8 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Let programs that are traced in this context follow these compiler options."""
+    """Let programs that are traced in this context follow these compiler options, none for None,
+    and afterwards those that held before."""
     token = _options.set(options or {})
     try:
         yield
@@ -110,7 +111,8 @@ def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def has_plane_scatters() -> bool:
-    """Tell whether a reduce-scatter of the traced program may span two dimensions of a torus.
+    """Tell whether the compiler options of the traced program let a reduce-scatter span two
+    dimensions of a torus.
 
     Sparse cores have a program for it; the compiler of a TensorCore makes it an all-reduce.
     """
@@ -120,11 +122,11 @@ def has_plane_scatters() -> bool:
 def drop_unknown_options(
     options: Mapping[str, Any] | None, device: jax.Device | None
 ) -> dict[str, Any] | None:
-    """Return the options without those that the compiler of a device does not know.
+    """Return the options that the compiler of a device knows, found by compiling a scalar program,
+    warn of the others, and return None if none is left.
 
-    None, or no options, is None, and nothing is compiled. The names of dropped options are in one
-    warning. To find them we compile the program of a scalar, because the compiler alone has their
-    list, and names the first that it does not know.
+    For None or no options nothing is compiled. The names of dropped options are in one warning. The
+    compiler alone has the list of its options, and names the first that it does not know.
 
     Args:
       options: names and values, as `jax.jit` takes them.

@@ -39,8 +39,8 @@ def call_for_platform(
     tpu: Callable[..., Any] | None = None,
     gpu: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return cpu(*arguments) in a program for a CPU, and plain(*arguments) in one for another
-    platform. If `tpu` or `gpu` is given, return its result in a program for a TPU or GPU.
+    """Return cpu(*arguments) in a program for a CPU, the result of `tpu` or `gpu` in one for a TPU
+    or GPU if they are given, and else plain(*arguments).
 
     All are traced, so a jaxpr has a cond of them, and they give trees of the same shapes and
     dtypes. Lowering for a platform drops the branches that it does not run.
@@ -69,7 +69,8 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def _sums_by_lanes(x: jax.Array) -> jax.Array:
-    """Return the sum of each row of x ≥ 0, as a sum of sums of eight elements.
+    """Return the sum of each row of x ≥ 0, whose length must be a multiple of 8, by first summing
+    eight elements at a time.
 
     XLA on CPU does not vectorize an expression that it sums along a row. Sums of eight elements,
     kept in an array, take a half to a third of the time. The comparison is always false; it keeps
@@ -81,8 +82,7 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: Any) -> jax.Array:
-    """Return x/divisor, rounded once, for a divisor that is broadcast. The quotient is NaN where x
-    is NaN.
+    """Return x/divisor, rounded once even if the divisor is broadcast, and NaN where x is NaN.
 
     XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
     x. So here it is x where x is NaN, and `divisor` elsewhere.
@@ -92,7 +92,8 @@ def divide(x: jax.Array, divisor: Any) -> jax.Array:
 
 
 def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
-    """Reduce each row of x, along its last axis, by `of_axis`, which is `jnp.sum` or `jnp.max`.
+    """Reduce each row of x, along its last axis, by `of_axis`, `jnp.sum` or `jnp.max`, on a CPU in
+    two steps of eighths first if 64 divides its length.
 
     XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory
     before it. So on a CPU the eighths of a row are first reduced elementwise, which vectorizes, if
@@ -109,11 +110,12 @@ def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
-    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32.
+    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉), in which entry i is bit i mod
+    32 and the bits behind the end are 0.
 
-    The end is padded with zeros. On a TPU, whose rows have 128 lanes, a view with 32 entries in its
-    last axis takes four times the memory. There the words are products of the mask and powers of
-    two; these are exact, since half a word is an integer of 16 bits.
+    On a TPU, whose rows have 128 lanes, a view with 32 entries in its last axis takes four times
+    the memory. There the words are products of the mask and powers of two; these are exact, since
+    half a word is an integer of 16 bits.
     """
     words: jax.Array = call_for_platform(_bits_by_shifts, _bits_by_products, mask)
     return words
@@ -150,7 +152,8 @@ def _bits_by_products(mask: jax.Array) -> jax.Array:
 
 
 def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Tell whether any entry of the arrays is infinite or NaN. Without arrays return False.
+    """Tell whether any entry of the arrays is infinite or NaN, which is False if they have no
+    entries.
 
     XLA on CPU makes a slow loop of each reduction to a scalar. So there one pass turns each array
     into bits, and one reduction takes the bits of all arrays.
@@ -170,7 +173,8 @@ def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def compute_once(flag: jax.Array) -> jax.Array:
-    """Return the bool scalar `flag` so that XLA computes it once, not again for each use.
+    """Return the bool scalar `flag` unchanged, behind an operation that makes XLA on CPU compute it
+    once, not again for each use.
 
     XLA on CPU takes the conjunction of N flags for cheap and fuses it into the update of each of N
     leaves: with 300 leaves the compiler takes minutes and gigabytes. It does not duplicate square
@@ -248,8 +252,8 @@ def _decrement(left: jax.Array) -> jax.Array:
 
 
 def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
-    """Split x along its last axis into consecutive pieces of `sizes`. A NumPy array is split on the
-    host.
+    """Split x along its last axis into consecutive pieces of `sizes`, on the host if it is a NumPy
+    array.
 
     XLA on CPU compiles each static slice together with the code that reads it: about 8 ms for each
     distinct start, minutes for thousands. So there the starts are known only at run time, and all
@@ -314,12 +318,14 @@ def sum_each(*x: jax.Array) -> tuple[jax.Array, ...]:
 def _sum_each_jvp(
     x: tuple[jax.Array, ...], directions: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Differentiate separate sums: JAX has no derivative of one reduction to several numbers."""
+    """Return the sums of `sum_each` and their derivatives as separate sums, because JAX has no
+    derivative of one reduction to several numbers."""
     return sum_each(*x), tuple(map(jnp.sum, directions))
 
 
 def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Array:
-    """Return start + step·k, uint32, for element k of an array of `shape`, where `step` is odd.
+    """Return start + step·k modulo 2³², uint32, for element k, in row-major order, of an array of
+    `shape`, where `step` must be odd.
 
     A CPU adds a vector for the last axis to a vector for the leading axes, because XLA vectorizes a
     hash of such a sum. The vector for the last axis, mostly the longer one, has `start` in it:
@@ -346,14 +352,16 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round x to bfloat16 and return it in its own dtype. XLA would drop two casts, there and
-    back."""
+    """Round x to the precision of bfloat16, and return it in its own dtype.
+
+    XLA would drop two casts, there and back.
+    """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def widen_for_all_reduce(x: jax.Array) -> jax.Array:
-    """Cast bfloat16 to float32 if XLA would crash in an all-reduce of x. Otherwise return x
-    unchanged.
+    """Cast x to float32 if it is bfloat16 and XLA on CPU would crash in an all-reduce of it, and
+    return it unchanged otherwise.
 
     With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
     instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.

@@ -28,29 +28,28 @@ class AsPlaced(Layout):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the devices of a worker keep shards of arrays."""
+        """Whether the devices of a worker keep shards of arrays, here whether the specs of params
+        are known."""
         return self.specs is not None
 
     def follow(self, params: Params) -> "AsPlaced":
-        """Return the layout with the specs of these params. A leaf that does not lie on the mesh
-        gets P(). If params are traced on a mesh without explicit axes, their specs are unknown, and
-        the layout is returned unchanged."""
+        """Return the layout with the specs of these params, P() for a leaf off the mesh, or this
+        layout if they are traced on a mesh without explicit axes."""
         if checks.is_traced(params) and not self.mesh.explicit_axes:
             return self
         specs = [(str(place), _spec_on(self.mesh, x)) for place, x in tree.items(params)]
         return dataclasses.replace(self, specs=tuple(specs))
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of each leaf, or P() where it is unknown. Masked leaves are returned
-        unchanged."""
+        """Return the spec of each leaf, P() where it is unknown, and masked leaves unchanged."""
         specs = dict(self.specs or ())
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else specs.get(str(place), P()), params
         )
 
     def place_params(self, params: Params) -> Params:
-        """Copy each leaf of params to its sharding on the mesh. A leaf that already has it is
-        copied on its devices, and a traced leaf is returned unchanged."""
+        """Copy each leaf of params to its sharding on the mesh, even a leaf that already has it,
+        and return traced leaves unchanged."""
         placements = self.shardings(self.param_specs(params), params)
 
         def place(x: Leaf, placement: NamedSharding) -> jax.Array:
@@ -63,8 +62,8 @@ class AsPlaced(Layout):
 
 
 def _spec_on(mesh: Mesh, x: Any) -> P:
-    """Return the PartitionSpec that an array, or its shape, has on a mesh. Without a NamedSharding
-    on a mesh of the same axes and sizes, return P()."""
+    """Return the PartitionSpec that an array has on a mesh, or P() without a NamedSharding on a
+    mesh of the same axes and sizes."""
     placement = jax.typeof(x).sharding if checks.is_traced(x) else getattr(x, "sharding", None)
     if not isinstance(placement, NamedSharding) or placement.mesh.shape != mesh.shape:
         return P()

@@ -45,7 +45,8 @@ REMEDIES_OF_SIZE = (
 def shard_map_step(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, worker_axes: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
-    """Return the step of all workers, (state, batch) -> (state, metrics), from one worker's step.
+    """Return the function (state, batch) -> (state, metrics) that runs one worker's step in a
+    `shard_map`, with the batch and per-worker arrays split over workers.
 
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
@@ -68,12 +69,14 @@ def shard_map_step(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the spec that splits an array's leading axis over the data axes. A scalar gets P()."""
+    """Return the spec that splits an array's leading axis over the data axes, or P() for a
+    scalar."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Copy arrays, the same in every process, to all devices of the mesh."""
+    """Copy arrays, which must be the same in every process, to all devices of the mesh, and return
+    traced arrays unchanged."""
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
@@ -84,8 +87,8 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
 
 
 def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
-    """Split the leading axis of each array of a batch over the data axes of a mesh. A scalar is
-    copied to all devices.
+    """Split the leading axis of each array of a batch over the data axes of a mesh, copy scalars to
+    all devices, and raise a ValueError if an axis splits unevenly.
 
     Args:
       batch: arrays of all examples, the same in every process. Global arrays are not copied
@@ -123,8 +126,8 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 
 def copy_beside(batch: Batch, like: jax.Array) -> Batch:
-    """Copy the NumPy arrays of a batch to the device of the array `like`, or on the host if `like`
-    lies on several devices. Every other leaf is returned unchanged."""
+    """Copy the NumPy arrays of a batch to the device of `like`, or on the host if `like` lies on
+    several, and return every other leaf unchanged."""
     batch = copy_host_arrays(batch)
     if like.sharding.num_devices > 1:
         return batch
@@ -135,8 +138,8 @@ def copy_beside(batch: Batch, like: jax.Array) -> Batch:
 
 
 def copy_host_arrays(batch: Batch) -> Batch:
-    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps. Every other leaf
-    is returned unchanged.
+    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps, and return every
+    other leaf unchanged.
 
     A loader may overwrite its buffer while the step still reads it, and JAX shares the memory of an
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
@@ -146,8 +149,8 @@ def copy_host_arrays(batch: Batch) -> Batch:
 
 
 def _copy_aligned(x: np.ndarray) -> np.ndarray:
-    """Return a copy in the dtype that JAX keeps, aligned so that JAX on a CPU does not copy it
-    again. An array below 256 KiB is copied without alignment."""
+    """Return a copy in the dtype that JAX keeps, aligned so that JAX on a CPU shares its memory, or
+    without alignment below 256 KiB."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if x.nbytes < _UNALIGNED:
         return np.array(x, dtype)
@@ -160,8 +163,8 @@ def _copy_aligned(x: np.ndarray) -> np.ndarray:
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, those of other processes included. A traced
-    array is returned unchanged."""
+    """Copy an array to all devices of `placement`, those of other processes included, and return a
+    traced array unchanged."""
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -176,7 +179,7 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 
 def refuse_exchange(opt_state: OptState) -> None:
     """Raise a ValueError if an optimizer exchanges gradients itself or keeps a state on each
-    worker. A step that is left to the compiler calls this, because it has no workers."""
+    worker, because a step left to the compiler has no workers."""
     if has_exchange(opt_state) or has_per_worker_state(opt_state):
         raise ValueError(
             "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum does, "
@@ -193,12 +196,11 @@ def reduce_gradients(
     dtype: DType | None = None,
     averaged: PyTree = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except over axes where the loss has averaged a leaf
-    or a transform exchanges it.
+    """Average metrics over all worker axes, and each gradient over those where neither the loss has
+    averaged it nor a transform exchanges it, and return both.
 
-    Metrics are averaged over all worker axes, and gradients are added and sent in `dtype`, or in
-    their own if it is None. `averaged` has the axes of each leaf's mean in the loss; None if the
-    loss averages none.
+    Gradients are added and sent in `dtype`, or in their own if it is None. `averaged` has the axes
+    of each leaf's mean in the loss; None if the loss averages none.
 
     Returns:
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or

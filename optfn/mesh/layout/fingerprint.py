@@ -28,8 +28,8 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Return the checksum of an array, uint32 (2,):
-    two sums over its words, mixed with their positions."""
+    """Return the checksum of an array, uint32 (2,), from its bits and their positions, which does
+    not depend on how the array is sharded."""
     words = _bit_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -47,8 +47,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _bit_words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, one word for each element of at most four bytes.
-    Longer elements take several words, along further axes, and keys are replaced by their data."""
+    """Return the bits of an array, or of a key's data, as uint32, a word for each element of at
+    most four bytes, and several along further axes for longer ones."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -74,7 +74,8 @@ _IN_FLIGHT = 16  # Hundreds of programs that wait to communicate can block the d
 
 
 def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
-    """Return the checksum of each array, uint32 (len(leaves), 2), on the host.
+    """Compute the checksum of each array on the devices, wait for all, and return them on the host,
+    uint32 (len(leaves), 2).
 
     In a run of several processes, all of them must call it.
     """
@@ -82,7 +83,8 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
-    """Start to compute `fingerprints` on the devices, and return a function that waits for them."""
+    """Start to compute `fingerprints` on the devices, and return a function that waits for them and
+    returns them on the host."""
     wait = _begin_program(_fingerprints, leaves)
     return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
 
@@ -126,7 +128,8 @@ def _begin_program(
 
 
 def compare_replicas(state: PyTree, mesh: Mesh) -> None:
-    """Compare the copies of each array that several devices of a mesh hold, bit for bit.
+    """Raise a RuntimeError if the checksums of the copies of an array that several devices of a
+    mesh hold differ, and skip arrays without copies on it.
 
         def compare(step, state, metrics):      # a callback of minimize or fit
             if step % 100 == 0:
@@ -162,13 +165,15 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the mesh axes along which devices hold copies of a shard: its spec leaves them out."""
+    """Return the mesh axes along which devices hold copies of a shard, which are those that its
+    spec leaves out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
-    """Tell for each array whether the copies of any shard differ, int32 (arrays,)."""
+    """Return for each array 1 if the checksums of the copies of any of its shards differ, else 0,
+    int32 (arrays,), the same on all devices."""
 
     def compare(*shards: jax.Array) -> jax.Array:
         groups: dict[Axes, list[int]] = {}

@@ -114,46 +114,52 @@ class Layout:
     )
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params as if it were no table:
-        here P(), whole."""
+        """Return the PartitionSpec of each leaf of params as if it were no table, here P(), which
+        keeps it whole, and masked leaves unchanged."""
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf's gradient, and of its moments, as if it were no
-        table: here that of the leaf."""
+        table, here that of the leaf."""
         return self.dense_param_specs(params)
 
     def mark_stacked(self, params: Params) -> Params:
-        """Put leaves into a `Stacked` whose axes of layers only the attributes of `tx` name."""
+        """Put the leaves that the attributes of `tx` call stacked into a `Stacked`, and return
+        packed params, or all params without `tx`, unchanged."""
         return mark_stacked_params(self.tx, params)
 
     @property
     def data_axes(self) -> Axes:
-        """The axes that split the batch, worker axes first."""
+        """The axes that split the batch, those of the compiler if it divides the loss, else first
+        the worker axes and then the shard axes."""
         return self.compiler_axes or join_axes(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
-        """The axes of the devices of one worker."""
+        """The axes along which the devices of one worker lie, which are all axes of the mesh but
+        the worker axes."""
         return exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
     def is_divided(self) -> bool:
-        """Whether the devices of a worker keep shards of arrays: whether there are shard axes."""
+        """Whether the devices of a worker keep shards of arrays, here whether there are shard
+        axes."""
         return bool(self.shard_axes)
 
     @property
     def num_shards(self) -> int:
-        """The number of devices that share a divided leaf: the product of the shard axes' sizes."""
+        """The number of devices that share a divided leaf, which is the product of the sizes of the
+        shard axes."""
         return count_devices(self.mesh, self.shard_axes)
 
     def follow(self, params: Params) -> "Layout":
-        """Return the layout for these params: here this layout, whatever the params are."""
+        """Return the layout for these params, which is here this layout, whatever the params
+        are."""
         return self
 
     def describe(self, params: Params) -> PyTree:
-        """Return a tree like params, with a ParamEntry for each array. Masked leaves are returned
-        unchanged.
+        """Return a tree like params with a ParamEntry for each array and masked leaves unchanged,
+        or raise a ValueError if a spec does not fit its leaf.
 
         All questions about a leaf are answered from it. It is made once for params of the same
         structure, shapes and dtypes.
@@ -168,6 +174,8 @@ class Layout:
         return self._described[key]
 
     def _make_entries(self, params: Params) -> PyTree:
+        """Make the ParamEntry of each array of params for `describe`, and return masked leaves
+        unchanged."""
         stacked = contents.count_stacked_axes(self.mark_stacked(params))
         tables = patterns.match_names(self.tables, params, "tables")
 
@@ -207,19 +215,22 @@ class Layout:
         return self.mean_axes if size > SMALL_BYTES * devices else Axes()
 
     def param_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params. Masked leaves are returned unchanged."""
+        """Return the PartitionSpec of each leaf of params, and masked leaves unchanged."""
         return jax.tree.map(lambda entry: entry.spec, self.describe(params))
 
     def gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
+        """Return the PartitionSpec of the gradient, and of the moments, of each leaf of params, and
+        masked leaves unchanged."""
         return jax.tree.map(lambda entry: entry.gradient_spec, self.describe(params))
 
     def _entry_of_path(self, params: Params) -> dict[str, ParamEntry]:
-        """Return the ParamEntry of each leaf of params by its path."""
+        """Return a dict from the path of each leaf of params to its ParamEntry, without masked
+        leaves."""
         return {entry.path: entry for entry in jax.tree.leaves(self.describe(params))}
 
     def state_specs(self, state: OptState, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of the optimizer state of all workers.
+        """Return the spec of each array of the state of all workers, divided over them if
+        per-worker, and like its parameter's gradient where shapes fit.
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
         shape of its parameter, or of its leading axes as scales of rows have, is divided like the
@@ -264,24 +275,24 @@ class Layout:
         return map_entries(state_spec, state, owners)
 
     def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension whose size N, the number of shards,
-        divides. If there is none, return P(), which keeps the array whole on every device.
+        """Return the spec that divides the first dimension whose size is a multiple of the number
+        of shards, or P() if there is none.
 
-        The leading `stacked` axes, which count layers, come last, so that each device has a shard
-        of each layer.
+        With P() the array is whole on every device. The leading `stacked` axes, which count layers,
+        come last, so that each device has a shard of each layer.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, with these axes. All other
-        dimensions are left out."""
+        """Return the dimensions that a spec divides over shard axes, each with these axes, and
+        leave out all other dimensions."""
         return divisions_of(spec, self.shard_axes)
 
     def average_later(self) -> "Layout":
-        """Return this layout without `mean_axes`, so that the step averages all gradients after the
-        loss."""
+        """Return a copy of this layout without `mean_axes`, so that the step averages all gradients
+        after the loss, or itself if it has none."""
         return dataclasses.replace(self, mean_axes=Axes()) if self.mean_axes else self
 
     def pad_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
@@ -294,7 +305,8 @@ class Layout:
         return tuple(sizes)
 
     def pad_state(self, state: OptState, params: Params) -> OptState:
-        """Return a state with a Padded around each array that devices could not divide otherwise.
+        """Wrap each array of a state whose layers devices cannot divide evenly in a Padded, with
+        zeros at the end, and return every other array unchanged.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
@@ -315,8 +327,8 @@ class Layout:
         return map_entries(pad, state, owners)
 
     def unpad_state(self, state: OptState) -> OptState:
-        """Cut the padding off a stored state, inside jit,
-        and keep each array divided along its axis."""
+        """Replace each Padded of a stored state by its array without padding, constrained to be
+        divided along that axis, and return all else unchanged."""
 
         def unpad_leaf(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
@@ -325,8 +337,8 @@ class Layout:
         return map_padded(unpad_leaf, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the shard group of a worker, with the specs of its gradients. Without worker axes,
-        or if the mesh has no further axes, return None."""
+        """Return the shard group of a worker, with the specs of its gradients, or None without
+        worker axes or if the mesh has no other axes."""
         if not (self.worker_axes and self.inner_axes):
             return None
         by_path = (
@@ -336,40 +348,44 @@ class Layout:
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def keep_shard_axes(self, specs: PyTree) -> PyTree:
-        """Drop all but the shard axes from specs, as a `shard_map` over these axes takes them."""
+        """Return specs with their shard axes alone, as a `shard_map` over these axes takes them,
+        and None for a dimension without any."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the NamedSharding of each array, with as many entries as axes on explicit
-        meshes."""
+        """Return the NamedSharding on the mesh of each array by its spec, which gets an entry for
+        each axis if the mesh has explicit axes."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 
     def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the shape, dtype and placement on the mesh of each array."""
+        """Return a ShapeDtypeStruct of each array, with its placement on the mesh by its spec."""
         return jax.tree.map(
             lambda placement, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
             self.shardings(specs, arrays), arrays,
         )  # fmt: skip
 
     def make_shardings(self, specs: PyTree) -> PyTree:
-        """Return the NamedShardings of PartitionSpecs."""
+        """Return the NamedSharding on the mesh of each PartitionSpec of a tree, whose entries it
+        does not change."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     def place_params(self, params: Params) -> Params:
-        """Copy params to the mesh, each divided by its spec."""
+        """Copy each leaf of params to the mesh, divided by its spec, and return traced leaves
+        unchanged."""
         placements = self.shardings(self.param_specs(params), params)
         return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
-        """Copy arrays to every device."""
+        """Copy arrays whole to every device of the mesh, and return traced arrays unchanged."""
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0 for all workers, padded, each leaf placed by its spec.
+        """Run `init` in jit, and return the state of all workers, padded and placed by its specs,
+        or raise a ValueError if its exchanges do not fit the axes.
 
         Each device makes only its shards of divided leaves, so no device ever has a whole one.
 
@@ -390,7 +406,8 @@ class Layout:
         return jax.jit(all_workers, out_shardings=self.shardings(specs, shapes))(params)
 
     def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
-        """Return the function from params to the stored state of all workers, padded and widened.
+        """Return the function from params to the stored state of all workers, with per-worker
+        arrays repeated for each and uneven layers padded.
 
         Args:
           init: the function from params to the state of one worker.
@@ -399,9 +416,8 @@ class Layout:
         return lambda params: self.pad_state(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
-        """Raise a ValueError if a transform exchanges over shard axes, or keeps per-worker arrays
-        without worker axes. A step that is left to the compiler refuses every exchange and every
-        per-worker array."""
+        """Raise a ValueError if a transform exchanges over shard axes or keeps per-worker arrays
+        without worker axes, or does either in a step of the compiler."""
         divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
         if self.compiler_axes:
             refuse_exchange(state)
@@ -423,7 +439,7 @@ class Layout:
         self, init: Callable[[Params], OptState]
     ) -> Callable[[Params], OptState]:
         """Wrap `init` so that flat per-worker arrays get the shape of their leaf, which specs can
-        divide. Without worker axes or divided arrays, `init` is returned unchanged.
+        divide, or return it unchanged without worker axes or shards.
 
         A shard of a leaf is not a contiguous range of the flat array.
         """
@@ -453,21 +469,21 @@ class Replicated(Layout):
 
 
 def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
-    """Return the count of leading axes that `shape` has in front of `of`. It is 0 unless `shape`
-    ends with `of`."""
+    """Return how many leading axes `shape` has in front of `of`, or 0 if it does not end with
+    `of`."""
     extra = len(shape) - len(of)
     return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of one worker's part of an array of `shape`, which `over` divides over
-    workers. If they share the array, `over` is P(), and `shape` is returned unchanged."""
+    workers, or `shape` unchanged if `over` is P()."""
     return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _join_specs(over: P, spec: P) -> P:
-    """Return the spec of an array that is divided over workers by `over`, and within each by
-    `spec`. If workers share the array, `over` is P(), and `spec` is returned unchanged."""
+    """Return the spec of an array that is divided over workers by `over` and within each by `spec`,
+    or `spec` unchanged if `over` is P()."""
     if not any(over):
         return spec
     first, *remaining = spec or (None,)

@@ -22,8 +22,8 @@ _COMPARED = 1 << 26
 
 
 def is_on_all_processes(mesh: Mesh | None) -> bool:
-    """Tell whether there are several processes, and each has devices of the mesh. Without a mesh
-    the answer is False."""
+    """Tell whether there are several processes and each has devices of the mesh, which is False
+    without a mesh."""
     if mesh is None or jax.process_count() == 1:
         return False
     return _include_all_processes(mesh.devices.flat)
@@ -46,13 +46,14 @@ def _include_all_processes(devices: Iterable[Any]) -> bool:
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Gather int32 values from each process, (processes, len(values)). All must call it."""
+    """Gather int32 values from each process, all of which must call it, into an array (processes,
+    len(values))."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def gather_texts(text: str) -> list[str]:
-    """Gather a text from each process, in the order of the processes. All must call it."""
+    """Gather a text from each process, all of which must call it, in the order of the processes."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
     # All processes must pass arrays of one shape.
@@ -63,10 +64,8 @@ def gather_texts(text: str) -> list[str]:
 
 
 def broadcast_bytes(source: int, content: bytes) -> bytes:
-    """Return in every process the content that process `source` passes. All must call it.
-
-    The content of the other processes is ignored.
-    """
+    """Return in every process, all of which must call it, the content that process `source` passes,
+    and ignore the content of the others."""
     # The length goes as a quotient and a remainder, because a large file exceeds an int32.
     num_whole, rest = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
@@ -83,11 +82,11 @@ def broadcast_bytes(source: int, content: bytes) -> bytes:
 
 
 def compare_params(params: Params) -> None:
-    """Raise a ValueError unless all processes have bit-identical params and the same versions of
-    optfn and JAX.
+    """Raise a ValueError unless all processes have the same versions and bit-identical params, but
+    do nothing for traced params or a tree without leaves.
 
-    Leaves that are already divided over processes are compared by shape. Traced params, and a tree
-    without leaves, are not compared.
+    The versions are those of optfn and JAX. Leaves that are already divided over processes are
+    compared by shape.
 
     Raises:
       ValueError: the params differ, or the versions of optfn or JAX. Every process raises it, and
@@ -109,11 +108,11 @@ def compare_params(params: Params) -> None:
 
 def compare_batch(batch: Batch) -> None:
     """Raise a ValueError unless all processes pass batches of the same structure, shapes, dtypes
-    and values.
+    and values, and compare global arrays by shape alone.
 
     The devices of a process take their rows of its array, so rows would be lost without a word if
     each process passed the examples that it has read. The first 64 MiB of each array are compared.
-    Global arrays, of which each process holds a part, are compared by shape.
+    Of a global array each process holds a part. Traced arrays are compared by shape, too.
     """
     _check_same("batches", describe_shapes(batch))
     named = [(name, x) for name, x in tree.arrays_with_paths(batch) if not checks.is_traced(x)]
@@ -130,8 +129,8 @@ def compare_batch(batch: Batch) -> None:
 
 
 def describe_shapes(values: PyTree) -> str:
-    """Return the name, shape and dtype of each array of a tree in words. A tree without arrays
-    gives "no arrays"."""
+    """Return the name, shape and dtype of each array of a tree in words, or "no arrays" if it has
+    none."""
     words = []
     for name, x in tree.arrays_with_paths(values):
         kind = x.dtype if tree.is_array(x) else type(x).__name__
@@ -140,8 +139,8 @@ def describe_shapes(values: PyTree) -> str:
 
 
 def _check_same(noun: str, text: str) -> None:
-    """Raise a ValueError in every process unless all pass the same text. The error shows the text
-    of this process."""
+    """Raise a ValueError, with the text of this process, in every process unless all pass the same
+    text."""
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
@@ -157,8 +156,8 @@ def _list_different(digests: np.ndarray) -> str:
 
 
 def _content(x: Leaf, most: int | None = None) -> bytes:
-    """Return at most the first `most` bytes of a leaf, or all for None. A key gives the bytes of
-    its data, and a leaf of which other processes hold shards gives b""."""
+    """Return the bytes of a leaf, or of a key's data, at most the first `most` unless it is None,
+    or b"" if other processes hold shards of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     host = np.asarray(jax.random.key_data(x) if tree.is_key(x) else x)
@@ -168,5 +167,6 @@ def _content(x: Leaf, most: int | None = None) -> bytes:
 
 
 def _digest(content: bytes) -> int:
-    """Return the first 32 bits of the SHA-256 of some bytes: `gather_values` takes an int32."""
+    """Return the first 32 bits of the SHA-256 of some bytes as a signed integer, because
+    `gather_values` takes an int32."""
     return int.from_bytes(hashlib.sha256(content).digest()[:4], "little", signed=True)

@@ -62,8 +62,8 @@ class Sharded:
 
     @property
     def is_gathered_once(self) -> bool:
-        """Whether params are gathered once in a step:
-        if asked for, or if packets send params that would be whole.
+        """Whether params are gathered once in a step, because this is asked for, or because packets
+        send params that would else be whole.
 
         Params that are sent in packets are exact only in the shards that devices keep. So a kind
         whose params would be whole on each device divides them too, and gathers them once.
@@ -74,7 +74,8 @@ class Sharded:
 
 
 def check_reduce_dtype(name: str, dtype: object) -> DType | None:
-    """Return an argument as a real floating-point NumPy dtype, or None for None.
+    """Return a real floating-point dtype as a NumPy dtype, or None for None, and raise a TypeError
+    for anything else.
 
     Raises:
       TypeError: it is not a real floating-point dtype.
@@ -102,7 +103,8 @@ def sharded(
     gather_once: bool = False,
     reduce_dtype: DType | None = None,
 ) -> Sharded:
-    """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
+    """Return the choice of how devices divide params and state, as `shard` of `make_train_step`, or
+    raise an error if its options do not fit each other.
 
     You need it if `shard="params"` or `shard="state"` alone does not say enough: which axes of the
     mesh divide, which matrices stay whole, or how many bits are sent.
@@ -202,11 +204,12 @@ class ShardState(Layout):
     whole: Pattern | None = None
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension,
-        if it is large and one fits.
+        """Return specs that divide each leaf of `whole` by layers and each other large
+        floating-point leaf along one dimension that fits, and P() for the rest.
 
-        A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
-        leaves, and leaves without a dimension that the shards divide stay whole.
+        A leaf that `whole` selects is divided by layers even if it needs padding. Integers, small
+        leaves, and leaves without a dimension that the shards divide get P(), and masked leaves are
+        returned unchanged.
 
         Raises:
           ValueError: a leaf needs padding, and there are worker axes.
@@ -214,9 +217,10 @@ class ShardState(Layout):
         return self._divide_leaves(params, self._check_padding)
 
     def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return the spec that divides each leaf by layers, or else along the first dimension that
-        fits. Integers, small leaves and leaves without such a dimension get P(). Masked leaves are
-        returned unchanged.
+        """Return the spec that divides each leaf by layers or else along the first dimension that
+        fits, and P() for integers, small leaves and those where none fits.
+
+        Masked leaves are returned unchanged.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
         layers. Otherwise it is divided as any other leaf.
@@ -239,8 +243,8 @@ class ShardState(Layout):
         return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True, so that a leaf is divided by layers, with padding if needed. Raise a
-        ValueError if padding is needed and there are worker axes."""
+        """Return True, so that a leaf is divided by layers, or raise a ValueError if its layers
+        need padding and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -251,11 +255,11 @@ class ShardState(Layout):
 
 
 def find_small_leaves(params: Params, count: int) -> set[int]:
-    """Return the indices of the leaves that are too small to divide over `count` devices.
+    """Return the indices of the leaves not worth dividing over `count` devices, the smallest of at
+    most 64 KB a layer, up to a hundredth of a device's shards.
 
-    A small leaf has at most 64 KB, or at most 64 KB a layer: the time of its collective would be
-    latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
-    or, with more than 100 devices, a ten-thousandth of params.
+    The time of the collective of such a leaf would be latency. With more than 100 devices the limit
+    is a ten-thousandth of params. Integers and masked leaves are left out.
     """
     stacked = contents.count_stacked_axes(params)
     sizes: dict[int, int] = {}
@@ -287,8 +291,8 @@ class ShardParams(ShardState):
     keeps_params = False
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the specs of gradients, but divide leaves that would need padding like any other
-        leaf."""
+        """Return the specs that `dense_gradient_specs` gives, except that leaves whose layers would
+        need padding are divided like any other leaf."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
@@ -308,8 +312,8 @@ class ShardBySpec(Layout):
         return True
 
     def dense_param_specs(self, params: Params) -> PyTree:
-        """Return the spec of each leaf, or P() if no pattern matches it. Masked leaves are returned
-        unchanged."""
+        """Return the given spec of each leaf, P() for one without, and masked leaves unchanged, or
+        raise a ValueError if a spec does not fit its leaf."""
         chosen = assign_specs(self.specs, params)
 
         def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
@@ -329,7 +333,8 @@ def init_state(
     *,
     axis_name: AxisName = "data",
 ) -> OptState:
-    """Return the initial optimizer state on a mesh: per-worker arrays sharded, the rest replicated.
+    """Return the state of `tx.init` on a mesh, with the arrays that workers keep for themselves
+    sharded over the workers and all others replicated.
 
     You need it only if you write a `shard_map`; `TrainStep.init` does the same. Each device stores
     only the per-worker arrays of its worker. In a run of several processes, each
@@ -350,7 +355,7 @@ KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, S
 
 
 def _is_kind(kind: object) -> TypeGuard[str]:
-    """Tell whether `kind` is the name of a way of sharding."""
+    """Tell whether `kind` is the name of a way of sharding, "state" or "params"."""
     return isinstance(kind, str) and kind in KINDS
 
 
@@ -368,7 +373,8 @@ def layout_of(
     reduce_dtype: DType | None = None,
     partitioner: str = "shard_map",
 ) -> Layout:
-    """Return the layout for the arguments of a training step, checked against the mesh.
+    """Return the layout that the arguments of a training step choose, or raise a TypeError if
+    `shard` is no choice and a ValueError if axes do not fit the mesh.
 
     Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`. Of `tx` only the
     `stacked` axes in the attributes of parameters are read.
@@ -406,9 +412,10 @@ def layout_of(
 def _choose_shard_axes(
     way: Sharded, specs: Specs, data_axis: AxisName, tables: Pattern | None
 ) -> Axes:
-    """Return the axes that divide params or state: the given `axis=`, else all data axes.
+    """Return the axes that divide params or state, the given `axis=`, else those of the specs, else
+    all data axes, or raise a ValueError for one not in `data_axis`.
 
-    With PartitionSpecs and without tables, data axes that no spec names are left for workers.
+    Data axes that no PartitionSpec names are left for workers, unless there are tables.
     """
     along = Axes(way.axis or to_axes(data_axis))
     listed = list_specs(specs)
@@ -424,7 +431,8 @@ def _choose_shard_axes(
 
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
-    """Raise a ValueError if XLA would end the process, because it cannot nest these axes."""
+    """Raise a ValueError if XLA would end the process, because worker axes do not precede shard
+    axes in a mesh with further axes, else do nothing."""
     others = exclude_axes(mesh.axis_names, (*workers, *along))
     aborts = not (NESTS_AXES_IN_ANY_ORDER or are_in_order(mesh, workers, along))
     if others and aborts:

@@ -34,11 +34,11 @@ from optfn.mesh.layout.mesh_layout import Layout, ParamEntry
 def _run_on_compiler_slices(
     spec: P, layout: Layout, fn: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-    """Return a function that runs fn(array, step) on each slice that the compiler's axes make.
+    """Return a function that runs fn(array, step) on each slice that the compiler's axes make, or
+    `fn` itself if they divide nothing.
 
-    The compiler's axes are the mesh axes besides data axes, such as an axis of tensor parallelism;
-    if none divides the array, the function is `fn`. Without this, the compiler would gather the
-    slices along its own axes before each collective.
+    The compiler's axes are the mesh axes besides data axes, such as an axis of tensor parallelism.
+    Without this, the compiler would gather the slices along its own axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -56,8 +56,8 @@ def _run_on_compiler_slices(
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return the spec by which the compiler's axes divide an array. A dimension that data axes
-    divide too gets None.
+    """Return the spec by which the compiler's axes divide an array, with None for a dimension that
+    data axes divide too.
 
     If each slice of such a dimension were gathered along the data axes, its blocks would stand in
     another order.
@@ -80,8 +80,8 @@ def gather_shard(
     counts: jax.Array | None = None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Gather a whole array from its shards. Its gradient is this device's shard of the mean over
-    devices.
+    """Gather a whole array from its shards, and in the backward pass average its cotangents over
+    devices and return this device's shard of the mean.
 
     The backward pass reduce-scatters the cotangents of all devices of a shard group, and averages
     the shard over `mean_axes`.
@@ -144,11 +144,12 @@ def scatter_gradients(
     layout: Layout,
     step: jax.Array,
 ) -> Updates:
-    """Average gradients over the shard axes, and return this device's shard of each mean. The
-    gradient of a leaf that is not divided is averaged by an all-reduce and returned whole.
+    """Average gradients over the shard axes, and return this device's shard of each, or all of it
+    if its leaf is undivided, and rows and reduced shards unchanged.
 
     Rows of tables, integers, and gradients that already have the shape of the shard are returned
-    unchanged: the backward pass of `gather_shard` has taken the mean of the last.
+    unchanged: the backward pass of `gather_shard` has taken the mean of the last. The gradient of a
+    leaf that is not divided is averaged by an all-reduce.
 
     Args:
       grads: the device's gradients, of whole params or of shards.
@@ -186,13 +187,12 @@ def scatter_gradients(
 
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
-    """Gather each new param that is whole in the layout, but whose update is divided (ZeRO-1).
-    Every other param is returned unchanged, and so are all params without a layout, or if the step
-    is left to the compiler.
+    """Gather each new param that is whole in the layout, but whose update is divided evenly
+    (ZeRO-1), and return every other param unchanged.
 
-    Padded params are returned unchanged too: their gather is left to the compiler. This runs
-    outside of `shard_map`. On a TPU the compiler's own gather would be an all-reduce of the whole
-    array.
+    All params are returned unchanged without a layout or shard axes, or if the step is left to the
+    compiler. Padded params are too: their gather is left to the compiler. This runs outside of
+    `shard_map`. On a TPU the compiler's own gather would be an all-reduce of the whole array.
     """
     if layout is None or not layout.shard_axes or layout.compiler_axes:
         return params

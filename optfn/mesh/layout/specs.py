@@ -19,8 +19,10 @@ Specs: TypeAlias = PyTree
 
 
 def list_specs(specs: Specs) -> dict[Any, P]:
-    """Return the PartitionSpec of each pattern of a mapping, or of each path of a tree. None
-    becomes P(), and of a NamedSharding only the spec counts.
+    """Map each pattern of a mapping, or each path of a tree, to its PartitionSpec, P() for None, or
+    raise a TypeError for what is no spec.
+
+    Of a NamedSharding only the spec counts.
 
     Raises:
       TypeError: something is neither a PartitionSpec, a NamedSharding, nor None.
@@ -36,8 +38,8 @@ def list_specs(specs: Specs) -> dict[Any, P]:
 
 
 def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
-    """Return a dict from the path of each leaf to its spec. A leaf that no pattern matches is left
-    out.
+    """Map the path of each leaf to its spec, leave out leaves that no pattern matches, and raise a
+    ValueError if the specs do not fit params.
 
     A mapping whose keys are paths, or beginnings of paths, and together name all leaves, is read as
     a tree, and any other mapping without nested values as patterns. Both readings agree unless a
@@ -65,7 +67,8 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
 def _find_longest_prefixes(
     listed: Mapping[Any, P], params: Params
 ) -> tuple[dict[str, P], list[str], list[str]]:
-    """Return for each leaf the spec of the longest path in `listed` that its own path begins with.
+    """Return for each leaf the spec of the longest listed path that its own path begins with, and
+    the leaves and the listed paths that find no match.
 
     Returns:
       The specs by path; the leaves without a spec, which masked leaves may lack; and the paths that
@@ -86,8 +89,8 @@ def _find_longest_prefixes(
 
 
 def _list_prefixes(path: str) -> Iterator[str]:
-    """Yield a path and its beginnings, the longest first. The last is "", the path of a leaf
-    without a tree."""
+    """Yield a path and its beginnings up to each slash, the longest first, and at last "", the path
+    of a leaf without a tree."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -95,8 +98,8 @@ def _list_prefixes(path: str) -> Iterator[str]:
 
 
 def check_specs(specs: Specs, mesh: Mesh | AbstractMesh) -> None:
-    """Raise a ValueError if a spec names an axis that the mesh does not have, or an axis twice.
-    Raise a TypeError if an entry is no spec.
+    """Raise a ValueError if a spec names an axis that the mesh does not have, or an axis twice, and
+    a TypeError if an entry is no spec.
 
     Raises:
       TypeError: something is no spec.
@@ -115,7 +118,8 @@ def check_specs(specs: Specs, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_workers_are_whole(specs: Specs, workers: Axes) -> None:
-    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
+    """Raise a ValueError if a spec divides a leaf over one of the axes of workers, along which each
+    device has whole leaves."""
     for path, spec in list_specs(specs).items():
         over_workers = [name for name in join_axes(*spec) if name in workers]
         if over_workers:
@@ -131,15 +135,16 @@ def _is_entry(x: object) -> bool:
 
 
 def _is_flat(specs: Specs) -> bool:
-    """Tell whether `specs` maps text or compiled patterns to specs, without nested values."""
+    """Tell whether `specs` is a mapping from text or compiled patterns to PartitionSpecs, shardings
+    or None, without nested values."""
     return isinstance(specs, Mapping) and all(
         isinstance(key, str | re.Pattern) and _is_entry(x) for key, x in specs.items()
     )
 
 
 def _to_spec(path: object, x: object) -> P:
-    """Return the PartitionSpec of an entry: itself, that of a NamedSharding, or P() for a masked
-    leaf. Raise a TypeError for any other entry."""
+    """Return the PartitionSpec of an entry, that of a NamedSharding, or P() for a masked leaf, or
+    raise a TypeError for any other entry."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

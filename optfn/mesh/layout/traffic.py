@@ -36,8 +36,8 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
 def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
-    """Return the bytes that a worker sends in a step, as "bytes_sent". Return {} if a gradient is
-    row-sparse, or if a transform does not give its traffic.
+    """Return the bytes that a worker sends in a step, as "bytes_sent", or {} if a gradient is
+    row-sparse or a transform does not give its traffic.
 
     Over the axes without an exchange, an all-reduce averages each leaf.
 
@@ -70,7 +70,8 @@ def traffic_metrics(
 
 
 def warn_if_nothing_compressed(state: OptState) -> None:
-    """Warn if a transform compresses no leaf, because all are smaller than its `min_size`."""
+    """Warn if a transform that should compress gradients says that it compresses no leaf, as when
+    all are smaller than its `min_size`."""
     if any(getattr(x.traffic, "compresses_nothing", False) for x in find_nodes(Exchanged, state)):
         warn(
             "tx: gradients are sent as they are, although it has deep gradient compression: every "
@@ -80,8 +81,8 @@ def warn_if_nothing_compressed(state: OptState) -> None:
 
 
 def _find_exchanges(state: OptState) -> list[Any]:
-    """Return the states with an `exchanged` mark and a `step`:
-    of transforms that exchange and count steps."""
+    """Return the states of transforms that exchange and count steps, with both an `exchanged` mark
+    and a `step`, and leave out all others."""
 
     def is_counting(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

@@ -11,7 +11,8 @@ from optfn.leaves.patterns import Pattern
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Map the path of each leaf that `whole` selects to the axis of layers that divides it.
+    """Map the path of each leaf that `whole` selects to its axis of layers with the least padding,
+    or raise a ValueError for a table or a leaf of no stacked matrices.
 
     The choice is the first axis of layers that `count` divides, or else the axis that needs the
     least padding. Masked leaves and integers are left out.
@@ -44,7 +45,8 @@ def find_layer_axes(
 
 
 def _find_layer_problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
-    """Return the reason why a leaf cannot be divided by layers, or "" if it can."""
+    """Return why a leaf cannot be divided by layers, because it is a table, is not stacked, or has
+    no matrices, or "" if it can."""
     if is_table:
         return "a table, whose rows are divided"
     if not stacked:

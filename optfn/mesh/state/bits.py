@@ -19,15 +19,15 @@ DTYPES = "dtypes"
 
 
 def encode_arrays(arrays: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Return arrays by name, and the list of dtypes as `DTYPES` if one is needed. A host array of a
-    dtype that NumPy lacks becomes its bits."""
+    """Return arrays by name, host arrays of a dtype that NumPy lacks as their bits, and the list of
+    dtypes as `DTYPES` if one is needed."""
     bits = {name: view_as_bits(x) for name, x in arrays.items()}
     return {**list_dtypes(arrays), **bits}
 
 
 def list_dtypes(arrays: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
-    """Return the list of dtypes of arrays, as a mapping of `DTYPES`. If none is stored as integers
-    that may be bits, return {}."""
+    """Return {DTYPES: the list of dtypes of the arrays that are stored as integers that may be
+    bits}, or {} if there are none."""
     found = {name: x.dtype.name for name, x in arrays.items() if _may_be_bits(view_as_bits(x))}
     return {DTYPES: np.frombuffer(json.dumps(found).encode(), np.uint8)} if found else {}
 
@@ -88,19 +88,20 @@ def bits_dtype(dtype: DType) -> np.dtype:
 
 
 def view_as_bits(x: Leaf) -> Leaf:
-    """Return a host array without a NumPy dtype as its bits. Any other array is returned
-    unchanged."""
+    """Return a host array of a dtype that NumPy lacks as its bits in unsigned integers, and any
+    other array unchanged."""
     return x.view(bits_dtype(x.dtype)) if isinstance(x, np.ndarray) and is_foreign(x.dtype) else x
 
 
 def _may_be_bits(x: Leaf) -> bool:
-    """Tell whether an array has integers as those of `view_as_bits`: NumPy's, of up to 2 bytes."""
+    """Tell whether an array on the host has unsigned integers of at most two bytes, which may be
+    the bits of `view_as_bits`."""
     return isinstance(x, np.ndarray) and x.dtype.kind == "u" and x.dtype.itemsize <= 2
 
 
 def convert_dtype(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, str]:
-    """Return a copy of an array in another dtype, with floats rounded, and "". If a value would be
-    lost, return the array in its own dtype, and the reason.
+    """Return a copy of an array in another dtype, floats rounded, and "", or if its kind or a value
+    would be lost, the array and the reason.
 
     Raw bytes are read as the dtype if that has their size.
     """

@@ -52,8 +52,8 @@ class Encoded:
         return np.asarray(self.encode_nearest(numbers, scale))
 
     def encode_nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
-        """Return the codes of numbers under a scale,
-        rounded to the nearest: the noise is half its range."""
+        """Return the nearest codes of numbers under a scale, by a noise that is half of its
+        range."""
         return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
 
 
@@ -62,7 +62,8 @@ _fields: dict[type, tuple[Encoded, ...]] = {}
 
 
 def declare_encoded(*fields: Encoded) -> Callable[[T], T]:
-    """Decorate the type of a state to declare which of its fields hold codes."""
+    """Return a decorator that records which fields of the type of a state hold codes, and returns
+    the type unchanged."""
 
     def declare(kind: T) -> T:
         _fields[kind] = fields
@@ -83,8 +84,8 @@ class Codes(NamedTuple):
 
 
 def find_codes(names: Collection[str]) -> dict[str, Codes]:
-    """Map the name of each array of codes to its `Codes`. A name without its scales in `names` is
-    left out.
+    """Map the name of each array of codes to its `Codes`, and leave out all other names and those
+    whose scales are not in `names`.
 
     Args:
       names: the names of arrays in `state_dict`.

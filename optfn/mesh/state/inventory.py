@@ -44,8 +44,8 @@ class Entry(NamedTuple):
 
 
 def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
-    """Return for each array of a state its name, parameter and how workers keep it,
-    in the order of jax.tree.leaves.
+    """Return an Entry for each array of a state, in the order of jax.tree.leaves, whose `param` is
+    None if the array follows none of `params`.
 
     Args:
       state: the state of an optimizer, however wrapped, of arrays or their shapes.
@@ -76,7 +76,8 @@ def map_entries(
 
 
 def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
-    """Yield (kept, axes, size) of each array of a state. An array in no declared node is shared."""
+    """Yield (kept, axes, size) of each array of a state, which is "shared" unless a node declares
+    something else."""
     for node in jax.tree.leaves(state, is_leaf=_is_declared):
         if isinstance(node, PerWorker):
             for _ in jax.tree.leaves(node):
@@ -97,7 +98,8 @@ def _iterate_placements(state: OptState) -> Iterator[tuple[Kept, Axes, int]]:
 
 
 def _is_declared(x: object) -> bool:
-    """Tell whether a node says itself how workers keep its arrays."""
+    """Tell whether a node says itself how workers keep its arrays, as a `PerWorker`, a `Divided` or
+    a state with a count of workers does."""
     return isinstance(x, PerWorker | Divided) or _has_worker_count(x)
 
 
@@ -112,8 +114,8 @@ def _has_worker_count(x: object) -> TypeGuard[Any]:
 
 
 def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, str]:
-    """Map the path of each leaf whose rule needs whole matrices to the rule's word. All other
-    leaves are left out.
+    """Map the path of each leaf whose rule needs whole matrices to the word that the rule's state
+    type declares, and leave out all other leaves.
 
     Args:
       state: the state of an optimizer, however wrapped.
@@ -128,8 +130,8 @@ def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, s
 
 
 def find_compressed(state: OptState, params: Collection[str]) -> set[str]:
-    """Return the paths of the leaves that an exchange sends compressed. It keeps the part of them
-    that it has not sent yet.
+    """Return the paths of the leaves of which an exchange keeps the part that it has not sent yet,
+    because it sends them compressed.
 
     Args:
       state: the state of an optimizer, however wrapped.

@@ -21,8 +21,8 @@ def is_state(x: object) -> bool:
 
 
 def match_params(named: Iterable[tuple[str, Any]], paths: Iterable[str]) -> Iterator[str | None]:
-    """Yield for each (name, array) the longest of `paths` that its name ends with. For counters and
-    rates yield None.
+    """Yield for each (name, array) the longest of `paths` that its name ends with, or None if there
+    is none, as for counters and rates.
 
     Numbers at the end of a name are ignored if need be: they count the arrays of a list for each
     parameter. If the only parameter has no path, all arrays that are not scalars belong to it.
@@ -60,13 +60,13 @@ def iterate_nodes(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any
 
 
 def get_children(node: object) -> list[Any]:
-    """Return the direct children of a node. Of a leaf return the leaf itself, in a list."""
+    """Return a list of the direct children of a node, or of the node itself if it is a leaf."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
 def find_main_state(state: OptState) -> OptState:
-    """Return the main field of the outermost node whose type declares one. If none does, return
-    `state`.
+    """Return the field that the type of the outermost node with a declared main field names, or
+    `state` itself if no type declares one.
 
     Accessors read this state if no path is given.
     """
@@ -75,7 +75,8 @@ def find_main_state(state: OptState) -> OptState:
 
 
 def _has_states(x: object) -> bool:
-    """Tell whether `x` is a state of a transform, or a collection with one in it."""
+    """Tell whether `x` is a state of a transform, or a tuple, list or dict with one in it at any
+    depth."""
     if is_state(x):
         return True
     if isinstance(x, dict):
@@ -84,8 +85,8 @@ def _has_states(x: object) -> bool:
 
 
 def _fields_are_labels(node: PyTree) -> bool:
-    """Tell whether a NamedTuple's fields tell its states apart:
-    it has several, and is of neither optfn nor optax.
+    """Tell whether a NamedTuple's fields tell its states apart, because it has several, or one and
+    is no state itself, and is of neither optfn nor optax.
 
     A state around one other state adds no word. Names of the states of optfn and optax must not
     depend on how they are wrapped.
@@ -124,7 +125,7 @@ def arrays_with_names(state: OptState) -> Iterator[tuple[str, Any]]:
 
 
 def states_with_names(chosen: Callable[[Any], bool], state: OptState) -> Iterator[tuple[str, Any]]:
-    """Yield (name, state) for each chosen state. States inside a chosen one are left out.
+    """Yield (name, state) for each chosen state, and leave out states inside a chosen one.
 
     In `arrays_with_names`, the names of this state's arrays begin with its name.
     """
@@ -175,18 +176,15 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
 
 def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
-    """Map the path within a field to the name, for all names in the field. All other names are left
-    out.
-
-    All names are in the field "".
-    """
+    """Map the path within a field to the name, for all names in the field, all of which are in the
+    field "", and leave out all other names."""
     start = field and f"{field}/"
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
 def make_report_test(state: OptState) -> Callable[[str], bool]:
-    """Return the test whether a name is of a field that only reports,
-    also of a transform that `state` lacks.
+    """Return a function that tells whether a name is of a field that only reports, also in the
+    state of a transform that `state` lacks.
 
     Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
     that `state` does not have, such as a clip of the run that was saved.

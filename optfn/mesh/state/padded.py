@@ -40,7 +40,8 @@ class Padded(NamedTuple):
 
 
 def wrap_padded(x: Leaf, axis: int, size: int) -> Padded:
-    """Pad an axis with zeros to a size, as a Padded that knows its length without them."""
+    """Pad an axis with zeros to a size, and return the result as a Padded that knows the axis and
+    its length before."""
     return set_static(Padded(pad(x, axis, size)), axis=axis, length=int(x.shape[axis]))
 
 
@@ -50,7 +51,8 @@ def is_padded(x: object) -> TypeGuard[Padded]:
 
 
 def pad(x: Leaf, axis: int, size: int) -> Leaf:
-    """Pad an axis with zeros to a size. NumPy arrays remain on the host."""
+    """Pad an axis with zeros to a size, and return a NumPy array for a NumPy array and a JAX array
+    otherwise."""
     widths = [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)]
     return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
@@ -61,8 +63,8 @@ def pad_like(node: Padded, x: Leaf) -> Padded:
 
 
 def unwrap_padded(node: Padded) -> Leaf:
-    """Cut the padding off an array. On a mesh the result is divided along another axis if one fits,
-    and is whole otherwise."""
+    """Return an array without its padding, divided on a mesh along another axis if one fits, and
+    whole on every device otherwise."""
     x, axis, size = node.array, node.axis, node.length
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(size),)]
@@ -83,5 +85,5 @@ def unwrap_padded(node: Padded) -> Leaf:
 
 
 def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
-    """Map a function over the padded arrays of a state. Everything else is returned unchanged."""
+    """Replace each Padded of a state by `fn` of it, and return everything else unchanged."""
     return jax.tree.map(lambda x: fn(x) if is_padded(x) else x, state, is_leaf=is_padded)

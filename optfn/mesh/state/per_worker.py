@@ -58,7 +58,7 @@ class PerWorker(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes that tell its workers apart. If there are none, all worker axes do."""
+        """The mesh axes that tell its workers apart, or none if all worker axes do."""
         return get_static(self, "axes", Axes())
 
     def __getitem__(self, key: Any) -> Any:
@@ -67,8 +67,8 @@ class PerWorker(NamedTuple):
 
 
 def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
-    """Mark a tree of arrays as per-worker along these axes. If there are none, it is per-worker
-    along all worker axes."""
+    """Mark a tree of arrays as per-worker along these axes, or along all worker axes if `axis_name`
+    has none."""
     names = to_axes(axis_name)
     return set_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
@@ -133,8 +133,8 @@ class Exchanged(NamedTuple):
 
 
 def mark_exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
-    """Mark all leaves of `params` that are not masked as exchanged over these axes,
-    with a record of the bytes."""
+    """Mark all leaves of `params` that are not masked as exchanged over these axes, and keep with
+    them a record of the bytes sent."""
     leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
     return set_static(Exchanged(leaves), axes=to_axes(axis_name), traffic=traffic)
 
@@ -145,37 +145,38 @@ def _is_instance_of(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
 
 
 def find_nodes(kind: type, state: OptState) -> list[Any]:
-    """Return the nodes of a type in a state, the outermost ones."""
+    """Return the nodes of a type in a state, but none inside another such node."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is_instance_of(kind)) if isinstance(x, kind)]
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Map a function over the `Divided` nodes of a state. All other nodes are returned
+    """Replace each `Divided` node of a state by `fn` of it, and return all other nodes
     unchanged."""
     is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
 
 def has_exchange(state: OptState) -> bool:
-    """Tell whether a transform in the state exchanges gradients itself."""
+    """Tell whether a transform in the state exchanges gradients itself, which an `Exchanged` node
+    declares."""
     return bool(find_nodes(Exchanged, state))
 
 
 def join_exchange_axes(state: OptState) -> Axes:
-    """Return the mesh axes of all exchanges in a state, joined. If no transform exchanges, return
-    ()."""
+    """Return the mesh axes of all exchanges in a state, each once, or () if no transform
+    exchanges."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
 def has_per_worker_state(state: OptState) -> bool:
-    """Tell whether a state has per-worker arrays. A `PerWorker` without arrays, which `accumulate`
-    often has, does not count."""
+    """Tell whether a state has per-worker arrays, for which a `PerWorker` without arrays, as
+    `accumulate` often has, does not count."""
     return any(jax.tree.leaves(node) for node in find_nodes(PerWorker, state))
 
 
 def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
-    """Return for each leaf of `params` the mesh axes of its exchange. For a leaf that no transform
-    exchanges, return ().
+    """Return for each leaf of `params` the mesh axes of its exchange, or () without one, and raise
+    a ValueError if `params` lacks an exchanged leaf.
 
     Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
     are identified by their names, because a wrapper may mask some of them.
@@ -209,11 +210,12 @@ _KNOWN_WRAPPERS = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise a ValueError if a wrapper that does not declare `passes_own_gradients` encloses an
-    exchange.
+    """Raise a ValueError if an exchange is inside a wrapper not known to be correct there, or
+    behind a link of a chain that keeps the gradients it exchanges.
 
-    Such a wrapper may read or keep the gradients of one worker, so that workers would diverge.
-    Chains and known wrappers of optax pass.
+    A wrapper is known if its state type declares `passes_own_gradients`, or if it is one of optax
+    that is in `_KNOWN_WRAPPERS`; a chain, list or dict of states is no wrapper. Another may read or
+    keep the gradients of one worker, so that workers would diverge.
     """
     if not has_exchange(state) or isinstance(state, Exchanged):
         return
@@ -256,7 +258,8 @@ def _check_before(who: str, chain: OptState) -> None:
 
 
 def _find_exchanged(mark: Exchanged) -> set[str]:
-    """Return the names of the leaves that a mark covers, of those in packed buffers too."""
+    """Return the names of the leaves that a mark covers, those in packed buffers included and
+    masked leaves left out."""
     is_mark = _is_instance_of(ExchangedLeaf)
     marks = jax.tree.map(is_mark, mark.leaves, is_leaf=is_mark)
     return {name for name, x in contents.leaves_with_names(marks) if not tree.is_masked(x)}
@@ -274,7 +277,8 @@ def _find_floating(state: OptState) -> list[str]:
 
 
 def may_give_rows(state: OptState) -> bool:
-    """Tell whether an optimizer may be called with `row_updates=True`, and then return Rows.
+    """Tell whether an optimizer may return Rows under `row_updates=True`, because it exchanges
+    gradients and all that its updates pass through declares to take Rows.
 
     Some transforms treat Rows as two arrays, so all transforms that updates pass through must be
     known to take Rows. The state tells:

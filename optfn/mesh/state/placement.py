@@ -35,15 +35,15 @@ PER_WORKER_KEY = "per_worker"
 
 
 def specs_over_workers(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
-    """Return the PartitionSpec of each array of a state:
-    over the workers' axes if per-worker or sliced, else P()."""
+    """Return the PartitionSpec of each array of a state, over workers if per-worker or sliced, else
+    P(), or raise a ValueError for an unsafe wrapper."""
     check_wrappers("the optimizer", opt_state)
     return map_entries(functools.partial(spec_over_workers, axis_name), opt_state)
 
 
 def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
-    """Return the PartitionSpec of an array of a state over the workers. If all share it whole,
-    return P().
+    """Return the PartitionSpec of an array of a state, over workers along its first axis if
+    per-worker and its last if sliced, and P() otherwise.
 
     Args:
       axis_name: the axes of the workers, for per-worker arrays that name none.
@@ -58,7 +58,8 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
 def state_specs(
     tx: optax.GradientTransformation, params: Params, *, axis_name: AxisName = "data"
 ) -> PyTree:
-    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` of your own.
+    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` of your own, or
+    raise a ValueError for an exchange in an unsafe wrapper.
 
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
@@ -80,8 +81,8 @@ def state_specs(
 def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Widen `init` from one worker to a mesh:
-    per-worker arrays repeat, sliced ones are padded, counts are set.
+    """Return an `init` for all workers of a mesh, which repeats per-worker arrays, pads sliced
+    ones, sets counts, and returns all others unchanged.
 
     Args:
       init: returns the state of one worker.
@@ -118,7 +119,8 @@ def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
-    """Convert a state to another number of workers, to continue a run on another mesh.
+    """Convert a state or mapping to another number of workers, and return it on the host, or raise
+    a ValueError without per-worker arrays or one old number.
 
         x_j = mean over the old workers of x    for floating-point arrays
         x_j = x of the old worker 0             for integers and bools
@@ -154,8 +156,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Rescale the per-worker arrays and counts of a mapping. All other entries are returned
-    unchanged, and a mapping without per-worker arrays raises a ValueError."""
+    """Convert the per-worker arrays and counts of a mapping, return all other entries unchanged,
+    and raise a ValueError without per-worker arrays."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
@@ -171,13 +173,14 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _read_raw(x: np.ndarray) -> np.ndarray:
-    """Read raw bytes as bfloat16 if an entry has 2 of them, and otherwise as codes of 8 bits. An
-    array of a known dtype is returned unchanged."""
+    """Read raw bytes as bfloat16 if an entry has 2 of them, else as codes of 8 bits, and return an
+    array of a known dtype unchanged."""
     return x.view(jnp.bfloat16 if x.itemsize == 2 else np.uint8) if is_raw(x.dtype) else x
 
 
 def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
-    """Return arrays for `count` workers: means repeated, slices padded anew, shared ones kept.
+    """Return arrays for `count` workers, with means of per-worker ones repeated, slices padded
+    anew, counts set, and shared ones copied to the host.
 
     See `rescale_residuals`.
     """
@@ -208,8 +211,8 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
 
 
 def _to_host(x: object) -> object:
-    """Copy an array to the host, or a typed key to the first device. An array that this process
-    cannot read is returned unchanged."""
+    """Copy an array of JAX to the host, or a typed key to the first device, and return anything
+    that this process cannot read unchanged."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
     if is_key(x):
@@ -218,7 +221,8 @@ def _to_host(x: object) -> object:
 
 
 def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
-    """Return the keys `num_workers` that stand beside per-worker arrays.
+    """Return the names of fields `num_workers` in a state that has per-worker arrays, and leave out
+    all other names.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
@@ -231,8 +235,8 @@ def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[st
 
 
 def count_workers(opt_state: OptState) -> int:
-    """Return the number of workers that a state counts. If it counts none, is traced, or its counts
-    differ, return 0."""
+    """Return the number of workers that a state counts, or 0 if it has no per-worker arrays or
+    count, is traced, or its counts differ."""
     if not has_per_worker_state(opt_state):  # the names of a large state take time
         return 0
     counts = [x for entry, x in arrays_with_entries(opt_state) if entry.kept == "count"]
@@ -244,7 +248,7 @@ def count_workers(opt_state: OptState) -> int:
 
 
 def _common_count(counts: list[Leaf]) -> int:
-    """Return the one value that all counts have. Raise a ValueError if they differ or there are
+    """Return the one value that all counts have, or raise a ValueError if they differ or there are
     none."""
     # In the state of a pmap each device has a copy of the count.
     numbers = {int(n) for x in counts for n in np.ravel(np.asarray(x))}
@@ -257,7 +261,7 @@ def _common_count(counts: list[Leaf]) -> int:
 
 
 def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
-    """Split an array of all workers, (count·n, …), into (count, n, …), on the host. Raise a
+    """Split an array of all workers, (count·n, …), into (count, n, …) on the host, or raise a
     ValueError if count does not divide its first axis."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
@@ -269,8 +273,8 @@ def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
 
 
 def _average_workers(by_worker: np.ndarray) -> np.ndarray:
-    """Average (workers, n, …) over the workers, in float64. Of integers and bools return worker 0's
-    array."""
+    """Return the mean of (workers, n, …) over the workers, taken in float64, in its own dtype, or
+    worker 0's array of integers and bools."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
     wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64

@@ -26,8 +26,8 @@ from optfn.mesh.state.names import iterate_nodes as iterate_nodes
 
 
 def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics that a state reports, by name. Several of one name are reduced as
-    declared, and are left out without a declaration."""
+    """Return the metrics that a state reports, by name, with several of one name reduced as
+    declared, or left out without a declaration."""
     found: dict[tuple[str, str], list[jax.Array]] = {}
     for node in iterate_nodes(lambda x: traits_of(x).reports, opt_state):
         for field, report in traits_of(node).reports.items():
@@ -44,10 +44,8 @@ def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
 
 
 def reduce_over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
-    """Reduce the metrics of a round's steps, (steps,), to one value each, over workers too.
-
-    A metric whose report does not say how (`rounds`) is left out.
-    """
+    """Reduce the metrics of a round's steps, (steps,), to one value each, over workers too, and
+    leave out those whose report does not say how."""
     reduced = {}
     for name, x in metrics.items():
         if (report := _find_report(name)) and (way := report.rounds):
@@ -77,7 +75,8 @@ def get_flags(opt_state: OptState) -> list[Flag]:
 
 
 def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
-    """Set the flags of a state that end a run from the metrics of a step."""
+    """Return the state with each flag that ends a run replaced by the metric of its name, or raise
+    a KeyError if `metrics` lacks it."""
     leaves, structure = jax.tree.flatten(opt_state)
     for flag in _find_flags(structure):
         leaves[flag.value] = metrics[flag.metric]
@@ -85,7 +84,8 @@ def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState
 
 
 def raise_flags(flags: Iterable[Flag]) -> None:
-    """Raise the error of the first flag that is not 0. If there is none, do nothing."""
+    """Raise the error of the first flag that is not 0, on any worker that this process reads, or do
+    nothing if there is none."""
     for flag in flags:
         value = read_local(flag.value)
         if np.any(value):
@@ -93,15 +93,15 @@ def raise_flags(flags: Iterable[Flag]) -> None:
 
 
 def raise_lasting_flags(opt_state: OptState) -> None:
-    """Raise the error of the first flag that keeps its value and is not 0. Traced flags are not
-    read."""
+    """Raise the error of the first flag of a state that keeps its value and is not 0, and do not
+    read traced flags."""
     flags = get_flags(opt_state)
     raise_flags(x for x in flags if x.is_lasting and not checks.is_traced(x.value))
 
 
 def read_local(x: Any) -> np.ndarray[Any, Any]:
-    """Return an array on the host. Of an array that several processes hold, it is the shard or copy
-    of this process's first device."""
+    """Return an array on the host, or only the shard or copy of this process's first device if
+    other processes hold parts of it."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
@@ -123,14 +123,15 @@ def _find_flags(structure: PyTreeDef) -> list[Flag]:
 
 
 def is_curve(name: str) -> bool:
-    """Tell whether a metric is reported and is no flag, so that the history keeps it."""
+    """Tell whether a type reports a metric that neither ends a run nor is combined by "any", so
+    that the history keeps it."""
     report = _find_report(name)
     return report is not None and report.several != "any" and report.error is None
 
 
 def _find_report(name: str) -> Report | None:
-    """Return the report whose metric is the first word of a name. If no type declares it, return
-    None."""
+    """Return the report whose metric is the first word of a name, or None if no type declares
+    it."""
     for _, reports in reporting_types():
         for report in reports.values():
             if report is not None and report.metric == name.partition("/")[0]:

@@ -14,13 +14,15 @@ T = TypeVar("T")
 
 
 def set_static(node: N, **values: Hashable) -> N:
-    """Return a NamedTuple as the subtype of its type that has these static values."""
+    """Return a NamedTuple as the subtype of its type that has these static values, the same subtype
+    for equal values."""
     made: N = _make_node(type(node), tuple(values.items()), tuple(node))
     return made
 
 
 def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
-    """Return a static value of a node. If its type has none of this name, return the default."""
+    """Return the static value of this name that the type of a node has, or the default if it has
+    none."""
     found: T = dict(getattr(node, "static_values", ())).get(name, default)
     return found
 
@@ -28,15 +30,16 @@ def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
 def _make_node(
     kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]
 ) -> Any:
-    """Return a node of the subtype with these values. It is at module level, where pickle finds
-    it."""
+    """Return a node with these fields of the subtype of `kind` with these values, for pickle, which
+    finds this function at module level."""
     return _subtype(kind, values)(*fields)
 
 
 # Kept, because equal values must give the same type: JAX compares the types of nodes.
 @functools.cache
 def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
-    """Return the subtype of a NamedTuple with these static values."""
+    """Return the subtype of a NamedTuple with these static values, which is made once for equal
+    values."""
 
     def reduce(node: tuple[Any, ...]) -> tuple[Any, ...]:
         # pickle finds a type by its name, which a subtype shares with its base.

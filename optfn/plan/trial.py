@@ -1,0 +1,184 @@
+"""One way of a training step: compiled from shapes, then estimated, or measured on devices."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optfn.core import tree
+from optfn.core.types import Batch, Leaf, LossFn, Params, PyTree
+from optfn.mesh.compilers.chips import find_chip
+from optfn.mesh.layout import processes
+from optfn.plan.memory import count_bytes
+from optfn.plan.step_estimate import estimate_step
+from optfn.train.step import TrainStep, make_train_step
+
+NOT_COMPILED = "not compiled: too much is kept"
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What `tune` has found out about one way of a step, in bytes and seconds of a device.
+
+    way: the options of `make_train_step`.
+    batch_size: the number of examples in a batch of all devices.
+    kept: bytes of params, state and batch; None if the way failed before they were known.
+    temporaries: bytes beside them; None if the way was not compiled.
+    fits: whether both fit into the memory; None if the memory, or the sum, is not known.
+    compute, exposed: seconds of compute, and of the communication that compute waits for; None
+      unless the step was estimated.
+    seconds: of a step; None if they are not known.
+    is_measured: whether `seconds` were measured, and not estimated.
+    compile_seconds: of the compilation; None without one.
+    problem: why a number is missing, or ""; an error begins with its type.
+    """
+
+    way: Mapping[str, Any]
+    batch_size: int | None = None
+    kept: int | None = None
+    temporaries: int | None = None
+    fits: bool | None = None
+    compute: float | None = None
+    exposed: float | None = None
+    seconds: float | None = None
+    is_measured: bool = False
+    compile_seconds: float | None = None
+    problem: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the seconds are known, and the way fits, as far as the memory is known."""
+        return self.fits is not False and self.seconds is not None
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """The examples of all devices in a second of steps; None if the seconds are not known."""
+        if self.seconds is None or self.batch_size is None:
+            return None
+        return self.batch_size / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What all ways of a step have in common: the arguments of `tune`, checked."""
+
+    loss_fn: LossFn | None
+    tx: optax.GradientTransformation
+    params: Params
+    mesh: Mesh
+    options: Mapping[str, Any]
+    model_state: PyTree
+    memory: float | None
+    measure: int | None
+
+    def try_way(self, way: Mapping[str, Any], batch: Batch) -> Trial:
+        """Compile a way of the step, and estimate or measure it. An error, or too little memory, is
+        the `problem` of the trial that is returned. The processes of a run agree on it."""
+        trial = Trial(way, batch_size=count_examples(batch))
+        try:
+            trial = self._compile(trial, batch)
+        except Exception as error:  # of any kind: from the user's loss, or the compiler
+            is_full = _OUT_OF_MEMORY in str(error)
+            fits = False if is_full else trial.fits
+            trial = dataclasses.replace(trial, fits=fits, problem=_describe(error))
+        return _agree(trial) if processes.is_on_all_processes(self.mesh) else trial
+
+    def _compile(self, trial: Trial, batch: Batch) -> Trial:
+        """Return a trial with its bytes, and with its seconds if it fits."""
+        options = {"model_state": self.model_state is not None, **self.options, **trial.way}
+        step = make_train_step(self.loss_fn, self.tx, mesh=self.mesh, **options)
+        kept = count_bytes(step.shapes(self.params, batch, self.model_state))
+        trial = dataclasses.replace(trial, kept=kept)
+        if self.memory is not None and kept > self.memory:
+            return dataclasses.replace(trial, fits=False, problem=NOT_COMPILED)
+        lowered = step.lower(self.params, batch, self.model_state)
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        found: Any = compiled.memory_analysis()
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        kept, beside = found.argument_size_in_bytes, found.temp_size_in_bytes + max(0, outputs)
+        fits = None if self.memory is None else kept + beside <= self.memory
+        trial = dataclasses.replace(
+            trial, kept=kept, temporaries=beside, fits=fits, compile_seconds=seconds
+        )
+        if fits is False:
+            return trial
+        if self.measure is not None:
+            seconds = self._measure(step, compiled, batch)
+            return dataclasses.replace(trial, seconds=seconds, is_measured=True)
+        try:
+            estimate = estimate_step(compiled)
+        except ValueError as error:
+            return dataclasses.replace(trial, problem=f"not estimated: {error}")
+        exposed = sum(estimate.exposed.values())
+        return dataclasses.replace(
+            trial, compute=estimate.compute, exposed=exposed, seconds=estimate.seconds
+        )
+
+    def _measure(self, step: TrainStep, compiled: jax.stages.Compiled, batch: Batch) -> float:
+        """Run the compiled step, and return the median seconds of `measure` steps after one."""
+        params, model_state, batch = jax.tree.map(
+            _make_array, (self.params, self.model_state, batch)
+        )
+        state = step.init(params, *(() if model_state is None else (model_state,)))
+        batch = step.place_batch(batch, state)
+        taken = []
+        for _ in range(1 + (self.measure or 1)):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(compiled(*step.list_arguments(state, batch)))
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+
+def find_memory(mesh: Mesh) -> float | None:
+    """Return the bytes of memory of a device of a mesh, as the device or the constants of its kind
+    say, or None if neither does."""
+    device = mesh.devices.flat[0]
+    if device in jax.local_devices():  # devices of a topology have no statistics
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        if limit:
+            return float(limit)
+    chip = find_chip(device.device_kind)
+    return None if chip is None else chip.memory
+
+
+def _agree(trial: Trial) -> Trial:
+    """Return a trial as all processes know it: with the longest time, and failed if one failed."""
+    micros = 0 if trial.seconds is None else round(1e6 * trial.seconds)
+    found = processes.gather_values([micros, trial.problem != "", trial.fits is not False])
+    if np.any(found[:, 1]) and not trial.problem:
+        problem = f"failed in process {int(np.argmax(found[:, 1]))}"
+        trial = dataclasses.replace(trial, seconds=None, problem=problem)
+    if trial.fits is not None and not np.all(found[:, 2]):
+        trial = dataclasses.replace(trial, fits=False)
+    if trial.seconds is not None:
+        trial = dataclasses.replace(trial, seconds=float(found[:, 0].max()) / 1e6)
+    return trial
+
+
+def _describe(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def count_examples(batch: Batch) -> int | None:
+    """Return the length of the first axis of a batch, or None if its arrays have no axes."""
+    return next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), None)
+
+
+def _make_array(x: Leaf) -> Leaf:
+    """Return an array of a ShapeDtypeStruct: 0.01 for floats, 0 for integers. Arrays are returned
+    unchanged. All elements share the memory of one."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if tree.is_key(x):
+        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
+    return np.broadcast_to(np.asarray(0.01 if tree.is_inexact(x) else 0, x.dtype), x.shape)

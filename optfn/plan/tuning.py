@@ -1,0 +1,312 @@
+"""Which way of a step is the fastest that fits: each is compiled, and they are put in order."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from optfn import core
+from optfn.core import checks
+from optfn.core.types import Batch, LossFn, Params, PyTree
+from optfn.interop.modules import check_split
+from optfn.mesh.collectives.axes import Axes, join_axes
+from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.compilers.options import overlap_options
+from optfn.mesh.layout.sharding import sharded
+from optfn.plan.trial import NOT_COMPILED, Problem, Trial, count_examples, find_memory
+
+# Steps whose seconds differ by less are said to be equal, because estimates know no better.
+_EQUAL = 0.03
+_MICROBATCHES = 1, 2, 4, 8
+# From this many leaves on, of at most this many bytes on average, `packed=True` is tried.
+_MANY_LEAVES, _SMALL_BYTES = 200, 1 << 16
+_TITLES = (
+    "way", "batch", "GB kept", "GB temporaries", "fits", "compute ms", "exposed ms", "step ms",
+    "examples/s", "compile s",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The ways that `tune` has tried, in the order of their steps.
+
+    `print` shows them as a table. Steps that differ by at most 3 % are equal, and the simpler way
+    comes first: "≈" marks a step that equals the step in the row above. Ways that do not fit, and
+    ways that failed, come last.
+
+    rows: what is known of each way.
+    memory: the bytes of memory of a device; None if they are not known.
+    is_complete: whether all ways were tried; False after Ctrl-C.
+    """
+
+    rows: tuple[Trial, ...]
+    memory: float | None
+    is_complete: bool = True
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The options of the first way, for `make_train_step`.
+
+        Raises:
+          ValueError: no way has seconds that are known, and fits.
+        """
+        if not (self.rows and self.rows[0].is_usable):
+            raise ValueError(f"tune: no way fits and has a time that is known:\n{self}")
+        return dict(self.rows[0].way)
+
+    def to_json(self) -> str:
+        """Return the table as JSON. An option that JSON has no value for is its `repr`."""
+        return json.dumps(dataclasses.asdict(self), default=repr)
+
+    def __str__(self) -> str:
+        """Return the table, the problems of ways, and the memory."""
+        pairs = itertools.pairwise([None, *self.rows])
+        table = [_TITLES, *(_list_cells(x, above) for above, x in pairs if x)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
+            for cells in table
+        ]
+        for problem in dict.fromkeys(x.problem for x in self.rows if x.problem):
+            of_ways = dict.fromkeys(describe_way(x.way) for x in self.rows if x.problem == problem)
+            lines.append(f"{'; '.join(of_ways)}: {problem}")
+        memory = "not known" if self.memory is None else f"{self.memory / 1e9:.3g} GB"
+        lines.append(f"memory of a device: {memory}")
+        return "\n".join(lines if self.is_complete else [*lines, "interrupted: not all were tried"])
+
+
+def tune(
+    loss_fn: LossFn | None,
+    tx: optax.GradientTransformation,
+    params: Params,
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    ways: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+    model_state: PyTree = None,
+    memory: float | None = None,
+    measure: int | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    progress: bool = True,
+) -> Tuning:
+    """Compile a step in several ways, and return them in the order of the seconds of a step.
+
+    Nothing is allocated without `measure`, and `mesh` may be of devices that you do not have, as
+    `jax.experimental.topologies` describes them. A way that keeps more bytes than a device has is
+    not compiled, and a way that fails is a row with its reason. Ctrl-C returns the ways that were
+    tried. In a run of several processes all call it, and all get the same order.
+
+    The seconds are those of `estimate_step`, which reads the schedules of TPUs and GPUs, or are
+    measured. If a compiler ends the process, the last line of the progress names the way.
+
+    Args:
+      loss_fn: as for `make_train_step`; None if `options` has `value_and_grad`.
+      tx: an optimizer.
+      params: arrays or ShapeDtypeStructs.
+      batch: the batch of all devices, arrays or ShapeDtypeStructs.
+      mesh: the devices.
+      ways: mappings of options of `make_train_step`. None: nothing divided, "state" and "params",
+        and with two data axes both along the last one alone; with hundreds of small leaves
+        `packed`. Microbatches are doubled up to 8 until a way fits, and a way that fits is tried
+        with `overlap_options` too.
+      options: the options of `make_train_step` that all ways share.
+      model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
+      memory: the bytes of memory of a device; None: those of the device, or of its kind.
+      measure: k, how many steps are run, after a first one; their median counts. Shapes are run as
+        arrays of constants. None: the seconds are estimated.
+      batch_sizes: lengths of the batch's first axis, in which a way is tried until one does not
+        fit. Rows are then in the order of examples a second. None: the batch's own.
+      progress: whether to show a bar, and without a terminal a line for each way.
+
+    Raises:
+      TypeError, ValueError: an argument that is wrong for all ways.
+
+    >>> import jax.numpy as jnp, optfn
+    >>> loss_fn = lambda p, x: jnp.mean((x @ p) ** 2)
+    >>> tuning = optfn.distributed.tune(
+    ...     loss_fn, optfn.adam(1e-3), jnp.ones((64, 64)), jnp.ones((8, 64)),
+    ...     optfn.distributed.data_mesh(1), ways=[{"packed": 1}, {}], measure=2, progress=False,
+    ... )
+    >>> tuning.best, tuning.rows[1].problem
+    ({}, 'TypeError: packed must be True or False; got 1 of type int')
+    """
+    tx = core.check_transform("tune: tx", tx)
+    check_split("tune", params)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"tune: mesh must be a jax.sharding.Mesh of devices; got {mesh!r}")
+    measure = None if measure is None else checks.count("tune: measure", measure)
+    options = dict(options or {})
+    data_axes = join_axes(options.get("data_axis", "data"))
+    workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
+    memory = find_memory(mesh) if memory is None else memory
+    problem = Problem(loss_fn, tx, params, mesh, options, model_state, memory, measure)
+    batches = [batch] if batch_sizes is None else [_resize(batch, n) for n in sorted(batch_sizes)]
+    families = _list_ways(params, data_axes, workers) if ways is None else list(ways)
+    rows: list[Trial] = []
+    is_complete = False
+    with contextlib.suppress(KeyboardInterrupt), _Progress(len(families), progress) as bar:
+        for family in families:
+            for examples in batches:
+                before = len(rows)
+                for way in _vary(family, rows, examples, mesh, workers, is_free=ways is None):
+                    bar.announce(way)
+                    rows.append(problem.try_way(way, examples))
+                    bar.say(rows[-1])
+                if all(row.fits is False for row in rows[before:]):
+                    break  # a larger batch does not fit either
+            bar.advance()
+        is_complete = True
+    return Tuning(tuple(_order(rows, by_rate=batch_sizes is not None)), memory, is_complete)
+
+
+def describe_way(way: Mapping[str, Any]) -> str:
+    """Return the options of a way in words, "whole" if nothing is divided. Compiler options are
+    shown without their values."""
+    words = [] if "shard" in way else ["whole"]
+    words += [k if k == "compiler_options" else f"{k}={_show(v)}" for k, v in way.items()]
+    return ", ".join(words)
+
+
+def _show(value: object) -> str:
+    """Return the `repr` of a value, of a record without the fields that have their defaults."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    given = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if f.repr and getattr(value, f.name) != f.default
+    ]
+    return f"{type(value).__name__.lower()}({', '.join(given)})"
+
+
+def _list_ways(params: Params, data_axes: Axes, workers: int) -> list[dict[str, Any]]:
+    """Return ways of dividing a step, the simplest first."""
+    sizes = [x.size * x.dtype.itemsize for x in map(jax.typeof, jax.tree.leaves(params))]
+    is_small = len(sizes) >= _MANY_LEAVES and sum(sizes) <= len(sizes) * _SMALL_BYTES
+    packings: list[dict[str, Any]] = [{}, {"packed": True}] if is_small else [{}]
+    kinds: list[Any] = [None, "state", "params"] if workers > 1 else [None]
+    if len(data_axes) > 1:
+        kinds += [sharded(kind, axis=data_axes[-1]) for kind in ("state", "params")]
+    shards = [{} if kind is None else {"shard": kind} for kind in kinds]
+    return [shard | packing for shard in shards for packing in packings]
+
+
+def _vary(
+    way: Mapping[str, Any],
+    rows: Sequence[Trial],
+    batch: Batch,
+    mesh: Mesh,
+    workers: int,
+    *,
+    is_free: bool,
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the ways of a family. The last of `rows` is what has become of the last one.
+
+    If the family `is_free`, it is the way with 1, 2, 4 and 8 microbatches until it fits, and then
+    with `overlap_options`, where the platform has some; else the way alone.
+    """
+    if not is_free:
+        yield way
+        return
+    examples = count_examples(batch)
+    counts = [k for k in _MICROBATCHES if k == 1 or (examples or 0) % (k * workers) == 0]
+    for k in counts:
+        yield {**way, **({"microbatches": k} if k > 1 else {})}
+        if rows[-1].fits is not False or rows[-1].problem == NOT_COMPILED:
+            break  # more microbatches keep as much
+    extra = overlap_options(mesh)
+    if extra and rows[-1].is_usable:
+        yield {**rows[-1].way, "compiler_options": extra}
+
+
+def _resize(batch: Batch, size: int) -> Batch:
+    """Return the shapes of a batch with `size` examples. Scalars are returned unchanged."""
+    size = checks.count("tune: batch_sizes", size)
+
+    def of_leaf(x: Any) -> Any:
+        shape = jax.typeof(x).shape
+        return jax.ShapeDtypeStruct((size, *shape[1:]), jax.typeof(x).dtype) if shape else x
+
+    return jax.tree.map(of_leaf, batch)
+
+
+def _order(rows: Sequence[Trial], *, by_rate: bool) -> list[Trial]:
+    """Return rows in the order of seconds, or of examples a second if `by_rate`. Of equal steps the
+    way with fewer options comes first, and rows without seconds, or that do not fit, come last."""
+
+    def cost(row: Trial) -> float:
+        assert row.seconds is not None
+        return row.seconds / (row.batch_size or 1) if by_rate else row.seconds
+
+    remaining = sorted((row for row in rows if row.is_usable), key=cost)
+    ordered: list[Trial] = []
+    while remaining:
+        limit = (1 + _EQUAL) * cost(remaining[0])
+        equal = list(itertools.takewhile(lambda row: cost(row) <= limit, remaining))  # noqa: B023
+        ordered += sorted(equal, key=lambda row: len(row.way))
+        remaining = remaining[len(equal) :]
+    others = [row for row in rows if not row.is_usable]
+    return ordered + sorted(others, key=lambda row: (row.fits is False, row.kept is None))
+
+
+def _list_cells(row: Trial, above: Trial | None) -> tuple[str, ...]:
+    """Return the cells of a row of the table, with "≈" at a step that equals the one above."""
+
+    def cell(x: float | None, factor: float = 1.0, form: str = ".4g") -> str:
+        return "" if x is None else format(factor * x, form)
+
+    step = cell(row.seconds, 1e3) + (" m" if row.is_measured else "")
+    if above and above.seconds and row.seconds and above.batch_size == row.batch_size:
+        low, high = sorted([above.seconds, row.seconds])
+        step = f"≈ {step}" if high <= (1 + _EQUAL) * low else step
+    return (
+        describe_way(row.way), str(row.batch_size or ""), cell(row.kept, 1e-9),
+        cell(row.temporaries, 1e-9), {True: "yes", False: "no", None: "?"}[row.fits],
+        cell(row.compute, 1e3), cell(row.exposed, 1e3), step,
+        cell(row.examples_per_second, form=".4g"), cell(row.compile_seconds, form=".1f"),
+    )  # fmt: skip
+
+
+class _Progress:
+    """A bar over families of ways, or lines where there is no terminal or no tqdm."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.shown, self.bar = total, shown, None
+
+    def __enter__(self) -> "_Progress":
+        if self.shown and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=self.total, unit="family")
+        return self
+
+    def announce(self, way: Mapping[str, Any]) -> None:
+        """Show the way that is tried next: a compiler may end the process."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(describe_way(way))
+        elif self.shown:
+            print(f"tune: {describe_way(way)}", end=" ", file=sys.stderr, flush=True)
+
+    def say(self, row: Trial) -> None:
+        """Show what has become of the way."""
+        if self.bar is None and self.shown:
+            known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
+            print(known or row.problem or f"fits: {row.fits}", file=sys.stderr, flush=True)
+
+    def advance(self) -> None:
+        """Count a family as done."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()

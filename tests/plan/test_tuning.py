@@ -1,0 +1,242 @@
+"""`tune`: the order of ways, their bytes, and rows for what fails."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import optfn
+from optfn.distributed import Trial, Tuning, data_mesh, plan_memory, scan_layers, sharded, tune
+from optfn.plan import trial, tuning
+
+WIDTH, LAYERS = 64, 8
+PARAMS = {
+    "layers": optfn.Stacked({"w": jnp.full((LAYERS, WIDTH, WIDTH), 0.01)}),
+    "head": jnp.ones((WIDTH, 1)),
+}
+BATCH = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+TX = optfn.adam(1e-3)
+
+
+def loss_fn(params, x):
+    y = scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"]), params["layers"], x)
+    return jnp.mean((y @ params["head"] - 1.0) ** 2)
+
+
+def tuned(batch=BATCH, mesh=None, loss=loss_fn, **options):
+    return tune(loss, TX, PARAMS, batch, mesh or data_mesh(), progress=False, **options)
+
+
+def test_bytes_are_those_of_the_plan_and_of_the_compiled_step():
+    ways = [{}, {"shard": "state"}, {"shard": "params", "microbatches": 2}]
+    for row in tuned(ways=ways).rows:
+        step = optfn.make_train_step(loss_fn, TX, mesh=data_mesh(), **row.way)
+        found = step.lower(PARAMS, BATCH).compile().memory_analysis()
+        assert row.kept == found.argument_size_in_bytes
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        assert row.temporaries == found.temp_size_in_bytes + max(0, outputs)
+        plan = plan_memory(TX, PARAMS, data_mesh(), **row.way)
+        # The step counts its steps, and has an eighth of the batch.
+        assert 0 <= row.kept - plan.kept - BATCH.size * 4 // 8 <= 16
+
+
+def test_the_median_of_the_steps_after_the_first_counts(monkeypatch):
+    # A compilation, and a first step of 9 seconds, then 3, 1 and 2 seconds.
+    times = iter([0.0, 5.0, 10.0, 19.0, 20.0, 23.0, 30.0, 31.0, 40.0, 42.0])
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(times))
+    (row,) = tuned(ways=[{}], measure=3).rows
+    assert (row.compile_seconds, row.seconds, row.is_measured) == (5.0, 2.0, True)
+    assert row.examples_per_second == 32.0
+
+
+def test_the_list_of_ways():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("slow", "fast"))
+    found = tuned(mesh=mesh, options={"data_axis": ("slow", "fast")})
+    kinds = [row.way.get("shard") for row in found.rows]
+    assert kinds == [
+        None, "state", "params", sharded("state", axis="fast"), sharded("params", axis="fast"),
+    ]  # fmt: skip
+    many = {f"b{i}": jnp.ones(8) for i in range(300)}
+    rows = tune(
+        lambda p, x: jnp.mean(x) * sum(map(jnp.sum, p.values())),
+        TX, many, BATCH, data_mesh(1), progress=False,
+    ).rows  # fmt: skip
+    assert [dict(row.way) for row in rows] == [{}, {"packed": True}]
+
+
+def test_microbatches_are_doubled_until_a_way_fits():
+    def loss(p, x):  # activations of 1 MB for 16 examples of a device, and none that is kept
+        h = jnp.tanh(x @ p["head"] + jnp.arange(16_384.0))
+        return jnp.mean(h**2)
+
+    free = tune(loss, TX, {"head": PARAMS["head"]}, BATCH, data_mesh(4), progress=False, measure=1)
+    needed = {row.way.get("shard"): row.kept + row.temporaries for row in free.rows}
+    assert needed[None] > 1e6
+    found = tune(
+        loss,
+        TX,
+        {"head": PARAMS["head"]},
+        BATCH,
+        data_mesh(4),
+        progress=False,
+        memory=0.8e6,
+        measure=1,
+    )
+    ways = [(row.way.get("shard"), row.way.get("microbatches", 1), row.fits) for row in found.rows]
+    assert set(ways) >= {(None, 1, False), (None, 2, True)}
+    assert found.best["microbatches"] == 2
+
+
+def test_a_way_that_keeps_too_much_is_not_compiled(monkeypatch):
+    def lower(*args):
+        raise AssertionError("it is compiled")
+
+    monkeypatch.setattr(
+        optfn.TrainStep if hasattr(optfn, "TrainStep") else trial.TrainStep, "lower", lower
+    )
+    (row,) = tuned(ways=[{}], memory=1e5).rows
+    assert (row.fits, row.temporaries, row.problem) == (
+        False,
+        None,
+        "not compiled: too much is kept",
+    )
+
+
+def test_failures_are_rows():
+    def loss(params, x):
+        if x.shape[0] == 4:
+            raise RuntimeError("this loss takes no batch of 4\nmore")
+        return loss_fn(params, x)
+
+    ways = [{"microbatches": 2}, {"no_option": 1}, {"microbatches": 3}, {"shard": "state"}]
+    found = tuned(loss=loss, ways=ways, measure=1)
+    problems = {str(dict(row.way)): row.problem for row in found.rows}
+    assert problems == {
+        "{'shard': 'state'}": "",
+        "{'microbatches': 2}": "RuntimeError: this loss takes no batch of 4",
+        "{'no_option': 1}": problems["{'no_option': 1}"],
+        "{'microbatches': 3}": problems["{'microbatches': 3}"],
+    }
+    assert "no_option" in problems["{'no_option': 1}"]
+    assert problems["{'microbatches': 3}"].startswith("ValueError: microbatches=3")
+    assert found.best == {"shard": "state"}
+    for words in ("whole, no_option=1: TypeError", "whole, microbatches=2: RuntimeError"):
+        assert words in str(found)
+
+
+def test_out_of_memory_does_not_fit(monkeypatch):
+    real = trial.Problem._measure
+
+    def measure(self, step, compiled, batch):
+        if step.options.shard is None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return real(self, step, compiled, batch)
+
+    monkeypatch.setattr(trial.Problem, "_measure", measure)
+    found = tuned(ways=[{}, {"shard": "state"}], measure=1)
+    assert [row.fits for row in found.rows] == [None, False]
+    assert found.best == {"shard": "state"}
+
+
+def test_an_interrupted_search_returns_what_is_known(monkeypatch):
+    real = trial.Problem.try_way
+
+    def try_way(self, way, batch):
+        if way.get("shard") == "params":
+            raise KeyboardInterrupt
+        return real(self, way, batch)
+
+    monkeypatch.setattr(trial.Problem, "try_way", try_way)
+    found = tuned(measure=1)
+    assert not found.is_complete and len(found.rows) == 2
+    assert str(found).endswith("interrupted: not all were tried")
+
+
+def test_sizes_of_batches_end_where_one_does_not_fit():
+    found = tuned(
+        ways=[{"shard": "params"}], batch_sizes=(16, 64, 4096, 8192), memory=5e5, measure=1
+    )
+    assert {(row.batch_size, row.fits) for row in found.rows} == {
+        (16, True),
+        (64, True),
+        (4096, False),
+    }
+    rates = [row.examples_per_second for row in found.rows if row.fits]
+    assert rates == sorted(rates, reverse=True)
+
+
+def row(seconds, way=(), **others):
+    return Trial(dict(way), batch_size=8, seconds=seconds, **others)
+
+
+def test_equal_steps_have_the_simpler_way_first():
+    rows = [
+        row(1.00, {"shard": "params", "microbatches": 2}),
+        row(1.02, {"shard": "state"}),
+        row(1.029),
+        row(1.031, {"packed": True}),
+        row(0.5, fits=False),
+        row(None, {"shard": "params"}),
+    ]
+    ordered = tuning._order(rows, by_rate=False)
+    assert ordered == [rows[2], rows[1], rows[0], rows[3], rows[5], rows[4]]
+    table = str(Tuning(tuple(ordered), 8e9)).splitlines()
+    assert [("≈" in line) for line in table[1:5]] == [False, True, True, False]
+    assert "memory of a device: 8 GB" in table
+
+
+def test_without_seconds_there_is_no_best():
+    found = tuned(ways=[{}])
+    with pytest.raises(ValueError, match="no way fits and has a time that is known"):
+        found.best  # noqa: B018
+    assert found.rows[0].problem.startswith("not estimated: ")
+
+
+def test_json_has_every_number_and_option():
+    way = {"shard": sharded("params", axis="fast"), "microbatches": 2}
+    original = row(0.25, way, kept=3, temporaries=4, fits=True, compile_seconds=1.5)
+    found = json.loads(Tuning((original,), 1e9).to_json())
+    assert found["memory"] == 1e9 and found["is_complete"]
+    (back,) = found["rows"]
+    assert back.pop("way")["microbatches"] == 2
+    assert back == {k: v for k, v in dataclasses.asdict(original).items() if k != "way"}
+
+
+def test_processes_agree_on_the_slowest_and_on_failures(monkeypatch):
+    of_others = [[2_000_000, 0, 1], [1_000_000, 0, 1]]
+    monkeypatch.setattr(trial.processes, "gather_values", lambda own: np.array([*of_others, own]))
+    assert trial._agree(row(1.5)).seconds == 2.0
+    of_others[1] = [0, 1, 1]
+    agreed = trial._agree(row(1.5))
+    assert (agreed.seconds, agreed.problem) == (None, "failed in process 1")
+    of_others[1] = [0, 0, 0]
+    assert trial._agree(row(1.5, fits=True)).fits is False
+
+
+def test_progress_has_a_line_for_each_way(capsys):
+    tune(loss_fn, TX, PARAMS, BATCH, data_mesh(), ways=[{}, {"shard": "state"}], measure=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in lines] == [
+        "tune: whole", "tune: shard='state'",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"mesh": 3}, TypeError, "tune: mesh must be a jax.sharding.Mesh"),
+        ({"tx": 3}, TypeError, "tune: tx"),
+        ({"measure": 0}, ValueError, "tune: measure"),
+        ({"options": {"data_axis": "model"}}, ValueError, "model"),
+        ({"batch_sizes": [0]}, ValueError, "tune: batch_sizes"),
+    ],
+)
+def test_bad_arguments_are_said(change, error, words):
+    given = {"tx": TX, "mesh": data_mesh(), "options": {}} | change
+    tx, mesh = given.pop("tx"), given.pop("mesh")
+    with pytest.raises(error, match=words):
+        tune(loss_fn, tx, PARAMS, BATCH, mesh, progress=False, **given)
