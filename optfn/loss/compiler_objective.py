@@ -21,7 +21,8 @@ from optfn.mesh.layout.mesh_layout import Layout
 
 
 def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
-    """Make an objective see explicit axes of a mesh, which are hidden in the rest of the step.
+    """Make an objective run with the explicit axes of the mesh, params by the layout's specs and
+    examples divided over the data axes, while the rest of the step hides these axes.
 
     Params have the specs of the layout, examples are divided over the data axes, and all other
     arrays are whole.
@@ -41,10 +42,11 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
 
 
 def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
-    """Make an objective return gradients that are divided as the layout says.
+    """Make an objective constrain its gradients to the sharding of the layout, except rows,
+    integers, and leaves that need padding.
 
     Otherwise the compiler may keep whole gradients of params that are whole, although the state is
-    divided. Rows and gradients of integers are returned unchanged.
+    divided.
     """
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:

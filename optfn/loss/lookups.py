@@ -160,8 +160,8 @@ class TracedLoss:
         self._lookups = _find_lookups(self._program, live, self._sources, path_of)
 
     def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Run the equations that the lookups depend on, and return the ids and the rows of each
-        lookup."""
+        """Run the equations that the lookups depend on, look the rows up, and return the ids and
+        the rows of each lookup."""
         ids, rows = [], []
 
         def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
@@ -177,7 +177,8 @@ class TracedLoss:
         return ids, rows
 
     def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
-        """Return the result of the program for its inputs and the rows of each lookup."""
+        """Run the program on its inputs, with `rows` in place of what its lookups read, and return
+        its result."""
 
         def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
             return [lookup.result(self._program, rows)]
@@ -269,7 +270,8 @@ def _find_lookups(
 
 
 def _make_misuse_error(equation: Equation, path: str) -> TypeError:
-    """Return the error for an equation that uses a table in another way than to look rows up."""
+    """Return, not raise, the error for an equation that uses a table in another way than to look
+    rows up."""
     name, where = name_of(equation), source_info_util.summarize(equation.source_info)
     if find_inner_jaxprs(equation):
         return TypeError(
@@ -284,7 +286,8 @@ def _make_misuse_error(equation: Equation, path: str) -> TypeError:
 
 
 def _make_dense_use_error(path: str, use: str) -> TypeError:
-    """Return the error for a table at `path` that the loss uses as a whole, in the way `use`."""
+    """Return, not raise, the error for a table at `path` that the loss uses as a whole, in the way
+    `use`."""
     return TypeError(
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
@@ -332,8 +335,8 @@ def _run_checkpoint_on_rows(
 
 
 def _join_rows(table: Any, parts: Sequence[tuple[jax.Array, jax.Array]]) -> Rows:
-    """Return the row-sparse gradient of a table, which has the rows of all its lookups. Without a
-    lookup it is one row of padding.
+    """Join the rows of all lookups of a table into one row-sparse gradient, repeats included, or
+    into one row of padding without a lookup.
 
     Args:
       table: the shape and dtype of the table.

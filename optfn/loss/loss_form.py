@@ -124,7 +124,8 @@ class LossForm:
         return Values(_check_loss(who, loss), new, _check_means(who, aux))
 
     def _check_pair(self, who: str, returned: Any) -> Any:
-        """Return a pair unchanged. Raise a TypeError for anything else."""
+        """Return a pair unchanged, and raise a TypeError that shows the form needed for anything
+        else."""
         if isinstance(returned, tuple) and len(returned) == 2 and not is_mean(returned):
             return returned
         flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
@@ -143,8 +144,8 @@ def _describe(returned: Any) -> str:
 
 
 def _check_loss(who: str, loss: Any) -> Any:
-    """Return the loss as an array, or as a Mean of arrays. Raise a TypeError or a ValueError unless
-    it is a real scalar."""
+    """Return the loss as an array or a Mean of arrays, and raise a ValueError for another shape
+    than (), else a TypeError unless it is a real number."""
     if isinstance(loss, Mean):
         mean = check_mean(who, loss)
         return Mean(_check_loss(f"{who}, in a Mean,", mean.total), mean.weight)
@@ -170,7 +171,8 @@ def _check_aux_leaves(who: str, aux: PyTree) -> None:
 
 
 def _check_means(who: str, aux: PyTree) -> PyTree:
-    """Return aux with each Mean as a Mean of arrays."""
+    """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total, and
+    other leaves unchanged."""
 
     def check(x: Any) -> Any:
         if not is_mean(x):
@@ -183,7 +185,8 @@ def _check_means(who: str, aux: PyTree) -> PyTree:
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
-    """Raise a ValueError unless the new model state has the arrays of the old one."""
+    """Raise a ValueError unless the new model state has the structure, shapes and dtypes of the old
+    one, masked leaves left out."""
     tree.check_same_structure(who, "the new model_state", new, "the old one", old)
     for place, b, a in tree.items(old, new):
         if tree.is_masked(b):

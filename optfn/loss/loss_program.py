@@ -104,7 +104,8 @@ class LossProgram:
         return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
-        """Return the loss at the params."""
+        """Run the loss at the params, gathering shards and looking rows up where it reads them, and
+        return its result."""
         rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
         return self._value(self._leaves, rows)
 
@@ -113,7 +114,8 @@ class LossProgram:
         has_aux: bool = False,
         transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> tuple[Any, Updates]:
-        """Return the loss at the params and its gradients, a tree like params.
+        """Run the loss and its backward pass, and return the loss and its gradients, a tree like
+        params with Rows for tables.
 
         The gradient of a table is `Rows`, at their owners if there are some. The gradient of a
         ShardedParam is the gradient of its shard.
@@ -157,7 +159,7 @@ class LossProgram:
         return whole
 
     def evaluate(self, params: Params) -> Any:
-        """Return the result of the loss for whole params."""
+        """Run the traced loss on whole params, and return its result."""
         if self._equations is None:
             return self._loss_fn(params)
         return self._equations.evaluate(jax.tree.leaves(params))

@@ -64,7 +64,8 @@ def is_mean(x: object) -> TypeGuard[Mean]:
 
 
 def check_mean(who: str, mean: Mean) -> Mean:
-    """Return a Mean of arrays, the total in float32 or wider, and 0 where the weight is 0.
+    """Return a Mean as arrays, the total in float32 or wider and 0 where the weight is 0, and raise
+    an error unless both are real scalars of one shape.
 
     Raises:
       TypeError: a number is not real, or is something else than a number.
@@ -144,12 +145,12 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def divide_means(values: PyTree) -> PyTree:
-    """Replace each Mean in a tree by its quotient, NaN for 0/0."""
+    """Replace each Mean in a tree by its quotient, NaN for 0/0, and return other leaves unchanged."""
     return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
 
 
 def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) -> None:
-    """Raise a ValueError if a weight has a gradient with respect to params.
+    """Trace the gradient of a weight, and raise a ValueError if the weight depends on the params.
 
     Args:
       weight_of: params -> weight.

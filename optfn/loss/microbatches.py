@@ -151,7 +151,8 @@ def average_microbatches(
 
 
 def _combine_values(values: Values, model_state: PyTree) -> Values:
-    """Return the values of all microbatches from theirs, stacked, and the last model state."""
+    """Return the values of a step from those of its microbatches: means by number or weight, and
+    the last model state."""
     loss, weight, aux = values.loss, values.weight, combine_microbatches(values.aux)
     if weight is None:
         return Values(jnp.mean(loss), model_state, aux)
@@ -159,7 +160,8 @@ def _combine_values(values: Values, model_state: PyTree) -> Values:
 
 
 def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
-    """Multiply the rows of each microbatch, stacked, by its factor."""
+    """Multiply the rows of each microbatch, stacked, by its factor, and return all other leaves
+    unchanged."""
 
     def scale(x: jax.Array) -> jax.Array:
         along = factors.reshape(-1, *[1] * (x.ndim - 1))
@@ -171,7 +173,8 @@ def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
 def _select_microbatch(
     inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
 ) -> Inputs:
-    """Return the inputs of one of `count` microbatches, with a key and a step of its own.
+    """Return the inputs of one of `count` microbatches, its key folded with its number and its step
+    the count of microbatches since step 0.
 
     The step counts microbatches since step 0, so that packets differ between microbatches.
     """
@@ -216,7 +219,8 @@ def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, ro
 
 
 def combine_microbatches(values: PyTree) -> PyTree:
-    """Combine values along their leading axis: means of floats, sums of integers, the first key."""
+    """Combine values along their leading axis: the mean of floats, the sum of integers and
+    booleans, and the first of keys."""
 
     def combine(x: jax.Array) -> jax.Array:
         if tree.is_key(x):

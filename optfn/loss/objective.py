@@ -155,7 +155,8 @@ def differentiate(
 def wrap_value_and_grad(
     function: Callable[..., Any], form: LossForm, gather: Gather | None, axes: Axes
 ) -> Objective:
-    """Make an objective of a user's function (params, batch) -> (loss, gradients).
+    """Make an objective that calls a user's function on whole params, checks its (loss, gradients),
+    and scales both to the device's share if the loss is a Mean.
 
     The function gets whole params, and its gradients are checked, but not reduced to shards. If the
     loss is a `Mean`, they are the gradients of its quotient, over the examples of this device.
@@ -227,7 +228,8 @@ def _convert_params(
 
 
 def refuse_aux_of_examples(objective: Objective) -> Objective:
-    """Make an objective refuse aux that is averaged although it has an entry for each example.
+    """Make an objective trace itself on twice the examples, and raise a ValueError if an array of
+    aux then has another shape.
 
     Each device and microbatch has other examples, so their mean entry by entry has no meaning. To
     find such an array, we trace the loss for twice the examples, and see whether the array grows.
@@ -258,7 +260,8 @@ def _double_batch_shape(x: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
-    """Raise a ValueError if an array of aux has another shape for twice the examples."""
+    """Raise a ValueError that names the first array of aux whose shape depends on the number of
+    examples, which no mean keeps."""
     for (path, x), (_, y) in zip(
         tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
     ):
@@ -355,7 +358,8 @@ def _run_on_devices(
 def make_value_fn(
     objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
-    """Make the function params -> mean loss on the batch of a step, for line searches.
+    """Make the function from params to the mean loss on the batch of a step, which line searches
+    call and may differentiate.
 
     Its gradient is the objective's, since JAX cannot differentiate a user's `value_and_grad`. Rows
     become dense arrays, and an integer leaf has no gradient.

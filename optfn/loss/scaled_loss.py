@@ -7,10 +7,10 @@ from optfn.core import numerics
 
 
 def scale_gradient(loss: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Return the loss, with its gradient multiplied by a factor.
+    """Return the loss in float32 or wider with its gradient multiplied by a factor, or the loss
+    unchanged if the factor is None.
 
-    The result is float32 or wider, so that the factor fits its dtype; without a factor, it is the
-    loss in its own dtype.
+    In float32 the factor fits the dtype of the loss.
     """
     if factor is None:
         return loss

@@ -138,7 +138,7 @@ def _explain_refusal(
 
 
 def _with_cause(error: ValueError, words: str) -> ValueError:
-    """Return a ValueError with these words and JAX's, whose cause is JAX's error."""
+    """Return a ValueError that says `words`, then JAX's own message, with JAX's error as its cause."""
     explained = ValueError(f"{words}. JAX says: {error}")
     explained.__cause__ = error
     return explained
@@ -193,7 +193,8 @@ def _find_constraints(
 
 
 def _has_types(program: Any) -> bool:
-    """Tell whether an equation gives its result a sharding as a type."""
+    """Tell whether an equation of a program, or of a function inside, gives its result a sharding
+    as a type."""
     return any(map(has_sharding_as_type, walk(getattr(program, "jaxpr", program))))
 
 

@@ -61,7 +61,8 @@ class Equations:
         return any(e.effects for e in self.equations)
 
     def find_computable(self, sources: Iterable[Variable]) -> set[Variable]:
-        """Return the variables that `sources` and the constants alone determine."""
+        """Return the variables that `sources` and the constants alone determine, and these
+        themselves."""
         known = {*sources, *self.constants}
         for equation in self.equations:
             if known.issuperset(variables(equation.invars)):
@@ -69,7 +70,7 @@ class Equations:
         return known
 
     def find_equations(self, targets: Iterable[Atom]) -> list[Equation]:
-        """Return the equations that compute `targets`, in order."""
+        """Return the equations on which `targets` depend, in the order of the program."""
         needed = set(variables(targets))
         found = []
         for equation in reversed(self.equations):
@@ -97,7 +98,8 @@ class Equations:
         return jax.tree.unflatten(self.structure, read(values, self.outputs))
 
     def retrace(self, overrides: Mapping[int, Override], values: Sequence[Value]) -> "Equations":
-        """Trace this program again, with `overrides` in place of some equations.
+        """Trace this program again, with the results of `overrides` in place of some equations, and
+        return the new program.
 
         Args:
           overrides: as in `run`.
@@ -220,7 +222,7 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
 
 
 def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
-    """Tell whether a function draws random numbers, in an inner function too. It is traced."""
+    """Trace a function, and tell whether it, or a function that it calls, draws random numbers."""
     call, arrays = function_of_arrays(fn, args, {})
     program = jax.make_jaxpr(call)(arrays).jaxpr
     return any(draws_bits(equation) for equation in walk(program))

@@ -28,7 +28,8 @@ class UncountableError(Exception):
 
 
 def count_product_flops(equation: Equation) -> float | None:
-    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, else None.
+    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, or None for any
+    other equation.
 
     The holes and the padding of a convolution, such as the gradient of a strided one has, do not
     count.
@@ -42,7 +43,7 @@ def count_product_flops(equation: Equation) -> float | None:
 
 
 def count_flops(equations: Iterable[Equation]) -> float:
-    """Return the FLOPs of equations: products, and 1 for each entry of any other result.
+    """Return the FLOPs of equations: those of products, and 1 for each entry of any other result.
 
     A scan counts all its turns, another loop one of them, and a cond its dearest branch.
     """
@@ -58,7 +59,8 @@ def count_flops(equations: Iterable[Equation]) -> float:
 
 
 def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
-    """Return the FLOPs of the products of a program on all devices. A loop counts all its turns.
+    """Return the FLOPs of the products of a program on all devices, where a loop counts each of its
+    turns and the scope `left_out` counts nothing.
 
     Products that run again in the backward pass under `jax.checkpoint` do not count, nor do those
     under the `jax.named_scope` called `left_out`. Inside `shard_map` each device counts.

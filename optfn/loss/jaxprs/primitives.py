@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
 
 def as_call(equation: Equation) -> Call | None:
-    """Return the function that an equation calls."""
+    """Return the function that an equation calls, or None for an equation that calls none."""
     name, params = name_of(equation), _params_of(equation)
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _CALLS or inner is None:
@@ -134,7 +134,7 @@ class Checkpoint(NamedTuple):
 
 
 def as_checkpoint(equation: Equation) -> Checkpoint | None:
-    """Return the `jax.checkpoint` that an equation is."""
+    """Return the `jax.checkpoint` that an equation is, or None for any other equation."""
     call = as_call(equation)
     if call is None or name_of(equation) not in _CHECKPOINTS:
         return None
@@ -215,7 +215,7 @@ class While(NamedTuple):
 
 
 def as_while(equation: Equation) -> While | None:
-    """Return the while loop that an equation is."""
+    """Return the while loop that an equation is, or None for any other equation."""
     if equation.primitive.name != "while":
         return None
     params = equation.params
@@ -224,7 +224,8 @@ def as_while(equation: Equation) -> While | None:
 
 
 def as_branches(equation: Equation) -> list[Jaxpr] | None:
-    """Return the branches of a `lax.cond` or `lax.switch`, whose first operand is the index."""
+    """Return the branches of a `lax.cond` or `lax.switch`, whose first operand is the index, or
+    None for any other equation."""
     if equation.primitive.name != "cond":
         return None
     return [branch.jaxpr for branch in equation.params["branches"]]
@@ -264,7 +265,7 @@ class Constraint(NamedTuple):
 
 
 def as_constraint(equation: Equation) -> Constraint | None:
-    """Return the sharding constraint that an equation is."""
+    """Return the sharding constraint that an equation is, or None for any other equation."""
     if equation.primitive.name != "sharding_constraint":
         return None
     return Constraint(equation.params["sharding"], bool(equation.params["layout"]))
@@ -300,12 +301,13 @@ def as_cast(equation: Equation) -> Any:
 
 
 def as_transpose(equation: Equation) -> tuple[int, ...] | None:
-    """Return the order of the axes that an equation gives an array."""
+    """Return the order of the axes that an equation gives an array, or None if it is no transpose."""
     return equation.params["permutation"] if equation.primitive.name == "transpose" else None
 
 
 def as_reshape(equation: Equation) -> tuple[int, ...] | None:
-    """Return the shape that an equation gives an array without moving its entries.
+    """Return the shape that an equation gives an array without moving its entries, or None for any
+    other equation.
 
     It is None for another equation, and for a reshape that moves entries or has a sharding.
     """
@@ -349,7 +351,8 @@ class RowLookup(NamedTuple):
 
 
 def as_row_lookup(equation: Equation) -> RowLookup | None:
-    """Return the lookup of whole rows of the first operand that an equation is."""
+    """Return the lookup of whole rows of the first operand that an equation is, or None for any
+    other equation."""
     name, params = equation.primitive.name, equation.params
     if not is_lookup(equation):
         return None
@@ -399,7 +402,7 @@ class Contraction(NamedTuple):
 
 
 def as_product(equation: Equation) -> Contraction | None:
-    """Return the product of matrices that an equation is."""
+    """Return the product of matrices that an equation is, or None for any other equation."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
@@ -436,7 +439,7 @@ class Convolution(NamedTuple):
 
 
 def as_convolution(equation: Equation) -> Convolution | None:
-    """Return the convolution that an equation is."""
+    """Return the convolution that an equation is, or None for any other equation."""
     if equation.primitive.name != "conv_general_dilated":
         return None
     params = equation.params
@@ -522,7 +525,7 @@ _COLLECTIVES = {
 
 
 def as_collective(equation: Equation) -> CollectiveCall | None:
-    """Return the collective that an equation is."""
+    """Return the collective that an equation is, or None for any other equation."""
     way, params = _COLLECTIVES.get(equation.primitive.name), equation.params
     if way is None:
         return None

@@ -53,7 +53,8 @@ LAYER = "optfn.layer"
 
 
 def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
-    """Return the results of an equation. A result that waits for its param is a ShardedParam."""
+    """Run an equation, and return its results, a ShardedParam where an operation waits for its
+    param to be gathered."""
     return _Interpreter(by_name=False).run_equation(equation, *operands)
 
 
@@ -111,7 +112,8 @@ class _Interpreter:
         return bind(equation, *self.gather(operands))
 
     def _run_scan(self, equation: Equation, scan: Scan, operands: Sequence[Value]) -> list[Value]:
-        """Return the results of a scan, whose body gathers its layer of each stack of shards."""
+        """Run a scan whose body gathers its layer of each stack that is divided within layers, and
+        gather all other sharded operands whole before it."""
         constants, init, elements = scan.split(operands)
         constants, init = self.gather(constants), self.gather(init)
         stacks: list[Value] = []
@@ -181,7 +183,8 @@ def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None
 
 
 def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[Value]:
-    """Return the results of a `jax.checkpoint`, with its gathers inside."""
+    """Run a `jax.checkpoint` with the gathers of its params inside, so that the backward pass
+    gathers them again."""
     policy = checkpoint.policy
     run = jax.checkpoint(
         partial(_Interpreter(by_name=True).run, checkpoint.body),
@@ -208,7 +211,8 @@ def _is_recomputed(jaxpr: Jaxpr) -> bool:
 
 
 def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-    """Return the results of a jaxpr. A checkpoint or jit that is all of it runs as its inside.
+    """Run a jaxpr, and return its results, where a checkpoint or jit that is all of it is run as
+    the equations inside.
 
     The caller puts a checkpoint around it, in place of the one left out.
     """
@@ -260,7 +264,7 @@ def _has_checkpoint(equation: Equation) -> bool:
 
 
 def _keep_all(*args: object, **params: object) -> bool:
-    """Return True: the policy of a checkpoint that keeps all values."""
+    """Return True for every value, as the policy of a checkpoint that recomputes nothing."""
     return True
 
 

@@ -66,7 +66,8 @@ class Operation:
 
     @classmethod
     def of(cls, equation: Equation) -> "Operation | None":
-        """Return the operation that an equation is, or None for another equation."""
+        """Return the transpose, reshape, or operation that is the same on each layer, of one
+        variable, that an equation is, or None for any other equation."""
         order, sizes = as_transpose(equation), as_reshape(equation)
         is_known = order is not None or sizes is not None or is_same_on_layers(equation)
         is_unary = len(variables(equation.invars)) == 1
@@ -78,7 +79,7 @@ class Operation:
         return self.order is None and self.sizes is None
 
     def apply(self, x: jax.Array) -> jax.Array:
-        """Return the result of the operation on x."""
+        """Apply the operation to x, in place of the equation's operand that is no literal."""
         if self.order is not None:
             return lax.transpose(x, self.order)
         if self.sizes is not None:
@@ -180,7 +181,7 @@ class ShardedParam:
 
 
 def is_sharded_param(x: object) -> bool:
-    """Tell whether `x` is a ShardedParam."""
+    """Tell whether `x` is a ShardedParam, a param of which this device has a shard."""
     return isinstance(x, ShardedParam)
 
 
