@@ -21,11 +21,10 @@ from optfn.mesh.layout.mesh_layout import Layout
 
 
 def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
-    """Make an objective run with the explicit axes of the mesh, params by the layout's specs and
-    examples divided over the data axes, while the rest of the step hides these axes.
+    """Wrap an objective so that it sees the explicit axes of the mesh, with params by the layout's
+    specs, examples divided over the data axes, and all other arrays whole.
 
-    Params have the specs of the layout, examples are divided over the data axes, and all other
-    arrays are whole.
+    In the rest of the step these axes are hidden.
     """
 
     def specs_of(inputs: Inputs) -> Inputs:
@@ -64,10 +63,10 @@ def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
 
 
 def split_over_devices(layout: Layout) -> SplitExamples:
-    """Return the function that splits an array into microbatches with examples of all devices.
+    """Return the function that splits an array into microbatches with examples of every device, or
+    in order if devices and microbatches together do not divide it.
 
-    Slices in order would each lie on few devices, which would send examples to the others. An array
-    that devices and microbatches together do not divide is sliced in order.
+    Slices in order would each lie on few devices, which would send examples to the others.
     """
     devices = count_devices(layout.mesh, layout.data_axes)
 

@@ -25,10 +25,10 @@ class DensifyState(NamedTuple):
 
 @core.transform(complex_leaves=True)
 def densify() -> core.Unchecked:
-    """Make row-sparse gradients dense, for third-party transforms that come after it.
+    """Return a transformation that turns each row-sparse update into an array of the size of the
+    table, and passes all others on unchanged.
 
-    Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
-    leaves.
+    For third-party transforms that come after it. No state. Real and complex leaves.
     """
     return core.stateless(lambda updates, params: leafwise.densify_rows(updates), DensifyState())
 
@@ -41,7 +41,8 @@ def value_and_grad(
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     owners: Devices | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes a loss and its gradients, which are row-sparse for tables.
+    """Return a function that computes a loss and its gradients, `Rows` for the leaves of `tables`,
+    and raises an error if the loss does more with a table than look rows up.
 
     It is like `jax.value_and_grad` for the first argument, except for the leaves that `tables`
     selects. `loss_fn` may cast these and look up whole rows, as `table[ids]`, `jnp.take` and the

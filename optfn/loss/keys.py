@@ -16,8 +16,8 @@ from optfn.mesh.collectives.axes import Axes, axis_size
 
 
 def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
-    """Fold the index of the worker into each typed key. Other leaves are returned unchanged, and so
-    is the whole model state if there is only one worker.
+    """Return the model state with the index of the worker folded into each typed key, or unchanged
+    if there is only one worker, and with other leaves unchanged.
 
     Args:
       model_state: the arrays of a model besides params; None if it has none.
@@ -38,8 +38,8 @@ def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
 
 
 def fold_device(inputs: Inputs, names: Axes) -> Inputs:
-    """Fold the index of the device along `names` into the key of the loss, and into the keys of the
-    model state if there are several devices. If the loss has no key, its key remains None."""
+    """Fold the index of the device along `names` into the key of the loss, unless it is None, and
+    into the keys of the model state if there are several devices."""
     model_state = fold_worker_into_keys(inputs.model_state, names)
     if inputs.key is None:
         return inputs._replace(model_state=model_state)
@@ -48,8 +48,8 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
 
 
 def restore_unchanged_keys(new: PyTree, folded: PyTree, old: PyTree) -> PyTree:
-    """Return the new model state, with the key from before the fold in place of each key that the
-    loss returned unchanged. All other leaves are as the loss returned them.
+    """Return the new model state, with the key from before the fold for each key that the loss
+    returned unchanged, and with all other leaves as the loss returned them.
 
     Args:
       new: the model state that the loss returned.

@@ -65,8 +65,11 @@ class _Lookup(NamedTuple):
         return any(map(stops_gradient, self.source.casts))
 
     def ids(self, table: Any, indices: list[Value]) -> jax.Array:
-        """Return the ids that the equation looks up, as int32. An id out of range remains out of
-        range, at the same end of the table.
+        """Return the ids that the equation looks up, as int32, where an id out of range remains out
+        of range at the same end of the table.
+
+        An index that is out of range along another axis gives an id past the end, unless the mode
+        is `CLIP`.
 
         Args:
           table: the table, (R, …), or its shape and dtype.
@@ -86,8 +89,8 @@ class _Lookup(NamedTuple):
         return ids
 
     def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Fetch the rows of `ids` from a table, or from the owners of its shards, (*ids.shape, …).
-        Ids out of range are read as the mode of the equation says."""
+        """Fetch the rows of `ids`, (*ids.shape, …), from a whole table, or from the devices of
+        `owners` unless it is None, with ids out of range read as the equation's mode says."""
         row, fill = table.shape[1:], self.how.fill
         if owners is None:
             last = tuple(range(ids.ndim, ids.ndim + len(row)))
@@ -105,7 +108,8 @@ class _Lookup(NamedTuple):
         return rows
 
     def result(self, program: Equations, rows: jax.Array) -> jax.Array:
-        """Return the result of the equation from its rows, (*ids.shape, …)."""
+        """Apply the loss's casts of the table to the rows of the ids, (*ids.shape, …), and return
+        them in the shape of the equation's result."""
         rows = program.run(self.source.casts, {self.source.table: rows})[self.equation.invars[0]]
         kept, places = self.how.kept, self.how.offset_dims
         if places is None:
@@ -115,7 +119,7 @@ class _Lookup(NamedTuple):
         return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), places)
 
     def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
-        """Return for each id the row that gets its gradient. For an id out of range this is the
+        """Return for each id the row that gets its gradient, where an id out of range gives the
         nearest row in mode `CLIP`, and in any other mode `num_rows`, which is padding."""
         if self.how.mode == GatherScatterMode.CLIP:
             return jnp.clip(ids, 0, num_rows - 1)
@@ -190,8 +194,8 @@ class TracedLoss:
         return self._program.structure.unflatten(outputs)
 
     def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[int, Rows]:
-        """Join the gradients of rows into the Rows of each table, by the index of its input. A
-        lookup behind a stopped gradient adds no rows."""
+        """Join the gradients of rows into the `Rows` of each table, by the number of its input,
+        without lookups behind a stopped gradient, or one row of padding if none remain."""
         found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
         for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
             if not x.is_constant:
@@ -204,14 +208,15 @@ class TracedLoss:
         return {i: _join_rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
 
     def _values_of(self, inputs: Sequence[Value]) -> Environment:
-        """Return the values of the inputs, and of casts of tables, which lookups read uncast."""
+        """Return the values of the inputs, and for each cast of a table the uncast table, because
+        lookups cast only the rows that they read."""
         known = bindings(self._program.inputs, inputs)
         return known | {v: known[source.table] for v, source in self._sources.items()}
 
 
 def _within(ids: jax.Array, count: int) -> jax.Array:
-    """Return int32 ids unchanged. Ids of another dtype are converted, and those out of range become
-    −1 or `count`."""
+    """Return int32 ids unchanged, and ids of another dtype as int32, with those out of range
+    clipped to −1 or `count`."""
     if ids.dtype == jnp.int32:
         return ids
     limits = jnp.iinfo(ids.dtype)
@@ -220,12 +225,13 @@ def _within(ids: jax.Array, count: int) -> jax.Array:
 
 
 def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:
-    """Return the path of each table, by its variable."""
+    """Return the path of each table by its variable, without the inputs whose path is None."""
     return {v: p for v, p in zip(program.inputs, paths, strict=True) if p is not None}
 
 
 def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
-    """Map each variable of a program that is a table, or a cast of one, to its `_Source`."""
+    """Map each variable that is a table, or a cast, copy or stopped gradient of one, to the table
+    and these operations, without all other variables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
         if keeps_entries(equation) and (used := _find_used_tables(equation, found)):
@@ -245,8 +251,8 @@ def _find_lookups(
     sources: dict[Variable, _Source],
     path_of: dict[Variable, str],
 ) -> list[_Lookup]:
-    """Return a `_Lookup` for each equation that looks up rows of a table. Raise a TypeError if a
-    table is used in another way.
+    """Return a `_Lookup` for each equation that looks up rows of a table, and raise a TypeError if
+    a table is used in another way or returned.
 
     Args:
       program: the program.
@@ -297,8 +303,8 @@ def _make_dense_use_error(path: str, use: str) -> TypeError:
 def _with_lookups_before_checkpoints(
     program: Equations, paths: Sequence[str | None], values: Sequence[Any]
 ) -> Equations:
-    """Retrace a program so that it looks rows up before its checkpoints, which then get no table. A
-    program whose checkpoints use no table is returned unchanged.
+    """Retrace a program so that it looks rows up before its checkpoints, which then get no table,
+    or return it unchanged if none of them uses a table.
 
     The arguments are the same as for `TracedLoss`.
     """
@@ -317,8 +323,8 @@ def _with_lookups_before_checkpoints(
 def _run_checkpoint_on_rows(
     checkpoint: Checkpoint, paths: Sequence[str | None], *operands: Value
 ) -> list[Value]:
-    """Run the lookups of a checkpoint, then the checkpoint with their rows as inputs, and return
-    its results."""
+    """Run the lookups of a checkpoint outside of it, then the checkpoint with their rows in place
+    of tables, and return its results."""
     body = Equations(jex.jaxpr_as_fun(jex.ClosedJaxpr(checkpoint.body, ())), *operands)
     inner = TracedLoss(body, paths, operands)
     dense = [i for i, path in enumerate(paths) if path is None]

@@ -64,7 +64,7 @@ class LossForm:
     microbatches: int | None = None
 
     def list_arguments(self, inputs: Inputs) -> list[Any]:
-        """Return the arguments that follow the params in a call: model state, batch, key and the
+        """Return the arguments after the params in a call, which are model state, batch, key and
         index of the step, without those that the function does not take."""
         arguments = [inputs.batch]
         if self.has_model_state:
@@ -88,8 +88,8 @@ class LossForm:
         return f"(loss, {rest})" if rest else "loss"
 
     def check_result(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Check the results of a function, and return them as Values. A result that this form lacks
-        is None.
+        """Return a function's results as `Values`, with None for those that this form lacks, and
+        raise an error unless they are of this form with a real scalar loss.
 
         Args:
           who: the function's name in errors.
@@ -134,7 +134,8 @@ class LossForm:
 
 
 def _describe(returned: Any) -> str:
-    """Return the shape of an array, or the type of another value, for an error."""
+    """Return a description for an error, which is the shape of a JAX array, or the type of another
+    value, with the length of a tuple."""
     if isinstance(returned, jax.Array):
         return f"an array of shape {returned.shape}"
     if is_mean(returned):
@@ -144,8 +145,8 @@ def _describe(returned: Any) -> str:
 
 
 def _check_loss(who: str, loss: Any) -> Any:
-    """Return the loss as an array or a Mean of arrays, and raise a ValueError for another shape
-    than (), else a TypeError unless it is a real number."""
+    """Return the loss as an array or a `Mean` of arrays, and raise a ValueError unless it is a
+    scalar, or a TypeError unless it is a real floating-point number."""
     if isinstance(loss, Mean):
         mean = check_mean(who, loss)
         return Mean(_check_loss(f"{who}, in a Mean,", mean.total), mean.weight)
@@ -162,8 +163,8 @@ def _check_loss(who: str, loss: Any) -> Any:
 
 
 def _check_aux_leaves(who: str, aux: PyTree) -> None:
-    """Raise a TypeError unless the leaves of aux are arrays and numbers. None is accepted, because
-    it has no leaves."""
+    """Raise a TypeError unless all leaves of aux are arrays or numbers, which holds for None
+    because it has no leaves."""
     for path, x in tree.arrays_with_paths(aux):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""

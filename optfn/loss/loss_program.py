@@ -63,11 +63,13 @@ class LossProgram:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether gathers, or owners of rows, average gradients inside of the backward pass."""
+        """Whether the backward pass itself averages gradients, in gathers of params or at the
+        owners of rows."""
         return self._owners is not None or any(map(is_sharded_param, self._leaves))
 
     def with_counts(self, params: Params, counts: jax.Array) -> "LossProgram":
-        """Return this program, not traced again, with gradients that are zeros unless `counts`.
+        """Return a copy of this program at `params`, not traced again, whose gradients are zeros
+        where `counts` is false.
 
         Args:
           params: the same params, whose shards know `counts` too.
@@ -79,9 +81,11 @@ class LossProgram:
         return program
 
     def _trace(self, params: Params, tables: Pattern | None) -> tuple[Equations, TracedLoss | None]:
-        """Trace the loss, and return its equations and the TracedLoss that runs them on tables and
-        shards. For a loss with neither tables nor scans over arrays the second is None, and the
-        loss runs on gathered params."""
+        """Trace the loss, and return its equations with the `TracedLoss` that runs them, or with
+        None if it has neither tables nor scans over arrays.
+
+        Without a `TracedLoss` the loss runs on gathered params.
+        """
         whole = jax.tree.map(_whole_shape, params, is_leaf=is_sharded_param)
         chosen = patterns.match_names(tables, whole, "tables")
 
@@ -104,8 +108,8 @@ class LossProgram:
         return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
-        """Run the loss at the params, gathering shards and looking rows up where it reads them, and
-        return its result."""
+        """Look the rows of tables up, run the loss at the params, whose shards are gathered where
+        it reads them, and return its result."""
         rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
         return self._value(self._leaves, rows)
 
@@ -114,15 +118,15 @@ class LossProgram:
         has_aux: bool = False,
         transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> tuple[Any, Updates]:
-        """Run the loss and its backward pass, and return the loss and its gradients, a tree like
-        params with Rows for tables.
+        """Run the loss and its backward pass, and return its result and the gradients, a tree like
+        params, with `Rows` for tables and gradients of shards for ShardedParams.
 
-        The gradient of a table is `Rows`, at their owners if there are some. The gradient of a
-        ShardedParam is the gradient of its shard.
+        Rows are sent to their owners if there are some. Gradients of a program `with_counts` are
+        zeros if they do not count.
 
         Args:
           has_aux: whether the loss returns auxiliary data too.
-          transform: a transformation of the loss after its lookups; None leaves it as it is.
+          transform: a transformation of the loss after its lookups; None leaves it unchanged.
         """
         program = self._program
         tables = [] if program is None else program.tables
@@ -153,26 +157,30 @@ class LossProgram:
         return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
 
     def whole_params(self) -> Params:
-        """Return the params, with shapes and dtypes of whole arrays in place of shards."""
+        """Return the params, with the shape and dtype of the whole array in place of each
+        ShardedParam, and with all other leaves unchanged."""
         leaves = [_whole_shape(x) for x in self._leaves]
         whole: Params = jax.tree.unflatten(self._structure, leaves)
         return whole
 
     def evaluate(self, params: Params) -> Any:
-        """Run the traced loss on whole params, and return its result."""
+        """Run the traced loss on whole params, or call the loss function if it was not traced, and
+        return the result."""
         if self._equations is None:
             return self._loss_fn(params)
         return self._equations.evaluate(jax.tree.leaves(params))
 
     def _value(self, leaves: Sequence[Any], rows: list[jax.Array]) -> Any:
+        """Return the loss from the leaves of params and the rows looked up, by its `TracedLoss`, or
+        without one on params that are gathered first."""
         if self._program is not None:
             return self._program.value(leaves, rows)
         return self.evaluate(jax.tree.unflatten(self._structure, gather_params(leaves)))
 
 
 def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
-    """Replace gradients by zeros unless `counts` is true. Integers, and all gradients if `counts`
-    is None, are returned unchanged."""
+    """Replace gradients by zeros where `counts` is false, but return integers, and all gradients if
+    `counts` is None, unchanged."""
 
     if counts is None:
         return grads
@@ -186,16 +194,18 @@ def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
 
 
 def _whole_shape(x: Leaf) -> Leaf:
-    """Return the shape and dtype of the whole array of a ShardedParam. Any other leaf is returned
+    """Return the shape and dtype of the whole array of a ShardedParam, and any other leaf
     unchanged."""
     return x.shard.whole_type() if isinstance(x, ShardedParam) else x
 
 
 def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of the whole table of which each device has a shard."""
     return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
 
 
 def _check_table(path: str, leaf: Leaf) -> None:
+    """Raise a TypeError unless a table is a floating-point array with at least one row."""
     if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
         came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
         raise TypeError(f"table {path!r} must be a floating-point array; got {came}")

@@ -45,8 +45,8 @@ class Mean(NamedTuple):
 
 
 def _refuse_arithmetic(mean: Mean, other: object) -> NoReturn:
-    """Raise a TypeError: a Mean is no number, but two sums that other devices and microbatches
-    add to."""
+    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums that
+    other devices and microbatches add to."""
     raise TypeError(
         "a Mean has no arithmetic: its two sums go on over devices and microbatches before they "
         "are divided. Scale it by its total, Mean(0.5 * total, weight). Add losses that are means "
@@ -64,8 +64,8 @@ def is_mean(x: object) -> TypeGuard[Mean]:
 
 
 def check_mean(who: str, mean: Mean) -> Mean:
-    """Return a Mean as arrays, the total in float32 or wider and 0 where the weight is 0, and raise
-    an error unless both are real scalars of one shape.
+    """Return the `Mean` as arrays, with the total in float32 or wider and 0 where the weight is 0,
+    and raise an error unless both are real and of one shape.
 
     Raises:
       TypeError: a number is not real, or is something else than a number.
@@ -87,7 +87,8 @@ def check_mean(who: str, mean: Mean) -> Mean:
 
 
 def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return a device's share of a mean over the devices along some axes, and the sum of weights.
+    """Return a device's share of the mean over the devices along `axes`, or its own quotient
+    without axes, which is 0 if all weights are 0, and the sum of the weights.
 
         share = N·total / ∑ weight,  N the number of devices
 
@@ -102,7 +103,8 @@ def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 
 def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
-    """Return the factor that turns a device's own quotient, total/weight, into its share.
+    """Return N·weight/∑ weight, the factor by which a device's own quotient, total/weight, or its
+    gradient becomes its share of the mean over N devices.
 
     Args:
       mean: the device's mean.
@@ -113,7 +115,8 @@ def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
-    """Return the mean weight of the devices along some axes."""
+    """Return the mean of the weights over the devices along `axes`, from their sum, which counts as
+    1 if it is 0, or that sum without axes."""
     return nonzero(weights) / (axis_size(axes) if axes else 1)
 
 
@@ -121,7 +124,8 @@ def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
 def _divide(
     total: jax.Array, weight: jax.Array, divisor: jax.Array, quotient: jax.Array
 ) -> jax.Array:
-    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight.
+    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight, in which divisor
+    and quotient are constants.
 
     A weight that no param changes has no gradient, and then XLA drops the sum of totals too.
     """
@@ -145,12 +149,13 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def divide_means(values: PyTree) -> PyTree:
-    """Replace each Mean in a tree by its quotient, NaN for 0/0, and return other leaves unchanged."""
+    """Replace each Mean by its quotient, NaN for 0/0, and return other leaves unchanged."""
     return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
 
 
 def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) -> None:
-    """Trace the gradient of a weight, and raise a ValueError if the weight depends on the params.
+    """Trace the gradient of a weight with respect to params, without running it, and raise a
+    ValueError if a param may have one.
 
     Args:
       weight_of: params -> weight.

@@ -27,9 +27,10 @@ SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 def split_in_order(x: jax.Array, count: int) -> jax.Array:
-    """Return `count` equal slices of an array along its leading axis, one after another.
+    """Reshape an array to `count` equal slices of consecutive examples along a new leading axis,
+    and divide each along the explicit axes that divide the array.
 
-    Explicit axes then divide each slice; without them the compiler chooses.
+    Without explicit axes the compiler chooses.
     """
     shape = (count, jnp.shape(x)[0] // count, *jnp.shape(x)[1:])
     placement = explicit_sharding(x)
@@ -47,9 +48,8 @@ def scan_batch(
     argument: str,
     split: SplitExamples = split_in_order,
 ) -> tuple[Carry, PyTree]:
-    """Scan fn(carry, microbatch, number) over `count` equal slices of a batch.
-
-    Slices are taken along leading axes; a scalar is the same in each slice.
+    """Scan fn(carry, microbatch, number) over `count` equal slices of a batch, with scalars whole
+    in each, and raise a ValueError if a leading axis does not split evenly.
 
     Args:
       fn: returns the next carry, and results that are stacked.
@@ -80,10 +80,8 @@ def scan_batch(
 
 
 def check_slices(batch: Batch, count: int, argument: str) -> None:
-    """Raise a ValueError unless each leading axis splits into `count` slices of equal size.
-
-    If explicit axes divide it, they must divide each slice too.
-    """
+    """Raise a ValueError unless each array but a scalar splits into `count` slices of equal size,
+    which the explicit axes along it divide too."""
     for path, x in tree.arrays_with_paths(batch):
         if not jnp.ndim(x):
             continue
@@ -108,13 +106,13 @@ def check_slices(batch: Batch, count: int, argument: str) -> None:
 def average_microbatches(
     objective: Objective, count: int, split: SplitExamples = split_in_order
 ) -> Objective:
-    """Make an objective split its batch into `count` microbatches, and average its results over
-    them. For a count of 1 the objective is returned unchanged.
+    """Wrap an objective so that it runs on `count` microbatches in turn, and averages its results,
+    by weight for a `Mean`, or return it unchanged for a count of 1.
 
-    Loss, gradients and floating-point aux are means over the microbatches, by weight if the loss is
-    a `Mean`; integers in aux are summed. Each microbatch passes the model state to the next, and
-    has a key and a step of its own. Dense gradients are added up in float32 or wider; rows are
-    joined. `split` is the argument of `scan_batch`.
+    Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
+    summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
+    Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
+    `scan_batch`.
     """
     if count == 1:
         return objective
@@ -151,8 +149,8 @@ def average_microbatches(
 
 
 def _combine_values(values: Values, model_state: PyTree) -> Values:
-    """Return the values of a step from those of its microbatches: means by number or weight, and
-    the last model state."""
+    """Return the mean loss and the combined aux of stacked microbatches, by weight and with the sum
+    of weights if they have weights, and the last model state."""
     loss, weight, aux = values.loss, values.weight, combine_microbatches(values.aux)
     if weight is None:
         return Values(jnp.mean(loss), model_state, aux)
@@ -173,10 +171,10 @@ def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
 def _select_microbatch(
     inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
 ) -> Inputs:
-    """Return the inputs of one of `count` microbatches, its key folded with its number and its step
-    the count of microbatches since step 0.
+    """Return the inputs of one of `count` microbatches, with its number folded into the key, if
+    there is one, and the count of microbatches since step 0 as its step.
 
-    The step counts microbatches since step 0, so that packets differ between microbatches.
+    Packets then differ between microbatches.
     """
     key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
     step = inputs.step * count + number
@@ -184,16 +182,16 @@ def _select_microbatch(
 
 
 def _make_total(g: Leaf) -> Leaf:
-    """Return zeros of the shape of g, in float32 or wider. If g has rows, or is an integer's
-    gradient, it returns None."""
+    """Return zeros of the shape of g in float32 or wider, or None if g has rows or is an integer's
+    gradient."""
     if isinstance(g, LeafKind) or not tree.is_inexact(g):
         return None
     return make_zeros(g.shape, numerics.accumulator_dtype(g.dtype), g)
 
 
 def _add_gradient(weight: jax.Array | None, total: Leaf, g: Leaf) -> Leaf:
-    """Return total + weight·g in the dtype of the total, and without a weight total + g. For a
-    gradient that is not added up it returns None."""
+    """Return total + weight·g in the dtype of the total, or total + g without a weight, or None
+    without a total."""
     if total is None:
         return None
     g = leafwise.cast(g, total.dtype)
@@ -201,7 +199,8 @@ def _add_gradient(weight: jax.Array | None, total: Leaf, g: Leaf) -> Leaf:
 
 
 def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
-    """Return the mean gradient of a leaf.
+    """Return the mean gradient of a leaf from its total or its rows, and without both g itself if
+    it is masked, else zeros of float0.
 
     Args:
       count: the number of microbatches.
@@ -219,8 +218,8 @@ def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, ro
 
 
 def combine_microbatches(values: PyTree) -> PyTree:
-    """Combine values along their leading axis: the mean of floats, the sum of integers and
-    booleans, and the first of keys."""
+    """Combine stacked values along their leading axis, by the mean of floats, the sum of integers
+    and booleans, and the first of random keys."""
 
     def combine(x: jax.Array) -> jax.Array:
         if tree.is_key(x):

@@ -64,7 +64,8 @@ class Gather(NamedTuple):
     entries: PyTree
 
     def wrap(self, inputs: Inputs, counts: jax.Array | None = None) -> Params:
-        """Return params with a ShardedParam in place of each leaf that the devices divide.
+        """Return params with a ShardedParam in place of each leaf that the devices divide, and with
+        tables and all other leaves unchanged.
 
         Args:
           inputs: the inputs of the loss.
@@ -73,10 +74,10 @@ class Gather(NamedTuple):
         return wrap_shards(inputs.params, self.entries, self.layout, inputs.step, counts)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
-        """Return fn(inputs) with whole params instead of the shards in `inputs`.
+        """Gather all params but tables, and return fn(inputs) with them in place of the shards.
 
-        Tables stay divided. A gradient that `fn` computes is with respect to whole params, and this
-        device's own: `scatter_gradients` reduces it later.
+        A gradient that `fn` computes is with respect to whole params, and this device's own:
+        `scatter_gradients` reduces it later.
         """
         leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded_param)
         params = jax.tree.unflatten(structure, gather_params(leaves))
@@ -94,7 +95,8 @@ def differentiate(
     axes: Axes,
     in_parts: bool,
 ) -> Objective:
-    """Make the objective of a loss function by `jax.value_and_grad`. Tables get rows as gradients.
+    """Return the objective that differentiates a loss function by `jax.value_and_grad`, with `Rows`
+    as gradients of tables, and zeros from a device whose `Mean` has weight 0.
 
     The loss factor in the inputs multiplies the gradients, but not the loss.
 
@@ -155,11 +157,11 @@ def differentiate(
 def wrap_value_and_grad(
     function: Callable[..., Any], form: LossForm, gather: Gather | None, axes: Axes
 ) -> Objective:
-    """Make an objective that calls a user's function on whole params, checks its (loss, gradients),
-    and scales both to the device's share if the loss is a Mean.
+    """Return the objective that calls a user's function on whole params, checks its (loss,
+    gradients), makes them a share if the loss is a `Mean`, and refuses a loss factor.
 
-    The function gets whole params, and its gradients are checked, but not reduced to shards. If the
-    loss is a `Mean`, they are the gradients of its quotient, over the examples of this device.
+    Gradients are not reduced to shards. If the loss is a `Mean`, they are the gradients of its
+    quotient, over the examples of this device.
     """
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
@@ -189,8 +191,8 @@ def wrap_value_and_grad(
 
 
 def gather_once(objective: Objective, gather: Gather | None) -> Objective:
-    """Make an objective gather all params before it runs. Without `gather` the objective is
-    returned unchanged.
+    """Wrap an objective so that all params but tables are gathered before it runs, or return it
+    unchanged if `gather` is None.
 
     Its gradients are with respect to whole params, so each device still has its own.
     """
@@ -198,12 +200,14 @@ def gather_once(objective: Objective, gather: Gather | None) -> Objective:
 
 
 def pack_objective(objective: Objective) -> Objective:
-    """Make an objective take packed params and return packed gradients."""
+    """Wrap an objective so that it takes packed params, which are unpacked for it, and returns its
+    gradients packed in the same layout."""
     return _convert_params(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
 
 
 def wrap_tables_of_objective(objective: Objective) -> Objective:
-    """Make an objective take params with ShardedTables, and return gradients of the same kind."""
+    """Wrap an objective so that it takes params with ShardedTables, which are unwrapped for it, and
+    returns gradients wrapped in the same way."""
     return _convert_params(objective, unwrap_tables, wrap_tables_like)
 
 
@@ -212,7 +216,8 @@ def _convert_params(
     convert: Callable[[Params], Params],
     convert_back: Callable[[Params, Updates], Updates],
 ) -> Objective:
-    """Make an objective take params in another form, and return gradients in that form.
+    """Wrap an objective so that `convert` is applied to its params and `convert_back` to its
+    gradients, and return its values unchanged.
 
     Args:
       objective: the objective.
@@ -228,11 +233,11 @@ def _convert_params(
 
 
 def refuse_aux_of_examples(objective: Objective) -> Objective:
-    """Make an objective trace itself on twice the examples, and raise a ValueError if an array of
-    aux then has another shape.
+    """Wrap an objective so that it raises a ValueError if an array of aux has another shape in a
+    trace on twice the examples, and passes if that trace fails.
 
-    Each device and microbatch has other examples, so their mean entry by entry has no meaning. To
-    find such an array, we trace the loss for twice the examples, and see whether the array grows.
+    Such an array has an entry for each example. Each device and microbatch has other examples, so
+    their mean entry by entry has no meaning.
 
     Raises:
       ValueError: an array in aux grows with the batch.
@@ -253,15 +258,15 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
 
 
 def _double_batch_shape(x: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array of a batch with twice the examples. A scalar has its
-    own."""
+    """Return the shape and dtype of an array of a batch with its leading axis doubled, or of a
+    scalar unchanged."""
     shape = jnp.shape(x)
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
 
 
 def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
-    """Raise a ValueError that names the first array of aux whose shape depends on the number of
-    examples, which no mean keeps."""
+    """Raise a ValueError that names the first array of aux whose shape is another one for twice the
+    examples."""
     for (path, x), (_, y) in zip(
         tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
     ):
@@ -276,7 +281,8 @@ def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
 
 
 def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
-    """Make the objective of all devices along the shard axes from the objective of one device.
+    """Return the objective that runs one device's objective in a `shard_map` over the shard axes,
+    and returns mean values, and mean gradients divided as the layout says.
 
     It serves every way of sharding. Where params are whole, as with "state", nothing is gathered.
 
@@ -326,8 +332,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
 
 def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
-    """Return values as means over the devices. Keys and integers of the model state are those of
-    the first device.
+    """Return loss, aux and model state as means over the devices, but the model state's keys and
+    integers as those of the first device, and the weight unchanged.
 
     A key that the loss has not changed is the key of `inputs`, in which no device is folded.
     """
@@ -340,7 +346,8 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
 def _run_on_devices(
     function: Callable[[Inputs], Any], inputs: Inputs, gather: Gather, out_specs: PyTree
 ) -> Any:
-    """Run a function on each device, with its shards of params and its examples of the batch."""
+    """Run a function in a `shard_map` on each device's shards of params and examples, with all
+    other inputs whole, and return results divided by `out_specs`."""
     layout = gather.layout
     names = layout.shard_axes
     replicated: Any = P()
@@ -358,11 +365,11 @@ def _run_on_devices(
 def make_value_fn(
     objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
-    """Make the function from params to the mean loss on the batch of a step, which line searches
-    call and may differentiate.
+    """Return the function params -> loss, averaged over the workers, on the batch of a step, whose
+    gradient is the objective's and which ignores a line search's other arguments.
 
-    Its gradient is the objective's, since JAX cannot differentiate a user's `value_and_grad`. Rows
-    become dense arrays, and an integer leaf has no gradient.
+    JAX cannot differentiate a user's `value_and_grad`. Rows become dense arrays, and an integer
+    leaf has no gradient.
 
     Args:
       objective: the objective of the step.

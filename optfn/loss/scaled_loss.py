@@ -20,6 +20,8 @@ def scale_gradient(loss: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 @jax.custom_vjp
 def _scale_gradient(loss: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return the loss unchanged, with its gradient multiplied by the factor, whose own gradient is
+    0."""
     return loss
 
 
@@ -29,7 +31,8 @@ _scale_gradient.defvjp(
 
 
 def check_unscaled(name: str, factor: jax.Array | None) -> None:
-    """Raise a ValueError if there is a factor, but the function `name` gives gradients directly."""
+    """Raise a ValueError unless the factor is None, because the function `name` computes gradients
+    itself and its loss cannot be scaled."""
     if factor is not None:
         raise ValueError(
             f"dynamic_loss_scale needs loss_fn, whose loss it scales, but {name} computes loss and "

@@ -46,8 +46,8 @@ _recorded: ContextVar[list[RecordedGather] | None] = ContextVar("recorded", defa
 
 @contextlib.contextmanager
 def record_gathers() -> Iterator[list[RecordedGather]]:
-    """Yield a list that collects the gathers of the programs that are traced in this context, in
-    order."""
+    """Yield a list to which each gather that is traced in this context is appended, in order, in
+    place of the list of an outer context."""
     found: list[RecordedGather] = []
     token = _recorded.set(found)
     try:
@@ -95,8 +95,8 @@ class LeafShard:
         step: jax.Array,
         counts: jax.Array | None = None,
     ) -> "LeafShard | None":
-        """Return the LeafShard of a device's array. If shard axes do not divide the leaf, return
-        None."""
+        """Return the LeafShard of a device's array, with the step only if it is sent in packets, or
+        None if shard axes do not divide the leaf."""
         divisions = tuple(layout.divisions(entry.spec))
         if not divisions:
             return None
@@ -113,10 +113,10 @@ class LeafShard:
         return {}
 
     def gather(self, dtype: Any = None) -> jax.Array:
-        """Gather the whole array in `dtype`, or in its own dtype for None. It is cast before it is
-        sent, but packets are made of the uncast array.
+        """Gather the whole array, cast to `dtype` unless that is None, or return the array of an
+        earlier call with this dtype, so that its gradient is reduced once.
 
-        A second call returns the same array, so that its gradient is reduced once.
+        It is cast before it is sent, but packets are made of the uncast array.
         """
         # The loss may read a param in several places, of which each would add a reduce-scatter.
         if dtype not in self._gathered:
@@ -126,22 +126,24 @@ class LeafShard:
         return self._gathered[dtype]
 
     def _record(self, whole: jax.Array) -> None:
+        """Add a gather of this leaf to the list of `record_gathers`, or do nothing outside of its
+        context."""
         recorded = _recorded.get()
         if recorded is not None:
             size = whole.size * self.array.dtype.itemsize if self.is_layer else None
             recorded.append(RecordedGather(self.path, size, source_info_util.current()))
 
     def whole_type(self) -> Any:
-        """Return the shape and dtype of the whole array."""
+        """Return the shape and dtype of the whole array, from an abstract gather that is not
+        recorded."""
         with record_gathers():  # this is none of the program's
             return jax.eval_shape(lambda shard: shard.gather(), self)
 
     def divide_layers(self) -> "LeafShard | None":
-        """Return this array divided within each layer. If its layers are divided, an all-to-all
-        exchanges them for a shard of each layer.
+        """Return this array divided within each layer, after an all-to-all if its layers are
+        divided, or None if the shards divide no further dimension of a layer.
 
-        A scan needs a shard of each layer. The result is None if the number of shards divides no
-        further dimension of a layer: the scan then takes the whole array.
+        A scan needs a shard of each layer. Without one it takes the whole array.
         """
         first, *remaining = self.divisions
         if first.dimension > 0:
@@ -154,7 +156,8 @@ class LeafShard:
         return dataclasses.replace(self, array=array, divisions=divisions)
 
     def _find_layer_dimension(self) -> int | None:
-        """Return the first undivided dimension of a layer that the devices can divide, or None."""
+        """Return the first dimension that no axis divides yet and that the devices of the first
+        division divide evenly, or None."""
         count = count_devices(self.layout.mesh, self.divisions[0].axes)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
@@ -164,13 +167,14 @@ class LeafShard:
         return None
 
     def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
-        """Send whole layers, and receive a shard of each layer."""
+        """Send parts of this device's layers along `dimension` by an all-to-all, and return a shard
+        of every layer."""
         shards: jax.Array = lax.all_to_all(self.array, names, dimension, 0, tiled=True)
         return shards
 
     def group_layers(self, groups: int) -> "LeafShard | None":
-        """Return this array, which is divided within each layer, as (groups, layers of a group, …).
-        If an axis that is left to the compiler divides the layers, return None."""
+        """Return this array, divided within each layer, as (groups, layers of a group, …), or None
+        if an axis that is left to the compiler divides the layers."""
         if any(entry is not None for entry in self.slices[:1]):
             return None
         array = self.array.reshape(groups, -1, *self.array.shape[1:])
@@ -180,7 +184,8 @@ class LeafShard:
         )
 
     def layer(self, array: jax.Array) -> "LeafShard":
-        """Return the shard of one layer of this array, which is divided within each layer."""
+        """Return the shard of one layer, whose array is given, with the divisions of this array,
+        which is divided within each layer."""
         divisions = tuple(Division(d - 1, names) for d, names in self.divisions)
         return dataclasses.replace(
             self, array=array, divisions=divisions, slices=P(*self.slices[1:]), is_layer=True
@@ -194,9 +199,10 @@ def wrap_shards(
     step: jax.Array,
     counts: jax.Array | None = None,
 ) -> Params:
-    """Return params with a ShardedParam in place of each leaf that shard axes divide.
+    """Return params with a ShardedParam in place of each leaf that shard axes divide, and with
+    tables and all other leaves unchanged.
 
-    Tables stay arrays: a loss only looks up their rows.
+    A loss only looks up the rows of a table.
 
     Args:
       params: the shards that a device keeps.
@@ -214,7 +220,8 @@ def wrap_shards(
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
-    """Apply the layers of stacked params one after the other: x = fn(layer, x) for each.
+    """Apply x = fn(layer, x) for the layers of stacked params in order, by `lax.scan`, and with
+    shard="params" recompute each layer in the backward pass.
 
     This is `jax.lax.scan`, and in the loss for `make_train_step(..., shard="params")` the backward
     pass also recomputes the activations inside each layer. As in every scan over params there, a

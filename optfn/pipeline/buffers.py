@@ -20,8 +20,8 @@ Buffers: TypeAlias = dict[str, jax.Array]
 
 
 def find_lengths(trees: Iterable[PyTree]) -> Lengths:
-    """Return by dtype the largest total size among `trees`. Buffers of these lengths hold any of
-    them."""
+    """Return, by the dtype's name, the most entries that one of `trees` has together, so that
+    buffers of these lengths hold any of them."""
     longest: Lengths = {}
     for tree in trees:
         lengths: Lengths = {}
@@ -39,14 +39,14 @@ def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def select_inexact(lengths: Lengths) -> Lengths:
-    """Return the lengths of the dtypes that can have a gradient: real and complex floating
-    point."""
+    """Return the lengths of the real and complex floating-point dtypes, which can have a gradient,
+    without all others."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 
 
 def ravel(tree: PyTree, lengths: Lengths) -> Buffers:
-    """Concatenate the leaves of a tree, dtype by dtype,
-    and pad each buffer with zeros to its length."""
+    """Concatenate the leaves of a tree by dtype, pad each buffer with zeros to its length, and
+    return the buffers by the dtype's name."""
     pieces: dict[str, list[jax.Array]] = {name: [] for name in lengths}
     for x in jax.tree.leaves(tree):
         pieces[x.dtype.name].append(jnp.ravel(x))
@@ -58,7 +58,7 @@ def ravel(tree: PyTree, lengths: Lengths) -> Buffers:
 
 
 def unravel(buffers: Buffers, like: PyTree) -> PyTree:
-    """Undo `ravel`: cut leaves with the shapes and dtypes of `like` out of the buffers,
+    """Undo `ravel` by cutting leaves with the shapes and dtypes of `like` out of the buffers,
     without the padding."""
     start = dict.fromkeys(buffers, 0)
 

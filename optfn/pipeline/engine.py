@@ -48,8 +48,8 @@ class Carry(NamedTuple):
 
 
 def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
-    """Return the inputs, target and key of one stage on the microbatch at `index`. Without a key in
-    `microbatches`, the key is None."""
+    """Return the inputs, target and key of one stage on the microbatch at `index`, with microbatch
+    and stage folded into the key, or None as the key without one."""
     model_input, target = _take((microbatches.inputs, microbatches.targets), index)
     key = microbatches.rng
     if key is not None:
@@ -85,8 +85,8 @@ class Engine:
     microbatches: Microbatches
 
     def run(self) -> tuple[PyTree, Gradient]:
-        """Run all ticks, and return the sums over the microbatches of the loss (in the last stage)
-        and of the gradients."""
+        """Run all ticks, and return this device's sums over the microbatches of the loss, which is
+        0 on all devices but that of the last stage, and of the gradients."""
         carry = self._init_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
@@ -94,8 +94,8 @@ class Engine:
         return carry.loss, carry.gradient
 
     def _init_carry(self) -> Carry:
-        """Return zeros for the scan: activation, cotangent,
-        ring buffers, sums of gradients, and loss."""
+        """Return the carry before the first tick, zeros of the shapes that an abstract forward and
+        backward give, without running a stage."""
         item, weights = make_work_item(self.microbatches, 0, 0), self._get_chunk_weights(0)
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         # Only shapes: no stage runs before the first tick.
@@ -116,8 +116,8 @@ class Engine:
         )
 
     def _run_tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
-        """Run the kinds of work that `work` has, in the order forward, backward, weight
-        gradient."""
+        """Run the kinds of work that `work` has, in the order forward, backward, weight gradient,
+        and return the new carry and None."""
         # Forward first: the backward of the last stage takes the stash of the same tick.
         if "F" in work:
             carry = self._run_forward(carry, tick)
@@ -128,7 +128,8 @@ class Engine:
         return carry, None
 
     def _run_forward(self, carry: Carry, tick: jax.Array) -> Carry:
-        """Run a forward on the received activation, save its stash, and send the result on."""
+        """Run a forward on the received activation, save its stash except in the bubble, and send
+        the result to the next stage."""
         k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
         index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
         task = self._make_task(index, chunk, valid)
@@ -137,8 +138,8 @@ class Engine:
         return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
 
     def _backward(self, carry: Carry, tick: jax.Array) -> Carry:
-        """Run a backward on the received cotangent and its stash, and send the cotangent of x
-        on."""
+        """Run a backward on the received cotangent and its stash, add its loss and gradients, or
+        for zb save its context, and send the cotangent of x to the previous stage."""
         plan = self.plan
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
@@ -161,7 +162,8 @@ class Engine:
         return self._add_gradient(carry, task, context)
 
     def _run_weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
-        """Add the weight gradient of an earlier backward, whose context the ring has kept."""
+        """Compute the weight gradient of an earlier backward, whose context the ring has kept, and
+        add it to the sums, but nothing in the bubble."""
         plan = self.plan
         k, valid = self._position("W", tick)
         index, chunk, _ = plan.backward_order(k)
@@ -169,8 +171,8 @@ class Engine:
         return self._add_gradient(carry, self._make_task(index, chunk, valid), context)
 
     def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
-        """Add the gradient of a task's weights to the sums of its chunk. In the bubble it adds
-        nothing."""
+        """Compute the gradient of a task's weights, and add it to the sums of its chunk and of the
+        shared weights, but nothing in the bubble."""
         item, chunk, weights, valid = task
         stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
         sums = carry.gradient
@@ -185,7 +187,7 @@ class Engine:
 
     def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return a stage's position in its order of this work, clipped to the order, and whether it
-        was inside. In the bubble it was not."""
+        was inside, which it is not in the bubble."""
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
@@ -215,13 +217,14 @@ def _take(arrays: PyTree, i: Index) -> PyTree:
 
 
 def _init_ring(shapes: PyTree, slots: int) -> PyTree:
-    """Return zeros with `slots` entries along a leading axis, or None without slots."""
+    """Return zeros of these shapes with `slots` entries along a new leading axis, or None without
+    slots."""
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes if slots else None)
 
 
 def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array) -> PyTree:
-    """Write `new` to the ring slot of position k if it is valid. Otherwise keep the slot, which may
-    be in use."""
+    """Return the ring with `new` in the slot of position k if it is valid, or unchanged if not,
+    because the slot may be in use."""
 
     def write(buffer: jax.Array, x: jax.Array) -> jax.Array:
         old = lax.dynamic_index_in_dim(buffer, k % slots, 0, keepdims=False)

@@ -43,9 +43,8 @@ class UserFunctions(NamedTuple):
         loss_fn: LossFn,
         embed: Embedding | None,
     ) -> "UserFunctions":
-        """Return the user's functions, with those of the stages as a tuple. Raise a TypeError that
-        names the argument that is no function, and a ValueError for `embed` beside a list of
-        stages."""
+        """Return the user's functions, with those of the stages as a tuple, and raise a TypeError
+        for one that is no function or a ValueError for `embed` beside a list."""
         stages = (stage_fn,) if callable(stage_fn) else stage_fn
         if not (isinstance(stages, list | tuple) and stages and all(map(callable, stages))):
             raise TypeError(
@@ -64,8 +63,8 @@ class UserFunctions(NamedTuple):
         return cls(tuple(stages), loss_fn, callable(stage_fn), embed)
 
     def check_number(self, plan: Plan, axis_name: str) -> None:
-        """Raise a ValueError unless a list of stages has one function for each chunk of the plan. A
-        single function fits every plan."""
+        """Raise a ValueError unless a list of stages has one function for each chunk of the plan,
+        and accept a single function for every plan."""
         needed = plan.num_stages * plan.virtual_stages
         if not self.homogeneous and len(self.stages) != needed:
             raise ValueError(
@@ -94,8 +93,8 @@ class UserFunctions(NamedTuple):
         )
 
     def bind_keywords(self) -> ModelFunctions:
-        """Return the functions with the model's arguments:
-        each gets `shared` and `rng` only if it takes them."""
+        """Return the functions with the model's arguments, each passing `shared` and `rng` on only
+        if it takes them, and the first stage with `embed` before it."""
         stages = [partial(_call_stage, fn, _find_keywords(fn)) for fn in self.stages]
         loss = partial(_call_loss, self.loss, _find_keywords(self.loss))
         if self.embed is None:
@@ -104,8 +103,8 @@ class UserFunctions(NamedTuple):
         return ModelFunctions([run], lambda x, targets, shared: loss(x.h, targets, shared))
 
     def carry_inputs(self, inputs: PyTree, shared: Params) -> PyTree:
-        """Return the value that stages pass on, before the first stage: the inputs, or a `_Carried`
-        with them if the first stage embeds them."""
+        """Return the value before the first stage, which is the inputs, or with `embed` a
+        `_Carried` of them, zeros like x, and a count of 0 for each example."""
         if self.embed is None:
             return inputs
         shapes = jax.eval_shape(partial(_call_embedding, self.embed), inputs, shared)
@@ -135,8 +134,8 @@ def _embed_first(
     x: _Carried,
     key: Key,
 ) -> _Carried:
-    """Run a stage on the hidden values of the previous one, or the first stage on the embedded
-    inputs."""
+    """Embed the inputs if no stage ran before, else take the hidden values, run the stage on them,
+    and return the result with the count raised by 1."""
     inputs = lax.stop_gradient(x.inputs)
     # A cond, so that other stages look nothing up.
     h = lax.cond(
@@ -183,7 +182,8 @@ def _call_stage(
 def _call_loss(
     fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
 ) -> Any:
-    """Call the loss, with `shared` if it takes it and it is given."""
+    """Call the loss, with `shared` if it takes it and it is given, and return it, checked and as
+    arrays if it is a `Mean`."""
     passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
     loss: Any = fn(outputs, targets, **passed)
     return check_mean("loss_fn", loss) if is_mean(loss) else loss

@@ -100,8 +100,8 @@ class StashPolicy(NamedTuple):
     def make_stage(
         self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
     ) -> Stage:
-        """Return the stage of `fn` by this policy, traced with the examples `weights`, `x` and
-        `key`."""
+        """Return the stage of `fn` that saves its input or its residuals, and splits its backward
+        or not, by this policy, with the other arguments as examples to trace."""
         stash_input = self.stash == "input"
         if self.splits_backward:
             return make_split_backward_stage(
@@ -113,7 +113,8 @@ class StashPolicy(NamedTuple):
 
 
 def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> PyTree:
-    """Return the shape and dtype of the loss, or of the total and the weight of a `Mean`.
+    """Trace the loss, and return its shape and dtype, or those of both numbers of a `Mean`, and
+    raise an error unless it is a real scalar of constant weight.
 
     Raises:
       TypeError: the loss is not real.
@@ -142,10 +143,8 @@ def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) 
 def _differentiate_loss(
     loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
 ) -> tuple[PyTree, Leaves, Leaves]:
-    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only.
-
-    The gradients of a `Mean` are those of its total, and 0 where its weight is.
-    """
+    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only, of
+    the total for a `Mean`, and 0 if its weight is 0."""
 
     def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> tuple[jax.Array, PyTree]:
         outputs = replace_inexact_leaves(y, y_leaves)
@@ -183,8 +182,8 @@ def make_homogeneous_model(
     weights: Weights,
     item: WorkItem,
 ) -> Model:
-    """Return the model whose `num_stages` stages are one function. Only the last stage computes the
-    loss.
+    """Return the model that runs one function as each of `num_stages` stages, takes its input in
+    stage 0, and computes the loss in the last stage only.
 
     `weights` and `item` are examples, to trace with.
     """
@@ -223,8 +222,8 @@ def make_homogeneous_model(
 
 
 def _add_output_check(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
-    """Wrap `stage_fn` so that it raises a ValueError if its output has another type than its
-    input."""
+    """Wrap `stage_fn` so that it raises a ValueError if its output has another structure, shape or
+    dtype than `activation`, and returns it otherwise."""
 
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
@@ -256,7 +255,8 @@ def make_heterogeneous_model(
     weights: Weights,
     item: WorkItem,
 ) -> Model:
-    """Return the model whose stages are the branches of a switch, with ravelled inputs and outputs.
+    """Return the model that runs each stage as a branch of `lax.switch`, with inputs, outputs and
+    saved values ravelled into buffers of one size.
 
     Args:
       functions: the stage functions and the loss; weights.stage are the params of a stage.
@@ -338,8 +338,8 @@ class _RavelledStages:
     def forward(
         self, i: int, item: WorkItem, weights: Weights, received: buffers.Buffers
     ) -> tuple[buffers.Buffers, buffers.Buffers]:
-        """Run stage i on the received activation, or the first stage on the model's input. The last
-        stage returns zeros as its activation."""
+        """Run stage i on the received activation, or stage 0 on the model's input, and return its
+        output, or zeros for the last stage, and its stash, ravelled."""
         x = item.model_input if i == 0 else buffers.unravel(received, self.inputs[i])
         y, stash = self.stages[i].forward(self._unravel_weights(i, weights), x, item.key)
         # Don't pass on the output of the last stage, which is often the largest of all.
@@ -349,8 +349,8 @@ class _RavelledStages:
     def backward(
         self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
     ) -> BackwardResult:
-        """Run the backward of stage i on the received cotangent, or that of the last stage on the
-        loss. The first stage returns zeros as its cotangent."""
+        """Run the backward of stage i on the received cotangent, or of the last stage on the loss,
+        and return it ravelled, with zeros as the cotangent of stage 0."""
         stash = buffers.unravel(stash, self.stashes[i])
         loss, shared_gradient, cotangent, context = self._backward(
             i, item, weights, stash, received
@@ -363,7 +363,8 @@ class _RavelledStages:
     def _backward(
         self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
     ) -> BackwardResult:
-        """Run the backward of stage i, and return trees, which `backward` ravels."""
+        """Run the backward of the last stage on the loss, or of another on the received cotangent
+        with a loss of 0, and return trees, which `backward` ravels."""
 
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:
@@ -381,7 +382,8 @@ class _RavelledStages:
         return loss, shared_gradient, cotangent, context
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
-        """Return the gradient of stage i's weights, in buffers like the weights' inexact ones."""
+        """Compute the gradient of stage i's weights from its context, and return it in buffers of
+        the inexact dtypes, and that of shared weights as leaves."""
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

@@ -48,10 +48,8 @@ class Cell(NamedTuple):
 
 
 def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[IndexT, IndexT | int]:
-    """Return (microbatch, chunk) of a stage's k-th forward, which is (k, 0) without virtual stages.
-
-    Each group of p microbatches passes through all chunks before the next group begins.
-    """
+    """Return (microbatch, chunk) of a stage's k-th forward, which is (k, 0) without virtual stages,
+    else in groups of p microbatches that pass through all chunks."""
     if virtual_stages == 1:
         return k, 0
     group = k // (num_stages * virtual_stages)
@@ -75,33 +73,33 @@ class Plan:
         return self.num_microbatches * self.virtual_stages
 
     def backward_order(self, k: IndexT) -> tuple[IndexT, IndexT | int, IndexT]:
-        """Return (microbatch, chunk, position of its forward) of a stage's k-th backward.
-
-        Backwards are in the order of the forwards, with the chunks reversed.
-        """
+        """Return (microbatch, chunk, position of its forward) of a stage's k-th backward, in the
+        order of the forwards with the chunks reversed."""
         microbatch, mirrored_chunk = forward_order(k, self.num_stages, self.virtual_stages)
         chunk = self.virtual_stages - 1 - mirrored_chunk
         return microbatch, chunk, k + (chunk - mirrored_chunk) * self.num_stages
 
     @property
     def waits_for_all_forwards(self) -> bool:
-        """Whether no backward begins before the last forward has ended."""
+        """Whether no backward begins before the last forward has ended, as in gpipe alone."""
         return self.schedule == "gpipe"
 
     @property
     def default_stash(self) -> str:
-        """The default of `stash` in `pipeline_value_and_grad`: the values saved per microbatch."""
+        """The values saved per microbatch if `pipeline_value_and_grad` gets no `stash`, which is
+        "input" for 1f1b, else "residual"."""
         return "input" if self.schedule == "1f1b" else "residual"
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of the weights are scheduled separately from the backwards."""
+        """Whether the gradients of the weights are scheduled separately from the backwards, as in
+        zb alone."""
         return self.schedule == "zb"
 
     @property
     def windows(self) -> dict[str, tuple[int, int]]:
-        """The ticks [start, stop) of each kind of work, over all stages:
-        F, B and, if backward is split, W.
+        """The ticks [start, stop) of each kind of work, over all stages, which are F, B and, only
+        for zb, W.
 
         Stage d does its k-th forward at start + k + d, its k-th backward at start + k + p − 1 − d,
         and its k-th weight gradient at start + k, when all stages have done that backward.
@@ -129,7 +127,8 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        """The length of the clock. In a tick a stage does at most one work item of each kind."""
+        """The length of the clock, in which a stage does at most one work item of each kind per
+        tick."""
         return max(stop for _, stop in self.windows.values())
 
     @property
@@ -149,22 +148,22 @@ class Plan:
 
     @property
     def stash_slots(self) -> int:
-        """The count of microbatches that a device saves between forward and backward, all of them
-        for gpipe."""
+        """The count of microbatches that a device saves between forward and backward, m·v for
+        gpipe, and otherwise at most 2v·p − 1 of them."""
         if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
     @property
     def context_slots(self) -> int:
-        """The count of microbatches that a device saves between backward and weight gradient, 0
-        unless zb."""
+        """The count of microbatches that a device saves between backward and weight gradient, at
+        most p for zb, and otherwise 0."""
         return min(self.work_items, self.num_stages) if self.splits_backward else 0
 
     @property
     def stash(self) -> int:
-        """The count of microbatches saved per device, or their bytes if `activation_bytes` is
-        given."""
+        """The count of microbatches saved per device, contexts included, or their bytes if
+        `activation_bytes` is given."""
         slots = self.stash_slots + self.context_slots
         return slots if self.activation_bytes is None else slots * self.activation_bytes
 
@@ -263,7 +262,8 @@ def plan(
     *,
     activation_bytes: int | None = None,
 ) -> Plan:
-    """Return the ticks, idle time and memory of a pipeline's schedule, before you run it.
+    """Return the ticks, idle time and memory of a pipeline's schedule as a `Plan`, without running
+    it, and raise an error for numbers that do not fit.
 
         1f1b   ticks m·v + v·p + p − 2    bubble (p − 1)/(v·m)      stash min(m·v, 2v·p − 1)
         gpipe  ticks 2(m·v + p − 1)       bubble (p − 1)/(v·m)      stash m·v

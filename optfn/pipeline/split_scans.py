@@ -20,7 +20,8 @@ from optfn.loss.jaxprs.primitives import Atom, Equation, Scan, Variable, as_scan
 
 
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
-    """Return `program` with each scan split in two: the first computes all that `targets` need."""
+    """Trace `program` again with each scan split in two, of which the first computes all that
+    `targets` need, except scans that cannot be split."""
     needed = program.find_dependencies(targets)
     scans = [(e, scan) for e in program.equations if (scan := as_scan(e)) is not None]
     instead = {id(e): partial(_run_split_scan, e, scan, needed) for e, scan in scans}
@@ -30,10 +31,8 @@ def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
 def _run_split_scan(
     equation: Equation, given: Scan, needed: set[Variable], *operands: Value
 ) -> list[Value]:
-    """Return the results of a scan: those in `needed` by a first scan, the remaining by a second.
-
-    A scan that cannot be split runs as it is.
-    """
+    """Run a scan in two, the first for results in `needed` and the second for the remaining ones,
+    or whole if it has effects or one of the two would be empty."""
     if given.body.effects:
         return bind(equation, *operands)
     scan = _Scan.of(given, operands)
@@ -72,21 +71,24 @@ class _Scan(NamedTuple):
 
     @classmethod
     def of(cls, scan: Scan, operands: Sequence[Value]) -> "_Scan":
-        """Return a scan with the values of its operands."""
+        """Trace the body of a scan into equations, and return it with the values of the scan's
+        operands."""
         body = Equations(jex.jaxpr_as_fun(scan.body), *shapes_of(scan.body.jaxpr.invars))
         return cls(body, scan.options, *scan.split(operands))
 
     def outputs(self, positions: Iterable[int]) -> list[Atom]:
-        """Return the body's output variables at these positions."""
+        """Return the body's output variables at these positions, in ascending order."""
         return [self.body.outputs[i] for i in sorted(positions)]
 
     def carry_inputs(self, positions: Iterable[int]) -> list[Variable]:
-        """Return the body's input variables of the carries among these outputs."""
+        """Return the body's input variables of the carries at these positions, in ascending order
+        and without stacked outputs, which have none."""
         start = len(self.constants)
         return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
 
     def close_over_carries(self, positions: set[int]) -> set[int]:
-        """Return `positions`, and the positions of all carries that these outputs depend on."""
+        """Return `positions`, and the positions of all carries that these outputs depend on, also
+        through other carries."""
         while True:
             needed = self.body.find_dependencies(self.outputs(positions))
             carries = range(len(self.init))
@@ -103,7 +105,8 @@ class _Scan(NamedTuple):
         received_values: Sequence[Value],
         passed_on: Sequence[Variable],
     ) -> tuple[dict[int, Value], list[Value]]:
-        """Run a scan whose body is a segment of this one's.
+        """Run a scan of some equations of this one's body, and return the outputs that they compute
+        by position, and the stacked values to pass on.
 
         Args:
           positions: the outputs that `equations` compute.

@@ -34,7 +34,8 @@ def stack_stages(
     mesh: Mesh | None = None,
     axis_name: str = "stage",
 ) -> Params:
-    """Stack the params of homogeneous stages for a pipeline, given in the model's order.
+    """Stack the params of homogeneous stages in the model's order, place them if a mesh is given,
+    and raise a ValueError if stages differ or do not fit it.
 
     Args:
       params: one tree per stage, p·v of them, with the same structure, shapes and dtypes.
@@ -92,7 +93,8 @@ def stack_stages(
 
 
 def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
-    """Raise a ValueError unless stage i has the structure, shapes and dtypes of the first."""
+    """Raise a ValueError unless stage i has the structure of the first, and the same shapes and
+    dtypes except in masked leaves."""
     hint = "if your stages differ, pass the pipeline a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", stage, "params[0]", first)
     for place, a, b in tree.items(first, stage):
@@ -106,8 +108,8 @@ def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
 
 
 def unwrap_stacked(stages: Params) -> tuple[Params, int]:
-    """Take params out of the `Stacked` nodes around them, and return them with the count of these
-    nodes."""
+    """Return params without the `Stacked` nodes around them, and the count of these nodes, which is
+    0 for other params."""
     count = 0
     while isinstance(stages, Stacked):
         stages, count = stages.layers, count + 1
@@ -122,7 +124,8 @@ def wrap_stacked(stages: Params, count: int) -> Params:
 
 
 def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> list[Params]:
-    """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
+    """Return the stages' trees as a list in the model's order, the inverse of `stack_stages`, or
+    raise a ValueError unless leaves have the same leading axes.
 
     Args:
       stacked: a tree with leaves of shape (stages, …), or (v, p, …) if `virtual_stages` = v > 1. A
@@ -155,8 +158,8 @@ def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> lis
 
 
 def _take_stage(index: tuple[int, ...], x: Leaf) -> Leaf:
-    """Return entry `index` of the leading axes. Along explicit axes of a mesh, every device gets
-    it."""
+    """Return entry `index` of the leading axes of an array, which every device gets if its mesh has
+    explicit axes."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or not sharding.mesh.explicit_axes:
         return x[index]

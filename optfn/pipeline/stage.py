@@ -51,8 +51,8 @@ class Stage(NamedTuple):
 
 
 def input_stashing_stage(fn: StageFn) -> Stage:
-    """Return a stage that saves only its input x,
-    and runs again in backward to be differentiated."""
+    """Return a stage that saves only its input x, and runs again in backward, which computes the
+    weight gradient too."""
 
     def forward(weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
         return fn(weights, x, key), x
@@ -71,10 +71,11 @@ def input_stashing_stage(fn: StageFn) -> Stage:
 def residual_stashing_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
 ) -> Stage:
-    """Return a stage that saves its residuals, and does not run again in backward.
+    """Return a stage that saves the residuals that depend on x or the key, computes those of the
+    weights alone again, and does not run again in backward.
 
-    Only residuals that depend on x are saved. Those that depend only on the weights, such as casts
-    and transposes, are the same for every microbatch, and are computed again.
+    Residuals that depend only on the weights, such as casts and transposes, are the same for every
+    microbatch.
 
     Args:
       fn: the stage function.
@@ -100,12 +101,12 @@ def residual_stashing_stage(
 def make_split_backward_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool, stash_input: bool
 ) -> Stage:
-    """Return a stage whose weight gradient is computed separately from the cotangent of x.
+    """Return a stage whose backward computes only what the cotangent of x needs, and leaves the
+    other equations of the weight gradient to a later call.
 
-    The previous stage then need not wait for the weight gradient. Backward runs the equations that
-    the cotangent of x needs, and the weight gradient runs the remaining ones. The context has the
-    results of backward and the residuals that the remaining equations read. Only values that depend
-    on nothing but the weights are computed twice. A lax.scan inside the stage is split as well. A
+    The previous stage then need not wait for the weight gradient. The context has the results of
+    backward and the residuals that the remaining equations read. Only values that depend on nothing
+    but the weights are computed twice. A lax.scan inside the stage is split as well. A
     jax.checkpoint is one equation, which is not split and belongs to backward.
 
     Args:
@@ -166,7 +167,8 @@ class _ResidualProgram:
         self.keep_output = keep_output
 
     def forward(self, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
-        """Run the stage, and return y and the residuals that depend on x or the key."""
+        """Run the stage, and return y and the stash, the residuals and a kept y as far as they
+        depend on x or the key."""
         program = self.program
         known = bindings(program.inputs, jax.tree.leaves((weights, x, key)))
         values = program.run(program.equations, known)
@@ -174,19 +176,21 @@ class _ResidualProgram:
         return y, read(values, self.stashed)
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
-        """Return y (None if it is not kept) and all residuals: compute those that depend only on
-        the weights again, and take the others from the stash."""
+        """Return y, or None if it is not kept, and all residuals, computed again if they depend
+        only on the weights, and else from the stash."""
         values = self._run_on_weights(weights) | bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)
 
     def compute_weight_residuals(self, weights: Params) -> dict[int, Value]:
-        """Return by position the residuals that depend only on the weights, computed from them."""
+        """Compute the residuals that depend only on the weights, and return them by their
+        positions, without the others."""
         values = self._run_on_weights(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 
     def _run_on_weights(self, weights: Params) -> dict[Variable, Value]:
-        """Return the values of all equations that depend only on the weights."""
+        """Run the equations of residuals, and of a kept y, that depend only on the weights, and
+        return the values of all their variables."""
         known = bindings(self.weight_inputs, jax.tree.leaves(weights))
         return self.program.run(self.from_weights, known)
 
@@ -197,8 +201,8 @@ class _ResidualProgram:
         return [i for i, a in enumerate(self.residuals) if not stashed.intersection(variables([a]))]
 
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
-        """Return (gradient of weights, cotangent of x) from residuals,
-        whose random keys are given as bits."""
+        """Run the pullback on the cotangent of y, and return (gradient of weights, cotangent of x),
+        from residuals whose random keys are given as bits."""
         leaves = []
         for a, impl in zip(residuals, self.key_impls, strict=True):
             leaves.append(jax.random.wrap_key_data(a, impl=impl) if impl else a)
@@ -231,13 +235,15 @@ class _SplitPullback:
         self.context = [a for a in variables([*reads, *self.gradients]) if a not in available]
 
     def backward(self, residuals: list[Value], cotangent: Leaves) -> tuple[Leaves, Context]:
-        """Return the cotangent of x, and the values that `weight_gradient` reads."""
+        """Run the first half of the pullback, and return the cotangent of x, and the context that
+        `weight_gradient` reads."""
         known = bindings(self.program.inputs, [*residuals, *cotangent])
         values = self.program.run(self.first, known)
         return read(values, self.cotangent), read(values, self.context)
 
     def weight_gradient(self, residuals_of_weights: dict[int, Value], context: Context) -> Leaves:
-        """Return the weights' gradient, from the context and the residuals of weights alone."""
+        """Run the second half of the pullback on the context and the residuals of weights alone,
+        and return the gradient of the weights."""
         known = {self.program.inputs[i]: a for i, a in residuals_of_weights.items()}
         known |= bindings(self.context, context)
         return read(self.program.run(self.second, known), self.gradients)

@@ -54,8 +54,8 @@ class StagePlacement:
     marks: int = 0
 
     def reshard_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
-        """Reshard arrays along the mesh's explicit axes. Without such axes they are returned
-        unchanged.
+        """Reshard arrays by their specs along the mesh's explicit axes, or return them unchanged if
+        it has none.
 
         shard_map itself reshards its arguments only along the remaining axes.
 
@@ -73,8 +73,8 @@ class StagePlacement:
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
 
     def check_specs(self, stages: Params, front: int) -> None:
-        """Raise a ValueError unless `param_specs` fits params whose leaves have `front` leading
-        axes."""
+        """Raise a ValueError unless `param_specs` has the structure of params whose leaves have
+        `front` leading axes, and divides their other axes evenly."""
         found: Any = jax.tree.structure(self.param_specs, is_leaf=is_spec)
         if found != jax.tree.structure(stages, is_leaf=is_spec):
             raise ValueError(
@@ -87,8 +87,8 @@ class StagePlacement:
                 self._check_fit(str(place), x.shape[front:], spec)
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
-        """Raise a ValueError unless a PartitionSpec fits a leaf's shape in a stage: it has no more
-        entries than the leaf has axes, and divides them evenly."""
+        """Raise a ValueError unless a PartitionSpec has no more entries than a leaf has axes in a
+        stage, and divides these evenly."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
@@ -104,7 +104,8 @@ class StagePlacement:
 
     @staticmethod
     def _inexact_specs(params: Params, specs: PyTree) -> list[P]:
-        """Return the PartitionSpecs of the leaves that have gradients."""
+        """Return the PartitionSpecs of the floating-point leaves, which have gradients, without
+        those of integers and masked leaves."""
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
     def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
@@ -126,25 +127,25 @@ class StackedStages(StagePlacement):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
 
     def weight_specs(self, stages: Params) -> PyTree:
-        """Return the spec of the weights (v, p, …):
-        one for all leaves, or a tree if `param_specs` is given."""
+        """Return the PartitionSpec of weights (v, p, …), one for all leaves, or a tree if
+        `param_specs` is given, which raises a ValueError if it does not fit."""
         if self.param_specs is None:
             return P(None, self.axis_name)
         self.check_specs(stages, 2 if self._is_folded(stages) else 1)
         return jax.tree.map(self._weight_spec, self.param_specs, is_leaf=is_spec)
 
     def gradient_specs(self, stages: Params) -> PyTree:
-        """Return the spec of the gradients of inexact leaves:
-        one for all, or a list if `param_specs` is given."""
+        """Return the PartitionSpec of gradients (v, p, …), one for all leaves, or a list for the
+        inexact leaves if `param_specs` is given."""
         if self.param_specs is None:
             return P(None, self.axis_name)
         return list(map(self._weight_spec, self._inexact_specs(stages, self.param_specs)))
 
     def _weight_spec(self, spec: P) -> P:
-        """Return the PartitionSpec (v, p, …) of a leaf from its PartitionSpec in a stage.
+        """Return the PartitionSpec (v, p, …) of a leaf from its PartitionSpec in a stage, with the
+        data axis moved to the innermost place of its dimension.
 
-        The data axis is the innermost axis of a dimension: the blocks that `gather_along_data`
-        gathers are then consecutive.
+        The blocks that `gather_along_data` gathers are then consecutive.
         """
         # Innermost: the blocks that a gather joins are then neighbours.
         names = (self.data_axis,)
@@ -152,8 +153,8 @@ class StackedStages(StagePlacement):
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Gather weights (v, …) that `param_specs` divides over the data axis. All other weights
-        are returned unchanged."""
+        """Gather weights (v, …) along the dimensions that `param_specs` divides over the data axis,
+        and return all other weights unchanged."""
         if self.param_specs is None or self.data_axis is None:
             return weights
 
@@ -163,8 +164,8 @@ class StackedStages(StagePlacement):
         return jax.tree.map(gather, weights, self.param_specs)
 
     def average_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Average a device's gradients (v, …) over the data axis,
-        and scatter to shards where this axis divides.
+        """Average a device's gradients (v, …) over the data axis, and return shards of the mean
+        where `param_specs` divides a leaf over it, else whole means.
 
         Args:
           weights: the weights of the device.
@@ -180,8 +181,8 @@ class StackedStages(StagePlacement):
         return means
 
     def _data_divisions(self, spec: P) -> list[Division]:
-        """Return the dimension of a leaf (v, …) that the data axis divides, as a list, or [] if it
-        divides none.
+        """Return the dimension of a leaf (v, …) that the data axis divides, as a list of one
+        Division, or [] if it divides none.
 
         `spec` is the PartitionSpec of the leaf in a stage, without v.
         """
@@ -189,7 +190,8 @@ class StackedStages(StagePlacement):
         return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
-        """Fold stacked params (p·v, …) to (v, p, …). Folded params are returned unchanged."""
+        """Fold stacked params (p·v, …) to (v, p, …), or return folded ones unchanged, and raise a
+        ValueError unless each leaf has the stages as leading axes."""
         self._check_stacked(stages)
         if self._is_folded(stages):
             return stages
@@ -201,7 +203,8 @@ class StackedStages(StagePlacement):
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Unfold gradients (v, p, …) to the shapes of `stages`, in its structure."""
+        """Return gradients (v, p, …) as a tree like `stages`, unfolded unless `stages` is folded,
+        with float0 for integer leaves."""
         if self._is_folded(stages):
             pass
         elif self.plan.virtual_stages == 1:
@@ -212,15 +215,16 @@ class StackedStages(StagePlacement):
         return self.build_gradient_tree(stages, gradients)
 
     def _is_folded(self, stages: Params) -> bool:
-        """Tell whether leaves are (v, p, …) instead of (p·v, …),
-        by their marks or else by their shapes."""
+        """Tell whether leaves are (v, p, …) instead of (p·v, …), by two `Stacked` around them or a
+        first axis other than v·p, and never for v = 1."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         # If p is 1, (v, 1, …) has the same first dimension as (v·p, …).
         unlike = (x.shape[:1] != (v * p,) for x in jax.tree.leaves(stages))
         return v > 1 and (self.marks > 1 or any(unlike))
 
     def _check_stacked(self, stages: Params) -> None:
-        """Raise a ValueError unless each leaf has the stages as its leading axis, or two."""
+        """Raise a ValueError unless each leaf has the stages as its leading axis (p·v, …), or as
+        its first two, (v, p, …), if they are folded."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         folded = self._is_folded(stages)
         for name, x in tree.arrays_with_paths(stages):
@@ -240,7 +244,8 @@ class ListedStages(StagePlacement):
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
-        """Ravel the params of each stage into one buffer per dtype, (v, p, longest)."""
+        """Ravel the params of each stage into one buffer per dtype, (v, p, longest), and raise an
+        error unless `stages` is a list of v·p of them."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         if not isinstance(stages, list | tuple):
             raise TypeError(
@@ -267,7 +272,8 @@ class ListedStages(StagePlacement):
         return self._map_shards(ravel, self._stage_specs(stages), self.weight_specs(stages), stages)
 
     def shapes(self, stages: Params) -> PyTree:
-        """Return the shapes of the shards that stage functions see: whole along the data axis."""
+        """Return the shapes of the shards that stage functions see, divided by `param_specs` except
+        over the data axis, or whole without them."""
 
         def shard(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
             shape = NamedSharding(self.mesh, spec).shard_shape(x.shape)
@@ -276,7 +282,8 @@ class ListedStages(StagePlacement):
         return jax.tree.map(shard, stages, self._stage_specs(stages))
 
     def weight_specs(self, stages: Params) -> P:
-        """Return the PartitionSpec of the buffers."""
+        """Return the PartitionSpec of the buffers, which divides them over the stage axis, and
+        their length over all further axes of `param_specs`."""
         return P(None, self.axis_name, self._further_axes or None)
 
     gradient_specs = weight_specs
@@ -290,8 +297,8 @@ class ListedStages(StagePlacement):
         return list(lax.pmean(gradients, self.data_axis))
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Unravel gradients from buffers (v, p, longest) into the trees of `stages`,
-        placed by `param_specs`."""
+        """Unravel gradients from buffers (v, p, longest) into the trees of `stages`, placed by
+        `param_specs`, with float0 for integer leaves."""
         p = self.plan.num_stages
         shapes = self.shapes(stages)
         names = buffers.select_inexact(buffers.find_lengths(shapes))
@@ -315,21 +322,22 @@ class ListedStages(StagePlacement):
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes besides the data axis that divide leaves."""
+        """The axes besides the data axis that `param_specs` divides leaves over, in the order of
+        the mesh."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
         names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)
 
     def _specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpecs of the leaves, a tree like `stages`:
-        `param_specs`, or P() for each."""
+        """Return the PartitionSpecs of the leaves, which are `param_specs`, or if that is None a
+        tree like `stages` of P()."""
         if self.param_specs is None:
             return jax.tree.map(lambda x: P(), stages)
         return self.param_specs
 
     def _stage_specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpecs that stage functions see:
-        without the data axis, which is gathered."""
+        """Return the PartitionSpecs that stage functions see, without the data axis, along which
+        leaves are gathered."""
         return jax.tree.map(
             lambda spec: restrict_spec(spec, self._further_axes),
             self._specs(stages),
@@ -339,13 +347,14 @@ class ListedStages(StagePlacement):
     def _map_shards(
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
     ) -> Any:
-        """Run `fn` on each device's shards, divided by these specs, and return whole arrays."""
+        """Run `fn` in a `shard_map` over all axes on each device's shards, divided by these specs,
+        and return whole arrays."""
         run = meshes.shard_map(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
         return run(self.reshard_explicit_axes(arrays, in_specs))
 
     def _place_gradient(self, x: jax.Array, spec: P) -> jax.Array:
-        """Give x the sharding of a spec: resharded along explicit axes,
-        constrained along the others."""
+        """Return x with the sharding of a spec, resharded along explicit axes and constrained along
+        the others."""
         x = self.reshard_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
         return meshes.constrain_sharding(x, self.mesh, restrict_spec(spec, implicit))

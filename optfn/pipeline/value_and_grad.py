@@ -57,7 +57,8 @@ def pipeline_value_and_grad(
     param_specs: PyTree = None,
     embed: Embedding | None = None,
 ) -> Callable[..., tuple[jax.Array, Updates]]:
-    """Return a function that computes the loss and gradients of a pipelined model.
+    """Return a jitted function that computes the loss and gradients of a model whose stages run on
+    the devices along a mesh axis, a microbatch at a time.
 
         f(params, inputs, targets, *, rng=None) -> (loss, grads)
         f(params, (inputs, targets), *, rng=None), as `make_train_step` calls its value_and_grad
@@ -177,8 +178,8 @@ def pipeline_value_and_grad(
 
 
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
-    """Raise a TypeError unless `mesh` is a mesh, and a ValueError unless it has two different axes
-    of these names. `data_axis` may be None."""
+    """Raise a TypeError unless `mesh` is a mesh, and a ValueError unless `axis_name` and
+    `data_axis`, which may be None, are two different axes of it."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
@@ -223,19 +224,21 @@ class _Pipeline:
 
     @property
     def num_workers(self) -> int:
-        """The size of the data axis."""
+        """The size of the data axis, or 1 without one."""
         return 1 if self.data_axis is None else self.mesh.shape[self.data_axis]
 
     @property
     def placement(self) -> StackedStages | ListedStages:
-        """The placement of params and gradients."""
+        """The placement of params and gradients, stacked for one stage function and in buffers for
+        a list of them."""
         form = StackedStages if self.functions.homogeneous else ListedStages
         return form(self.mesh, self.axis_name, self.plan, self.data_axis, self.param_specs)
 
     def value_and_grad(
         self, params: Params, inputs: PyTree, targets: PyTree, rng: Key
     ) -> tuple[jax.Array, Updates]:
-        """Return the loss, and the gradients in the structure of `params`."""
+        """Check the arguments, run the pipeline on all devices, and return the loss, or both sums
+        of a `Mean`, and the gradients in the structure of `params`."""
         self._check_batch(inputs, targets)
         self._check_bound_axes()
         has_shared = isinstance(params, PipelineParams)
@@ -259,8 +262,8 @@ class _Pipeline:
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
-        """Run the pipeline on this device, and return the loss and gradients, averaged over the
-        batch. The loss of a `Mean` is both sums over the batch.
+        """Run the pipeline on this device, and return the gradients and the loss, averaged over the
+        batch, or for a `Mean` both of its sums over the batch.
 
         `shapes` are the shapes of the params, or of this device's shards of them.
         """
@@ -284,8 +287,8 @@ class _Pipeline:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), loss, model.loss), gradients
 
     def _make_model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
-        """Return the homogeneous or heterogeneous model, traced with the examples `weights` and
-        `item`."""
+        """Return the homogeneous model of a single stage function, or the heterogeneous one of a
+        list, traced with the examples `weights` and `item`."""
         functions, policy = self.functions.bind_keywords(), self.stash_policy
         if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
@@ -295,9 +298,8 @@ class _Pipeline:
     def _average_over_batch(
         self, loss: PyTree, gradient: Gradient, weights: Weights
     ) -> tuple[PyTree, tuple[Leaves, Leaves]]:
-        """Turn this device's sums into means over the batch: over stages, data workers and
-        microbatches. For a `Mean` return both sums over the batch, and the gradient of their
-        quotient."""
+        """Reduce this device's sums over stages, data workers and microbatches to means over the
+        batch, or for a `Mean` to both sums and the gradient of their quotient."""
         # Only the last stage has a loss, and each stage a term of the shared gradient.
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
@@ -341,8 +343,8 @@ class _Pipeline:
             )
 
     def _check_batch(self, inputs: PyTree, targets: PyTree) -> None:
-        """Raise a ValueError unless all arrays have one leading axis,
-        a multiple of m times the data workers."""
+        """Raise a ValueError unless there are inputs, and all arrays have one leading axis whose
+        size is a positive multiple of m times the data workers."""
         named = [("inputs", x) for x in jax.tree.leaves(inputs)]
         named += [("targets", x) for x in jax.tree.leaves(targets)]
         if not jax.tree.leaves(inputs):

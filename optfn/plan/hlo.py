@@ -164,8 +164,8 @@ class Program:
         return any(x.opcode in _ARITHMETIC for x in self.computations[self.entry].values())
 
     def inside(self, x: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield each instruction that a fusion or call runs, and its computation, also of fusions
-        and calls inside it."""
+        """Yield each instruction of the computations that x calls, with its computation, and of
+        fusions, calls and asynchronous starts among these instructions."""
         for name in x.called:
             body = self.computations.get(name, {})
             for y in body.values():

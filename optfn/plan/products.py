@@ -21,7 +21,8 @@ class Product(NamedTuple):
 
 
 def find_products(program: Program, x: Instruction, home: Computation) -> Iterator[Product]:
-    """Yield the products of an instruction, also those in a fusion or a called computation."""
+    """Yield each dot, convolution and GEMM call that an instruction is or runs, in a computation
+    that it calls."""
     for body, y in [(home, x), *program.inside(x)]:
         if y.opcode == "dot":
             contracted = _read_integers(y.attribute("lhs_contracting_dims"))

@@ -59,7 +59,8 @@ class Trial:
 
     @property
     def examples_per_second(self) -> float | None:
-        """The examples of all devices in a second of steps; None if the seconds are not known."""
+        """The examples of all devices in a second of steps, or None if their number or the seconds
+        are not known."""
         if self.seconds is None or self.batch_size is None:
             return None
         return self.batch_size / self.seconds
@@ -81,13 +82,13 @@ class Problem:
     def try_way(self, way: Mapping[str, Any], batch: Batch) -> Trial:
         """Compile a way of the step, and estimate or measure it. An error, or too little memory, is
         the `problem` of the trial that is returned. The processes of a run agree on it."""
-        trial = Trial(way, batch_size=count_examples(batch))
+        trial = Trial(way, batch_size=find_batch_size(batch))
         try:
             trial = self._compile(trial, batch)
         except Exception as error:  # of any kind: from the user's loss, or the compiler
             is_full = _OUT_OF_MEMORY in str(error)
             fits = False if is_full else trial.fits
-            trial = dataclasses.replace(trial, fits=fits, problem=_describe(error))
+            trial = dataclasses.replace(trial, fits=fits, problem=_describe_error(error))
         return _agree(trial) if processes.is_on_all_processes(self.mesh) else trial
 
     def _compile(self, trial: Trial, batch: Batch) -> Trial:
@@ -164,12 +165,12 @@ def _agree(trial: Trial) -> Trial:
     return trial
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def count_examples(batch: Batch) -> int | None:
+def find_batch_size(batch: Batch) -> int | None:
     """Return the length of the first axis of a batch, or None if its arrays have no axes."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), None)
 

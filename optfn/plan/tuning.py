@@ -20,7 +20,7 @@ from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.compilers.options import overlap_options
 from optfn.mesh.layout.sharding import sharded
-from optfn.plan.trial import NOT_COMPILED, Problem, Trial, count_examples, find_memory
+from optfn.plan.trial import NOT_COMPILED, Problem, Trial, find_batch_size, find_memory
 
 # Steps whose seconds differ by less are said to be equal, because estimates know no better.
 _EQUAL = 0.03
@@ -97,7 +97,8 @@ def tune(
     batch_sizes: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Compile a step in several ways, and return them in the order of the seconds of a step.
+    """Compile a step in several ways, and return them in the order of their seconds, or of examples
+    a second with `batch_sizes`, those that do not fit or fail last.
 
     Nothing is allocated without `measure`, and `mesh` may be of devices that you do not have, as
     `jax.experimental.topologies` describes them. A way that keeps more bytes than a device has is
@@ -148,7 +149,11 @@ def tune(
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
     memory = find_memory(mesh) if memory is None else memory
     problem = Problem(loss_fn, tx, params, mesh, options, model_state, memory, measure)
-    batches = [batch] if batch_sizes is None else [_resize(batch, n) for n in sorted(batch_sizes)]
+    batches = (
+        [batch]
+        if batch_sizes is None
+        else [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
+    )
     families = _list_ways(params, data_axes, workers) if ways is None else list(ways)
     rows: list[Trial] = []
     is_complete = False
@@ -168,8 +173,8 @@ def tune(
 
 
 def describe_way(way: Mapping[str, Any]) -> str:
-    """Return the options of a way in words, "whole" if nothing is divided. Compiler options are
-    shown without their values."""
+    """Return the options of a way in words, behind "whole" if it has no `shard`, and of
+    `compiler_options` the name alone."""
     words = [] if "shard" in way else ["whole"]
     words += [k if k == "compiler_options" else f"{k}={_show(v)}" for k, v in way.items()]
     return ", ".join(words)
@@ -216,7 +221,7 @@ def _vary(
     if not is_free:
         yield way
         return
-    examples = count_examples(batch)
+    examples = find_batch_size(batch)
     counts = [k for k in _MICROBATCHES if k == 1 or (examples or 0) % (k * workers) == 0]
     for k in counts:
         yield {**way, **({"microbatches": k} if k > 1 else {})}
@@ -227,7 +232,7 @@ def _vary(
         yield {**rows[-1].way, "compiler_options": extra}
 
 
-def _resize(batch: Batch, size: int) -> Batch:
+def _change_batch_size(batch: Batch, size: int) -> Batch:
     """Return the shapes of a batch with `size` examples. Scalars are returned unchanged."""
     size = checks.count("tune: batch_sizes", size)
 

@@ -70,8 +70,8 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int = 0) -> None:
-    """Warn if a schedule in an optimizer of optfn is negative or not finite during the run, or 0 in
-    all steps of a run that begins after step 0.
+    """Warn if the learning rate of an optimizer of optfn is negative or not finite in one of the
+    steps that are tried, or 0 in all of them in a run that begins after step 0.
 
     A warm-down that goes on below zero turns the direction round. A schedule goes on from the step
     of the state, so the schedule of a second phase may be over before it begins. We try nine steps,

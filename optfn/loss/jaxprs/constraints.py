@@ -39,10 +39,8 @@ from optfn.mesh.collectives.axes import to_axes
 
 
 def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Return fn(*args) without the sharding constraints of `fn` along bound axes.
-
-    A function without such constraints runs as it is. A function with constraints is traced again
-    from its beginning, after JAX has refused the first of them.
+    """Return fn(*args), or, if JAX refuses its sharding constraints along bound axes, trace it
+    again, drop them, and run the program that remains.
 
     Raises:
       ValueError: `fn` has shardings as types, which it can have along explicit axes only; or it has
@@ -61,8 +59,8 @@ def drop_bound_axes(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
 def _trace_with_constraints(
     error: ValueError, mesh: AbstractMesh, fn: Callable[..., PyTree], args: PyTree
 ) -> tuple[jex.ClosedJaxpr, PyTree]:
-    """Return the program of fn(*args), traced where the compiler handles all axes, and the shapes
-    of its results.
+    """Trace fn(*args) as if the compiler handled all axes, and return its program and the shapes of
+    its results, or raise an error that bound axes do not explain.
 
     What JAX refused shows in which of three other meshes the function can be traced.
 
@@ -97,9 +95,8 @@ def _trace_with_constraints(
 def _explain_refusal(
     error: ValueError, mesh: AbstractMesh, trace: Callable[[AbstractMesh], Any]
 ) -> ValueError | None:
-    """Return the error for a constraint that JAX refuses on other meshes too, with a remedy.
-
-    It is None if the function also fails without a mesh.
+    """Return a ValueError with a remedy if the function has shardings as types, or runs only
+    without a mesh, and None if it fails without a mesh too.
 
     Args:
       error: what JAX has raised.
@@ -138,7 +135,7 @@ def _explain_refusal(
 
 
 def _with_cause(error: ValueError, words: str) -> ValueError:
-    """Return a ValueError that says `words`, then JAX's own message, with JAX's error as its cause."""
+    """Return a ValueError of `words` and JAX's own message, with JAX's error as its cause."""
     explained = ValueError(f"{words}. JAX says: {error}")
     explained.__cause__ = error
     return explained
@@ -146,7 +143,10 @@ def _with_cause(error: ValueError, words: str) -> ValueError:
 
 @contextlib.contextmanager
 def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
-    """Name the constraints that JAX refuses only when it lowers a program for its devices.
+    """Turn a ValueError of the `with` block into one that names the first NamedSharding that JAX
+    refuses, or raise it unchanged if the traced program has none.
+
+    JAX refuses these constraints only when it lowers a program for its devices.
 
     Args:
       trace: returns the jaxpr of the program. It is called after an error.
@@ -176,8 +176,8 @@ def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
 def _find_constraints(
     program: Any, bound: Sequence[str]
 ) -> Iterator[tuple[Equation, NamedSharding]]:
-    """Yield the constraints of a program whose mesh does not have its bound axes as bound, each
-    with its sharding.
+    """Yield each equation, to any depth, that constrains an array by a NamedSharding whose mesh
+    does not have all bound axes as bound, with that sharding.
 
     Args:
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
@@ -199,6 +199,8 @@ def _has_types(program: Any) -> bool:
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array or a number, and whether it is weakly typed, without
+    its sharding."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
@@ -217,12 +219,15 @@ class _Binding:
         self._found: dict[int, tuple[Any, Any]] = {}
 
     def bind_program(self, x: Any) -> Any:
-        """Return a jaxpr with bound axes."""
+        """Return a jaxpr with bound axes in all its types, meshes and shardings, the same object
+        each time it is given the same jaxpr."""
         if id(x) not in self._found:
             self._found[id(x)] = x, self._rewrite(x)
         return self._found[id(x)][1]
 
     def _rewrite(self, program: Any) -> Any:
+        """Return a copy of a jaxpr, closed or not, with bound axes and without the constraints that
+        mean nothing."""
         jaxpr: Jaxpr = getattr(program, "jaxpr", program)
         values: dict[Variable, Atom] = {}
 
@@ -255,12 +260,14 @@ class _Binding:
         return program.replace(jaxpr=new) if isinstance(program, jex.ClosedJaxpr) else new
 
     def _literal(self, a: jex.Literal) -> jex.Literal:
+        """Return a literal with bound axes in its type."""
         # JAX keeps literals as a subclass of NumPy's array that has a type, with the old mesh.
         value = np.asarray(a.val) if isinstance(a.val, np.ndarray) else a.val
         return jex.Literal(value, self._type(a.aval))
 
     def _means_nothing(self, equation: Equation) -> bool:
-        """Tell whether an equation is a constraint on a mesh of which all axes are bound."""
+        """Tell whether an equation is a constraint on a mesh of which all axes are bound, and asks
+        for no layout in memory."""
         constraint = as_constraint(equation)
         if constraint is None or constraint.has_layout:
             return False
@@ -269,7 +276,8 @@ class _Binding:
         return is_on_mesh and set(sharding.mesh.axis_names) <= set(self._axes)
 
     def _param(self, x: Any) -> Any:
-        """Return a param of an equation with bound axes in its jaxprs, meshes and shardings."""
+        """Return a param of an equation with bound axes in its jaxprs, meshes and shardings, also
+        in tuples and lists, and any other param unchanged."""
         if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
             return self.bind_program(x)
         if isinstance(x, AbstractMesh | Mesh):
@@ -281,11 +289,14 @@ class _Binding:
         return type(x)(map(self._param, x)) if type(x) in (tuple, list) else x
 
     def _mesh(self, mesh: AbstractMesh | Mesh) -> AbstractMesh | Mesh:
+        """Return the abstract mesh with bound axes as manual ones, or a mesh with other axes, such
+        as the empty one, unchanged."""
         if mesh.axis_names != self._real.axis_names:  # such as the empty mesh
             return mesh
         return mesh.abstract_mesh.update_axis_types(dict.fromkeys(self._axes, AxisType.Manual))
 
     def _sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """Return a sharding on the mesh with bound axes, whose spec has these axes left out."""
         entries: list[Any] = []
         for entry in sharding.spec:
             if entry is not P.UNCONSTRAINED:
@@ -295,11 +306,13 @@ class _Binding:
         return NamedSharding(mesh, P(*entries), memory_kind=kind)
 
     def _type(self, aval: Any) -> Any:
+        """Return an abstract value with bound axes in its sharding, or unchanged if it has none."""
         sharding = getattr(aval, "sharding", None)
         return aval if sharding is None else aval.update(sharding=self._sharding(sharding))
 
     def _context(self, context: Any) -> Any:
-        """Return the context of an equation, such as its precision, on the mesh with bound axes."""
+        """Return the context of an equation, such as its precision, on the mesh with bound axes,
+        the same object for the same context."""
         if id(context) not in self._found:
             mesh: Any = self._mesh(context.cur_abstract_mesh)
             with context.manager, jax.sharding.use_abstract_mesh(mesh):

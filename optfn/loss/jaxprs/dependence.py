@@ -30,7 +30,8 @@ Marks: TypeAlias = list[bool]
 def find_dependent_leaves(
     fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]
 ) -> PyTree:
-    """Mark each leaf of fn(*args) that may depend on a marked leaf.
+    """Trace fn(*args) without running it, and return a tree of bools like its result, true for each
+    leaf that may depend on a marked leaf.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
@@ -46,7 +47,8 @@ def find_dependent_leaves(
 
 
 def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
-    """Return the marks of a jaxpr's outputs from those of its inputs. Literals have no mark."""
+    """Return for each output of a jaxpr whether it may depend on a marked input, which literals and
+    constants do not."""
     marked = bindings(jaxpr.invars, inputs)
 
     def marks(atoms: Sequence[Atom]) -> Marks:
@@ -60,7 +62,8 @@ def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
 
 
 def _mark_equation(equation: Equation, given: Marks) -> Marks:
-    """Mark an equation's results: by the functions inside of it, or else all of them."""
+    """Mark the results of an equation with a marked operand by the functions inside of it, one by
+    one for a barrier, and otherwise all of them."""
     if (call := as_call(equation)) is not None:
         return _mark_jaxpr(call.body, given)
     if (scan := as_scan(equation)) is not None:
@@ -75,7 +78,8 @@ def _mark_equation(equation: Equation, given: Marks) -> Marks:
 
 
 def _mark_scan(scan: Scan, given: Marks) -> Marks:
-    """Mark the results of a scan, its carry by a fixed point."""
+    """Mark the results of a scan by running marks through its body until those of the carry no
+    longer change."""
     constants, carry, elements = scan.split(given)
 
     def body(carry: Marks) -> Marks:
@@ -86,7 +90,8 @@ def _mark_scan(scan: Scan, given: Marks) -> Marks:
 
 
 def _mark_while(loop: While, given: Marks) -> Marks:
-    """Mark the carry of a while loop, by a fixed point."""
+    """Mark the carry of a while loop until the marks no longer change, and all of it if the
+    condition may depend on a marked value."""
     of_condition, of_body, carry = loop.split(given)
 
     def once(carry: Marks) -> Marks:
@@ -99,7 +104,8 @@ def _mark_while(loop: While, given: Marks) -> Marks:
 
 
 def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
-    """Return the carry's marks after which another iteration marks no more."""
+    """Add the marks of step(carry) to those of the carry until a step adds no more, and return
+    them."""
     while True:
         new = [a or b for a, b in zip(carry, step(carry), strict=True)]
         if new == carry:

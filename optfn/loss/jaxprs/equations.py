@@ -86,20 +86,22 @@ class Equations:
         return set(variables([*targets, *(a for e in equations for a in e.invars)]))
 
     def find_live_equations(self) -> list[Equation]:
-        """Return the equations that the outputs and side effects need, in order."""
+        """Return the equations that have side effects, or that the outputs or side effects depend
+        on, in order and without all others."""
         effects = [e for e in self.equations if e.effects]
         needed = self.find_equations([*self.outputs, *(a for e in effects for a in e.invars)])
         found = {id(e) for e in [*needed, *effects]}
         return [e for e in self.equations if id(e) in found]
 
     def evaluate(self, leaves: Sequence[Value]) -> PyTree:
-        """Return the result of the function, from the leaves of its arguments."""
+        """Run all equations on the leaves of the arguments, and return the result of the function
+        as a tree."""
         values = self.run(self.equations, bindings(self.inputs, leaves))
         return jax.tree.unflatten(self.structure, read(values, self.outputs))
 
     def retrace(self, overrides: Mapping[int, Override], values: Sequence[Value]) -> "Equations":
-        """Trace this program again, with the results of `overrides` in place of some equations, and
-        return the new program.
+        """Trace this program again, with `overrides` in place of some equations and with jitted
+        functions inlined, and return the new program.
 
         Args:
           overrides: as in `run`.
@@ -121,7 +123,8 @@ class Equations:
         overrides: Mapping[int, Override] | None = None,
         rule: Rule | None = None,
     ) -> Environment:
-        """Return the values of variables: `known`, the constants, and the results of `equations`.
+        """Run some equations, and return a new environment of `known`, the constants, and their
+        results.
 
         Args:
           equations: the equations to run, in order.
@@ -136,10 +139,8 @@ class Equations:
 def function_of_arrays(
     fn: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:
-    """Return `fn` as a function of the arrays among its arguments, and these arrays.
-
-    The remaining arguments, such as flags and sizes, are bound.
-    """
+    """Return `fn` as a function of the JAX arrays among its arguments, in a list, with all other
+    arguments, such as flags and sizes, bound, and that list."""
 
     def is_array(x: object) -> bool:
         return isinstance(x, jax.Array)
@@ -152,7 +153,8 @@ def function_of_arrays(
 
 
 def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
-    """Return `tree` with its chosen leaves replaced by `leaves`, in order."""
+    """Return `tree` with each leaf that `chosen` accepts replaced by the next of `leaves`, and with
+    all other leaves unchanged."""
     remaining = iter(leaves)
     return jax.tree.map(lambda x: next(remaining) if chosen(x) else x, tree)
 
@@ -173,12 +175,14 @@ def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
 
 
 def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
-    """Return an environment that gives variables these values: the inverse of `read`."""
+    """Return an environment that gives each variable the value at its place, the inverse of `read`,
+    and raise a ValueError if their numbers differ."""
     return dict(zip(names, values, strict=True))
 
 
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
-    """Return the results of an equation's primitive for other values of its arguments."""
+    """Run an equation's primitive, with its params and context, on other values of its arguments,
+    and return the list of its results."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
@@ -191,9 +195,8 @@ def run_equations(
     overrides: Mapping[int, Override] | None = None,
     rule: Rule | None = None,
 ) -> Environment:
-    """Run equations in order, add their results to `values`, and return it.
-
-    An equation runs by its override if it has one, else by `rule`, else by its primitive.
+    """Run equations in order, each by its override if it has one, else by `rule`, else by its
+    primitive, add their results to `values`, and return it.
 
     The arguments are the same as for `Equations.run`. Traced operations keep the lines and the
     named scopes of the equations, which errors and profiles show.
@@ -209,7 +212,8 @@ def run_equations(
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
-    """Run a jaxpr equation by equation, and the jitted functions in it the same way."""
+    """Run a jaxpr equation by equation, and the jitted functions in it the same way, but other
+    calls as one equation, and return its results."""
     values = bindings(closed.jaxpr.constvars, closed.consts)
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)

@@ -43,7 +43,8 @@ def count_product_flops(equation: Equation) -> float | None:
 
 
 def count_flops(equations: Iterable[Equation]) -> float:
-    """Return the FLOPs of equations: those of products, and 1 for each entry of any other result.
+    """Return the FLOPs of equations, which are those of products, 0 for moved entries, and 1 for
+    each entry of any other result.
 
     A scan counts all its turns, another loop one of them, and a cond its dearest branch.
     """
@@ -59,11 +60,12 @@ def count_flops(equations: Iterable[Equation]) -> float:
 
 
 def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
-    """Return the FLOPs of the products of a program on all devices, where a loop counts each of its
-    turns and the scope `left_out` counts nothing.
+    """Return the FLOPs of the products of a program on all devices, without recomputed ones, and
+    raise an UncountableError if its equations do not tell them.
 
-    Products that run again in the backward pass under `jax.checkpoint` do not count, nor do those
-    under the `jax.named_scope` called `left_out`. Inside `shard_map` each device counts.
+    A scan counts all its turns. Products that run again in the backward pass under `jax.checkpoint`
+    do not count, nor do those under the `jax.named_scope` called `left_out`. Inside `shard_map`
+    each device counts.
 
     Raises:
       UncountableError: a kernel, a loop of an unknown number of turns, or branches with different
@@ -93,7 +95,8 @@ def _add_up(
     count: Callable[[Equation], float | None],
     choose: Callable[[list[float]], float],
 ) -> float:
-    """Return the sum over equations, each as often as the devices together run it.
+    """Return the sum over equations, each as often as the devices together run it, with those
+    inside of an equation if `count` gives None for it.
 
     Args:
       equations: the equations.
@@ -112,6 +115,8 @@ def _add_up(
 
 
 def _count_convolution(x: Convolution) -> float:
+    """Return the FLOPs of a convolution, 2 for each multiply-add, without those on holes and
+    padding."""
     flops = 2.0 * x.examples * x.features * x.inputs
     for window in x.windows:
         flops *= count_pairs(
@@ -125,7 +130,8 @@ def count_pairs(
     size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
     apart: int = 1,
 ) -> int:  # fmt: skip
-    """Return how many pairs of a place of a kernel and an entry meet along a dimension.
+    """Return how many pairs of a place of a kernel and an entry meet along a dimension, without
+    places on holes or padding.
 
     Args:
       size: entries of the array.

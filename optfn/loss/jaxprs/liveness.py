@@ -37,12 +37,14 @@ class Live(NamedTuple):
 
 
 def find_live(jaxpr: Jaxpr) -> list[Live]:
-    """Return the equations that the results of a jaxpr need, also those inside of its equations."""
+    """Return the equations that the results or side effects of a jaxpr need, last ones first, each
+    followed by those inside of it."""
     return _follow(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
-    """Return which inputs the marked outputs need, and the equations that compute them."""
+    """Return which inputs the marked outputs and side effects need, and the equations that compute
+    them, with those inside, last ones first."""
     needed: set[Variable] = set()
 
     def need(atoms: Sequence[Atom], marks: Sequence[bool]) -> None:
@@ -61,7 +63,8 @@ def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
 
 
 def _enter(equation: Equation, marks: Marks) -> tuple[Marks, list[Live]]:
-    """Return which operands the marked results of an equation need, and the equations inside."""
+    """Return which operands the marked results of an equation need, and the equations inside, where
+    an equation of an unknown kind needs all operands."""
     if (call := as_call(equation)) is not None:
         return _follow(call.body, marks)
     if (scan := as_scan(equation)) is not None:
@@ -78,7 +81,8 @@ def _enter(equation: Equation, marks: Marks) -> tuple[Marks, list[Live]]:
 
 
 def _follow_scan(scan: Scan, marks: Marks) -> tuple[Marks, list[Live]]:
-    """Return which operands the marked results of a scan need: its carry by a fixed point."""
+    """Return which operands the marked results of a scan need, found by repeating its body until
+    the carry needs no more, and the equations inside."""
     body, last = scan.body.jaxpr, scan.num_constants + scan.num_carry
     carry, results = marks[: scan.num_carry], marks[scan.num_carry :]
     while True:

@@ -78,7 +78,8 @@ def name_of(equation: Equation) -> str:
 
 
 def _params_of(equation: Equation) -> Mapping[str, Any]:
-    """Return the params of the primitive that `name_of` names."""
+    """Return the params of an equation, or those of the primitive inside of it that `name_of` names
+    with some flags of JAX."""
     if name_of(equation) == equation.primitive.name:
         return equation.params
     params = equation.params["_prim"].params
@@ -89,12 +90,14 @@ def _params_of(equation: Equation) -> Mapping[str, Any]:
 
 
 def find_inner_jaxprs(equation: Equation) -> list[Jaxpr]:
-    """Return the jaxprs that an equation runs: bodies of loops, branches, calls."""
+    """Return the jaxprs that an equation runs, which are bodies of loops, branches and calls, or []
+    if it runs none."""
     return list(jex.jaxprs_in_params(_params_of(equation)))
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yield each equation of a jaxpr, and the equations of the jaxprs that it runs."""
+    """Yield each equation of a jaxpr, followed by the equations of the jaxprs that it runs, to any
+    depth."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in find_inner_jaxprs(equation):
@@ -116,7 +119,8 @@ class Call(NamedTuple):
 
 
 def as_call(equation: Equation) -> Call | None:
-    """Return the function that an equation calls, or None for an equation that calls none."""
+    """Return the function that an equation runs once on its operands, such as a jitted one or a
+    checkpoint, or None for any other equation."""
     name, params = name_of(equation), _params_of(equation)
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _CALLS or inner is None:
@@ -151,12 +155,14 @@ def name_of_value(equation: Equation) -> str | None:
 
 
 def is_composite(primitive: Any, params: Mapping[str, Any], name: str) -> bool:
-    """Tell whether a primitive with these params, as a policy gets them, is this composite."""
+    """Tell whether a primitive with these params, as a policy gets them, is the composite called
+    `name`."""
     return bool(primitive.name == "composite" and params["name"] == name)
 
 
 def is_recomputed(equation: Equation) -> bool:
-    """Tell whether the backward pass runs an equation again."""
+    """Tell whether an equation is one that a checkpoint runs again in the backward pass, by its
+    named scope."""
     return RECOMPUTED in str(equation.source_info.name_stack)
 
 
@@ -184,7 +190,8 @@ class Scan(NamedTuple):
 
 
 def as_scan(equation: Equation) -> Scan | None:
-    """Return the scan that an equation is, or None, also if its params have an unknown form."""
+    """Return the scan that an equation is, or None for any other equation and for a scan whose
+    params have an unknown form."""
     params = equation.params
     if equation.primitive.name != "scan":
         return None
@@ -242,6 +249,8 @@ def count_runs(equation: Equation) -> int:
 def _split(
     operands: Sequence[T], first: int, second: int
 ) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Return the first `first` operands, the `second` operands after them, and the remaining
+    ones."""
     end = first + second
     return operands[:first], operands[first:end], operands[end:]
 
@@ -272,7 +281,8 @@ def as_constraint(equation: Equation) -> Constraint | None:
 
 
 def has_sharding_as_type(equation: Equation) -> bool:
-    """Tell whether an equation gives its result a sharding as a type."""
+    """Tell whether an equation gives its result a sharding as a type, by a NamedSharding as
+    `out_sharding`."""
     return isinstance(equation.params.get("out_sharding"), NamedSharding)
 
 
@@ -280,12 +290,14 @@ def has_sharding_as_type(equation: Equation) -> bool:
 
 
 def keeps_entries(equation: Equation) -> bool:
-    """Tell whether an equation treats each entry of one array by itself, or does nothing."""
+    """Tell whether an equation is a cast, a copy, a name or a stopped gradient, which commutes with
+    a lookup of rows."""
     return name_of(equation) in (*_BY_ENTRY, "name")
 
 
 def is_same_on_layers(equation: Equation) -> bool:
-    """Tell whether an equation on an array and literals is the same on each layer of a stack."""
+    """Tell whether an equation is a cast, a copy or plain arithmetic without a sharding, which with
+    literals is the same on each layer of a stack."""
     return equation.primitive.name in _BY_LAYER and equation.params.get("sharding") is None
 
 
@@ -301,16 +313,13 @@ def as_cast(equation: Equation) -> Any:
 
 
 def as_transpose(equation: Equation) -> tuple[int, ...] | None:
-    """Return the order of the axes that an equation gives an array, or None if it is no transpose."""
+    """Return the order of the axes of a transpose, or None for any other equation."""
     return equation.params["permutation"] if equation.primitive.name == "transpose" else None
 
 
 def as_reshape(equation: Equation) -> tuple[int, ...] | None:
-    """Return the shape that an equation gives an array without moving its entries, or None for any
-    other equation.
-
-    It is None for another equation, and for a reshape that moves entries or has a sharding.
-    """
+    """Return the new shape if an equation is a reshape, or None for any other equation and for a
+    reshape that moves entries or has a sharding."""
     params = equation.params
     if equation.primitive.name != "reshape":
         return None
@@ -319,7 +328,8 @@ def as_reshape(equation: Equation) -> tuple[int, ...] | None:
 
 
 def is_barrier(equation: Equation) -> bool:
-    """Tell whether an equation returns its operands, in the same order."""
+    """Tell whether an equation is an `optimization_barrier`, which returns its operands unchanged
+    and in the same order."""
     return equation.primitive.name == "optimization_barrier"
 
 
@@ -351,8 +361,8 @@ class RowLookup(NamedTuple):
 
 
 def as_row_lookup(equation: Equation) -> RowLookup | None:
-    """Return the lookup of whole rows of the first operand that an equation is, or None for any
-    other equation."""
+    """Return the lookup if an equation reads whole rows of its first operand by a gather or a
+    slice, or None for any other equation."""
     name, params = equation.primitive.name, equation.params
     if not is_lookup(equation):
         return None
@@ -378,12 +388,14 @@ def as_row_lookup(equation: Equation) -> RowLookup | None:
 
 
 def is_lookup(equation: Equation) -> bool:
-    """Tell whether an equation reads parts of an array by indices."""
+    """Tell whether an equation is a gather or a slice, which reads parts of an array by indices,
+    whole rows or not."""
     return equation.primitive.name in _LOOKUPS
 
 
 def begins_product(equation: Equation) -> bool:
-    """Tell whether an equation may be the first of a product of matrices."""
+    """Tell whether an equation is a dense product of matrices, or a transpose, which may be the
+    first step of one."""
     return equation.primitive.name in ("dot_general", "transpose")
 
 
@@ -464,22 +476,26 @@ def is_kernel(equation: Equation) -> bool:
 
 
 def moves_entries(equation: Equation) -> bool:
-    """Tell whether an equation only moves the entries of an array, or repeats them."""
+    """Tell whether an equation is a reshape, broadcast, transpose or name, which only moves the
+    entries of an array or repeats them."""
     return name_of(equation) in _MOVES
 
 
 def is_never_written(equation: Equation) -> bool:
-    """Tell whether XLA computes the result of an equation in each fusion that reads it."""
+    """Tell whether XLA computes the result of an equation in each fusion that reads it, as of a
+    cheap elementwise one, and does not write it to memory."""
     return _has_only(_CHEAP, equation)
 
 
 def reads_within_fusion(equation: Equation) -> bool:
-    """Tell whether the operands of an equation need not be in memory."""
+    """Tell whether the operands of an equation need not be in memory, as those of an elementwise
+    equation or a reduction, which XLA fuses."""
     return _has_only(_FUSED, equation)
 
 
 def _has_only(names: frozenset[str], equation: Equation) -> bool:
-    """Tell whether an equation, or everything in a function that it calls, has these names."""
+    """Tell whether an equation has one of these names, or, for a jitted function or a custom JVP,
+    whether all equations inside have."""
     if name_of(equation) in ("custom_jvp_call", "jit", "pjit"):  # such as relu
         inner = find_inner_jaxprs(equation)
         return all(_has_only(names, e) for jaxpr in inner for e in jaxpr.eqns)
@@ -505,7 +521,8 @@ class CollectiveCall(NamedTuple):
     num_bytes: list[int]
 
     def count_sent(self, devices: int, needed: Sequence[bool]) -> float:
-        """Return the bytes that each of some devices sends in a ring for the results needed."""
+        """Return the bytes that each of `devices` devices sends in a ring for the results that are
+        needed, which depend on the way of the collective."""
         size = sum(n for n, is_needed in zip(self.num_bytes, needed, strict=True) if is_needed)
         share = (devices - 1) / devices * size
         return {
@@ -538,6 +555,7 @@ def as_collective(equation: Equation) -> CollectiveCall | None:
 
 
 def has_side_effects(equation: Equation) -> bool:
-    """Tell whether an equation does more than to return results, such as a print."""
+    """Tell whether an equation does more than return results, such as print, where to read the name
+    of a bound axis does not count."""
     # JAX marks what reads the name of a bound axis too.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)

@@ -32,8 +32,8 @@ def _is_inexact(x: Leaf) -> bool:
 
 
 def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:
-    """Return y, and the function from its cotangent to (gradient of weights,
-    cotangent of x), without integer leaves."""
+    """Run fn(weights, x, key), and return y and the function from the cotangent of y to (gradient
+    of weights, cotangent of x), without integer leaves."""
 
     def run(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
         y = fn(

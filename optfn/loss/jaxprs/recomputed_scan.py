@@ -52,7 +52,8 @@ class Order(NamedTuple):
         return self._replace(reverse=not self.reverse)
 
     def scan(self, body: Callable[..., Any], init: Any) -> Any:
-        """Return the results of a scan over the numbers of layers."""
+        """Run `lax.scan` over the numbers of the layers in this order, and return the last carry
+        and the stacked results."""
         # Layers are taken by their numbers: as elements of the scan, they would follow from the
         # counter of the loop, and XLA would expose the scatters again.
         numbers = jnp.arange(self.length)
@@ -66,7 +67,8 @@ def scan_recomputed(
     stacks: Sequence[Value],
     order: Order,
 ) -> list[Value]:
-    """Return the last carry of a scan and its stacked results, which the backward pass recomputes.
+    """Run a scan over stacked layers, and return its last carry and stacked results, with a
+    backward pass that gathers and recomputes each layer from its input.
 
     Forward-mode differentiation is an error, as it is for each gather of a param.
 
@@ -120,7 +122,8 @@ def scan_recomputed(
 
 
 def _take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:
-    """Return the layer with this number of each stack."""
+    """Return the layer with this number of each stack, as a ShardedParam if the stack is one, else
+    as an array."""
 
     def take(stack: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
@@ -131,11 +134,13 @@ def _take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:
 
 
 def _select_gradients(cotangents: Sequence[Any]) -> Arrays:
+    """Return the cotangents without those of integers, which have dtype float0."""
     return [g for g in cotangents if g.dtype != jax.dtypes.float0]
 
 
 def _as_cotangent(values: Any, gradients: Sequence[Any]) -> Any:
-    """Return a tree like `values` of the gradients of its inexact leaves, None for others."""
+    """Return a tree like `values` with the gradients, in order, in place of its inexact leaves, and
+    None in place of others."""
     remaining = iter(gradients)
     return jax.tree.map(
         lambda x: next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else None, values

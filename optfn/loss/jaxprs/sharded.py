@@ -59,7 +59,8 @@ def run_on_shards(equation: Equation, *operands: Value) -> list[Value]:
 
 
 def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
-    """Tell whether some equation is a scan over arrays, which `run_on_shards` would find."""
+    """Tell whether some equation is a scan over arrays, also inside of jitted functions and
+    checkpoints, which `run_on_shards` enters."""
     for equation in equations:
         scan = as_scan(equation)
         if scan is not None and scan.split(equation.invars)[2]:
@@ -87,17 +88,20 @@ class _Interpreter:
     by_name: bool
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-        """Return the results of a jaxpr, gathered, for its constants and arguments."""
+        """Run a jaxpr on its constants and arguments, and return its results, with each
+        ShardedParam among them gathered."""
         values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
         values = run_equations(jaxpr.eqns, values, rule=self.run_equation)
         return self.gather(read(values, jaxpr.outvars))
 
     def gather(self, operands: Iterable[Value]) -> list[Value]:
-        """Return operands, with the whole value in place of each ShardedParam."""
+        """Gather the whole value of each ShardedParam among the operands, and return all others
+        unchanged."""
         return gather_params(operands, self.by_name)
 
     def run_equation(self, equation: Equation, *operands: Value) -> list[Value]:
-        """Return the results of an equation: it waits, is entered, or gathers what it reads."""
+        """Run an equation as JAX does if no operand is a ShardedParam, else let it wait, enter the
+        function inside of it, or gather what it reads."""
         if not any(isinstance(x, ShardedParam) for x in operands):
             return bind(equation, *operands)
         if (waiting := _delay(equation, operands)) is not None:
@@ -148,7 +152,8 @@ class _BodyInterpreter(_Interpreter):
     """
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-        """Return the results of a jaxpr, gathered, for its constants and arguments."""
+        """Run the body of a scan, in checkpoints that keep all but gathered values between those of
+        the loss, and return its results, gathered."""
         values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
         together: list[Equation] = []
         for i, equation in enumerate(jaxpr.eqns):
@@ -165,7 +170,8 @@ class _BodyInterpreter(_Interpreter):
 
 
 def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None:
-    """Return a param with one more operation that waits, or None if an equation needs its value."""
+    """Return the operand with one more operation that waits, or None if an equation is no such
+    operation and needs the gathered value."""
     operation = Operation.of(equation)
     if operation is None:
         return None
@@ -175,7 +181,8 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
 
 
 def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None:
-    """Return `_delay` of an equation on these values, or None if it reads more than one param."""
+    """Return `_delay` of an equation that reads one variable, a ShardedParam, and None for any
+    other equation."""
     reads = variables(equation.invars)
     if len(reads) == 1 and isinstance(values.get(reads[0]), ShardedParam):
         return _delay(equation, read(values, equation.invars))
@@ -196,10 +203,8 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
-    """Tell whether the backward pass recomputes all of a body from its inputs.
-
-    It does so in a layer of `scan_layers`, and in a body that is one checkpoint without a policy.
-    """
+    """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
+    all of which the backward pass recomputes from its inputs."""
     names = [name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
@@ -211,8 +216,8 @@ def _is_recomputed(jaxpr: Jaxpr) -> bool:
 
 
 def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-    """Run a jaxpr, and return its results, where a checkpoint or jit that is all of it is run as
-    the equations inside.
+    """Run a jaxpr, but only the equations inside of a checkpoint or jit that is all of it, and
+    return its results, gathered.
 
     The caller puts a checkpoint around it, in place of the one left out.
     """
@@ -235,7 +240,8 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
 def _run_together(
     equations: Sequence[Equation], jaxpr: Jaxpr, later: Sequence[Equation], values: Environment
 ) -> None:
-    """Add the results of equations to `values`, in a checkpoint that keeps all but gathered ones.
+    """Run equations, in a checkpoint that keeps all but gathered values if they read a
+    ShardedParam, and add the results that are read later to `values`.
 
     Args:
       equations: equations without checkpoints.

@@ -42,10 +42,8 @@ class Shard(Protocol):
         """Return this array divided within each layer, or None if no dimension of a layer fits."""
 
     def group_layers(self, groups: int) -> "Shard | None":
-        """Return this array of divided layers as (groups, layers of a group, …).
-
-        None if the layers themselves are divided.
-        """
+        """Return this array of divided layers as (groups, layers of a group, …), or None if the
+        layers themselves are divided."""
 
     def layer(self, array: jax.Array) -> "Shard":
         """Return the shard of one layer of this array of divided layers."""
@@ -66,8 +64,8 @@ class Operation:
 
     @classmethod
     def of(cls, equation: Equation) -> "Operation | None":
-        """Return the transpose, reshape, or operation that is the same on each layer, of one
-        variable, that an equation is, or None for any other equation."""
+        """Return the operation if an equation is a transpose, a plain reshape, a cast or arithmetic
+        on one variable and literals, or None for any other equation."""
         order, sizes = as_transpose(equation), as_reshape(equation)
         is_known = order is not None or sizes is not None or is_same_on_layers(equation)
         is_unary = len(variables(equation.invars)) == 1
@@ -75,7 +73,8 @@ class Operation:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether it treats each entry of the array by itself."""
+        """Whether it treats each entry of the array by itself, as all but transposes and reshapes
+        do."""
         return self.order is None and self.sizes is None
 
     def apply(self, x: jax.Array) -> jax.Array:
@@ -119,10 +118,11 @@ class ShardedParam:
     operations: tuple[Operation, ...] = ()
 
     def gather(self) -> jax.Array:
-        """Return the whole value.
+        """Gather the whole array, apply the operations that wait, and return the result, where a
+        first cast to fewer bits is made before the array is sent.
 
-        A first cast to fewer bits is made before the array is sent; its gradient is reduced in the
-        dtype of the param, as if the array had been cast after it.
+        The gradient of that cast is reduced in the dtype of the param, as if the array had been
+        cast after it.
         """
         dtype = as_cast(self.operations[0].equation) if self.operations else None
         if dtype is not None and self._is_narrower(jnp.dtype(dtype)):
@@ -134,6 +134,7 @@ class ShardedParam:
         return x
 
     def _is_narrower(self, dtype: Any) -> bool:
+        """Tell whether a dtype is a floating-point one with fewer bytes than that of the shard."""
         is_smaller = dtype.itemsize < self.shard.array.dtype.itemsize
         return jnp.issubdtype(dtype, jnp.floating) and is_smaller
 
@@ -152,7 +153,8 @@ class ShardedParam:
         return whole
 
     def divide_within_layers(self, length: int) -> "ShardedParam | None":
-        """Return this stack of layers, divided within each layer, or None if a scan needs it whole.
+        """Return this stack divided within each layer, with its operations on one layer, or None if
+        it cannot be divided so and a scan needs it whole.
 
         Args:
           length: the number of layers.
@@ -186,7 +188,8 @@ def is_sharded_param(x: object) -> bool:
 
 
 def gather_params(operands: Iterable[Value], by_name: bool = False) -> list[Value]:
-    """Return operands, with the whole value in place of each ShardedParam."""
+    """Gather the whole value of each ShardedParam among the operands, by name for checkpoints if
+    `by_name`, and return all others unchanged."""
     whole = []
     for x in operands:
         if isinstance(x, ShardedParam):

@@ -29,8 +29,8 @@ class _MemoryUse(NamedTuple):
 def choose_segmentation(
     fns: Sequence[LayerFn], budget: int
 ) -> Callable[[Sequence[Params], PyTree], Segmentation]:
-    """Return a function that finds the segmentation for its arguments within the budget,
-    once for each of their shapes."""
+    """Return a function that finds the cheapest segmentation within the budget for its arguments,
+    by compiling trials once for their shapes, or raises a ValueError if none fits."""
     cache: dict[Any, Segmentation] = {}
 
     def segmentation_of(params: Sequence[Params], x: PyTree) -> Segmentation:
@@ -51,8 +51,8 @@ def choose_segmentation(
 def _find_segmentation(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> Segmentation:
-    """Return the cheapest segmentation found that takes at most `budget` bytes. Raise a ValueError
-    with the bytes needed if none does."""
+    """Return the cheapest segmentation found that takes at most `budget` bytes, or raise a
+    ValueError with the bytes needed if none does."""
     best, needed = _bisect_with_feedback(rotor, budget, measure)
     # Near the minimum the errors of the table matter, and a cut after each function may be best.
     *before, last = range(len(rotor.costs))
@@ -72,8 +72,8 @@ def _find_segmentation(
 def _bisect_with_feedback(
     rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
 ) -> tuple[Segmentation | None, int]:
-    """Return the first segmentation that measures at most `budget` bytes, and its bytes. If all
-    trials fail, return None and the bytes that are needed.
+    """Return the first of at most `MAX_TRIALS` segmentations that measures at most `budget` bytes,
+    and its bytes, or None and the bytes that are needed if all fail.
 
     This is a heuristic, since the table's prediction of the peak has an unknown error. The table
     predicts well by how much two segmentations differ, and less well how much each takes. Each
@@ -109,11 +109,11 @@ def _bisect_with_feedback(
 def _measure_memory(
     fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
 ) -> _MemoryUse:
-    """Return the bytes of the temporaries of the compiled gradient, or only of its residuals if the
-    temporaries cannot be measured.
+    """Compile the gradient and return the bytes of its temporaries, or trace it and return those of
+    its residuals if it cannot be compiled or XLA undoes recomputation.
 
-    Only residuals count if the compiler undoes recomputation, or if the functions cannot be
-    compiled outside of their context.
+    It cannot be compiled outside of its context if it has effects, as collectives do, or if mesh
+    axes are bound.
     """
 
     def run(params: Sequence[Params], x: PyTree, _: Key) -> PyTree:
@@ -149,8 +149,8 @@ def _temp_size(compiled: jax.stages.Compiled) -> int:
 
 @functools.cache
 def is_recomputation_kept() -> bool:
-    """Tell whether the default device's compiler keeps recomputation:
-    whether eight recomputed layers take less memory.
+    """Compile eight layers with and without recomputation, once for the process, and tell whether
+    the default device's compiler takes less memory with it.
 
     On a CPU, jaxlib 0.10 merges a computation and its recomputation outside of loops, so that no
     memory is freed.

@@ -21,8 +21,8 @@ ChainFn: TypeAlias = Callable[[Sequence[Params], PyTree], PyTree]
 def recompute_chain(
     fns: Sequence[LayerFn], segmentation_of: Callable[[Sequence[Params], PyTree], Segmentation]
 ) -> ChainFn:
-    """Return f([params1, …, paramsn], x), the chain run in the segments that `segmentation_of`
-    chooses."""
+    """Return f([params1, …, paramsn], x), which runs the chain in the segments that
+    `segmentation_of` chooses, but does not recompute a last one that ends in a scalar."""
 
     def run_segments(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):
@@ -46,7 +46,8 @@ def run_chain(
     params: Sequence[Params] | Mapping[int, Params],
     x: PyTree,
 ) -> PyTree:
-    """Run the functions of a segmentation in order. The backward pass recomputes each nested list.
+    """Run the functions of a segmentation in order, each nested list in a `jax.checkpoint`, which
+    the backward pass recomputes, and return the last result.
 
     `params` is a list, or a dict by the indices of the functions.
     """
@@ -63,14 +64,15 @@ def run_chain(
 
 
 def _is_loss_chain(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -> bool:
-    """Tell whether the chain returns a single scalar."""
+    """Tell whether the chain returns a single scalar, from shapes alone, without running it."""
     run = partial(run_chain, list(range(len(fns))), fns)
     y = jax.tree.leaves(jax.eval_shape(run, params, x))
     return len(y) == 1 and y[0].shape == ()
 
 
 def equal_segments(n: int, segments: str | int) -> Segmentation:
-    """Divide n functions into √n, n or a given count of segments, some longer by one."""
+    """Divide n functions into √n, n or a given count of nearly equal segments, and raise a
+    ValueError for another word or more segments than functions."""
     if isinstance(segments, str):
         if segments not in ("sqrt", "each"):
             raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")

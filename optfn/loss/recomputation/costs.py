@@ -28,10 +28,10 @@ from optfn.loss.recomputation.rotor import FunctionCosts
 def estimate_costs(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[FunctionCosts, PyTree]:
-    """Estimate the costs of `fn(params, x)` from its equations, without running it. Return them,
-    and the shapes of its result.
+    """Return the FLOPs and bytes of `fn(params, x)` and of its backward pass, estimated from its
+    equations without running it, and the shapes of its result.
 
-    The arguments are arrays or shapes. Nothing is computed.
+    The arguments are arrays or shapes.
     """
     forward, backward, y = _trace_passes(fn, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
@@ -68,7 +68,8 @@ def estimate_costs(
 def _trace_passes(
     fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
 ) -> tuple[Equations, Equations, PyTree]:
-    """Return the forward and the backward pass of `fn(params, x)`, and the shapes of its result.
+    """Trace the forward and the backward pass of `fn(params, x)` without running them, and return
+    the equations of both and the shapes of the result.
 
     The forward pass gives (result, residuals); the backward pass takes the residuals, and then the
     cotangents of the result.
@@ -96,7 +97,8 @@ def num_bytes(atoms: Iterable[Atom]) -> int:
 
 
 def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
-    """Return the variables in memory: results of expensive equations and their operands, `outputs`.
+    """Return the variables that XLA writes to memory, which are `outputs`, results of expensive
+    equations, and operands of equations that do not fuse.
 
     Cheap elementwise results are fused away.
     """
@@ -112,7 +114,8 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
 def _find_sources(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
-    """Return the materialized variables and inputs that fusions read to compute `targets`."""
+    """Return the variables in `written`, and the inputs, from which fusions compute `targets`,
+    where a target in `written` is its own source."""
     sources = set(targets)
     for equation in reversed(program.equations):
         for computed in sources.intersection(equation.outvars) - written:
@@ -127,8 +130,8 @@ def _peak_bytes(
     inputs: Iterable[Variable] = (),
     ignored: Collection[Variable] = (),
 ) -> int:
-    """Return the most bytes of materialized values alive at any of `equations`. Fused values take
-    none.
+    """Return the most bytes of values that are alive at once while `equations` run, where fused
+    values take none and a result may overwrite an operand.
 
     Args:
       equations: the equations, in the order of their run.

@@ -22,8 +22,8 @@ from optfn.loss.jaxprs.primitives import Atom, Equation, Variable, name_of_value
 
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of values as a tuple. Raise a TypeError unless they are a sequence of at least
-    one string."""
+    """Return names of values as a tuple, or raise a TypeError unless they are a sequence of at
+    least one string."""
     is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
     if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
         raise TypeError(f"{argument} must be a non-empty sequence of names; got {names!r}")
@@ -33,8 +33,8 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
-    """Return `fn`, cut into segments after the values of these names. The backward pass runs each
-    segment again, except one that ends in the loss.
+    """Return `fn`, cut into segments after the values of these names, which the backward pass runs
+    again, except a last one that ends in a scalar, the loss.
 
     Args:
       fn: the function.
@@ -76,8 +76,8 @@ class _Segment(NamedTuple):
 
 
 def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
-    """Return the segments of a program cut after its named values,
-    each with the variables that it reads and passes on."""
+    """Return the segments of a program cut after its named values, each with the variables that it
+    reads and those that later segments or the result read."""
     runs = _split_at_names(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []
@@ -103,11 +103,8 @@ def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> 
 
 
 def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
-    """Split equations after each named value. Consecutive names, as a tree's leaves have, make one
-    cut.
-
-    The last list has the equations after the last name.
-    """
+    """Split equations after each value of these names, where consecutive names, as a tree's leaves
+    have, make one cut, and names at the end make none."""
     runs: list[list[Equation]] = [[]]
     for equation in equations:
         after_name = bool(runs[-1]) and name_of_value(runs[-1][-1]) in names
@@ -118,8 +115,8 @@ def _split_at_names(equations: Sequence[Equation], names: Sequence[str]) -> list
 
 
 def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
-    """Raise a ValueError for a name that no value has. The error lists the names that values
-    have."""
+    """Raise a ValueError, which lists the names that values have, for a name that no value has
+    outside of loops, branches and custom derivatives."""
     known = dict.fromkeys(n for n in map(name_of_value, program.equations) if n is not None)
     for name in names:
         if name not in known:

@@ -20,7 +20,8 @@ def recompute(
     segments: str | int | None = None,
     memory_budget: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a function with the values and gradients of `fn` that takes less memory and more time.
+    """Return a function with the values and gradients of `fn` that takes less memory and more time,
+    because the backward pass runs segments of it again.
 
     Use it if the activations of a model do not fit in memory. There are two forms, and the
     functions that they return have different signatures:
@@ -101,8 +102,8 @@ def recompute(
 
 
 def _check_functions(fns: Any, option: str) -> tuple[LayerFn, ...]:
-    """Return the functions of a chain as a tuple. Raise a TypeError unless they are a list of one
-    or more."""
+    """Return the functions of a chain as a tuple, or raise a TypeError unless they are a list or
+    tuple of one or more functions."""
     if isinstance(fns, list | tuple) and fns and all(map(callable, fns)):
         return tuple(fns)
     raise TypeError(f"fn must be a list of functions (params, x) -> x with {option}; got {fns!r}")

@@ -40,13 +40,14 @@ class FunctionCosts(NamedTuple):
 
     @property
     def backward_peak_with_residuals(self) -> int:
-        """The most bytes alive in its backward, with the residuals."""
+        """The most bytes alive in its backward, with the residuals, and with its output if that is
+        one of them."""
         peak = self.residual_bytes + self.backward_peak
         return peak + self.output_bytes if self.output_is_residual else peak
 
 
 def list_functions(segmentation: Segmentation) -> list[int]:
-    """Return the indices of the functions in a segmentation, in order."""
+    """Return the indices of the functions in a segmentation, also in its nested lists, in order."""
     numbers: list[int] = []
     for x in segmentation:
         numbers += list_functions(x) if isinstance(x, list) else [x]
@@ -100,17 +101,18 @@ class Rotor:
 
     def find_segmentation(self, budget: float) -> Segmentation:
         """Return the segmentation with the fewest extra FLOPs within `budget` bytes, which must be
-        at least `min_bytes`."""
+        at least `min_bytes` and is not checked."""
         return self._find_best(0, len(self.costs) - 1, self._to_units(budget))
 
     def predict_bytes(self, budget: float) -> float:
-        """Return the fewest bytes that give the FLOPs of the best segmentation within `budget`."""
+        """Return the fewest bytes, by the table, with which a segmentation needs no more FLOPs than
+        the best one within `budget`."""
         flops = self.flops_by_memory[self._to_units(budget)]
         return int((self.flops_by_memory <= flops).argmax()) * self.unit
 
     def extra_flops(self, segmentation: Segmentation) -> float:
-        """Return the FLOPs that a segmentation recomputes:
-        of each nested segment, all forwards but the last, and its residuals."""
+        """Return the FLOPs that a segmentation recomputes, which are for each nested list all
+        forwards but the last and the last one's residuals, or 0 without lists."""
         total = 0.0
         for segment in (x for x in segmentation if isinstance(x, list)):
             *before, last = (self.costs[i] for i in list_functions(segment))
@@ -124,18 +126,16 @@ class Rotor:
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
     def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
-        """Return the FLOPs for each amount of memory, of which `occupied` bytes are taken: entry m
-        is `flops` at m less these, and ∞ for less than `peak` bytes."""
+        """Return FLOPs by memory, which at m bytes are `flops` at m less the `occupied` bytes, and
+        ∞ if m is less than `occupied` or `peak`."""
         shift = min(UNITS + 1, math.ceil(occupied / self.unit))
         shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf
         return shifted
 
     def _iterate_choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the choices for the beginning of the functions s to t, with their FLOPs by memory.
-
-        The choice s saves the residuals of s; a choice c > s recomputes s to c − 1.
-        """
+        """Yield each choice for the beginning of the functions s to t, s to save its residuals or c
+        > s to recompute s to c − 1, with FLOPs by memory."""
         cotangent, first = self.costs[t].output_bytes, self.costs[s]
         peak = max(
             first.backward_peak_with_residuals, cotangent + first.forward_peak_with_residuals
