@@ -128,8 +128,7 @@ def differentiate(
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
 
-    by_names = functools.partial(recompute_function, names=recompute or (), argument="recompute")
-    transform = None if recompute is None else by_names
+    transform = _recompute_between(recompute)
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         program = make_program(inputs)
@@ -152,6 +151,14 @@ def differentiate(
         return Values(loss, *rest), grads
 
     return functools.partial(drop_bound_axes, objective)
+
+
+def _recompute_between(names: Sequence[str] | None) -> Callable[..., Any] | None:
+    """Return the transformation of a loss whose backward pass recomputes what lies between named
+    values, or None without names."""
+    if names is None:
+        return None
+    return functools.partial(recompute_function, names=names, argument="recompute")
 
 
 def wrap_value_and_grad(

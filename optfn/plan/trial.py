@@ -67,8 +67,8 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """What all ways of a step have in common: the arguments of `tune`, checked."""
+class TuneArguments:
+    """The arguments of `tune` that all ways of a step share, checked."""
 
     loss_fn: LossFn | None
     tx: optax.GradientTransformation
@@ -154,15 +154,14 @@ def find_memory(mesh: Mesh) -> float | None:
 def _agree(trial: Trial) -> Trial:
     """Return a trial as all processes know it: with the longest time, and failed if one failed."""
     micros = 0 if trial.seconds is None else round(1e6 * trial.seconds)
-    found = processes.gather_values([micros, trial.problem != "", trial.fits is not False])
-    if np.any(found[:, 1]) and not trial.problem:
-        problem = f"failed in process {int(np.argmax(found[:, 1]))}"
-        trial = dataclasses.replace(trial, seconds=None, problem=problem)
-    if trial.fits is not None and not np.all(found[:, 2]):
+    found = processes.gather_values([micros, trial.problem != "", trial.fits is False])
+    slowest, failed, full = found.max(axis=0)
+    if full:
         trial = dataclasses.replace(trial, fits=False)
-    if trial.seconds is not None:
-        trial = dataclasses.replace(trial, seconds=float(found[:, 0].max()) / 1e6)
-    return trial
+    if failed:
+        problem = trial.problem or f"failed in process {int(np.argmax(found[:, 1]))}"
+        return dataclasses.replace(trial, seconds=None, problem=problem)
+    return dataclasses.replace(trial, seconds=slowest / 1e6 if slowest else None)
 
 
 def _describe_error(error: Exception) -> str:

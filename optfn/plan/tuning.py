@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.compilers.options import overlap_options
 from optfn.mesh.layout.sharding import sharded
-from optfn.plan.trial import NOT_COMPILED, Problem, Trial, find_batch_size, find_memory
+from optfn.plan.trial import NOT_COMPILED, Trial, TuneArguments, find_batch_size, find_memory
 
 # Steps whose seconds differ by less are said to be equal, because estimates know no better.
 _EQUAL = 0.03
@@ -148,24 +149,29 @@ def tune(
     data_axes = join_axes(options.get("data_axis", "data"))
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
     memory = find_memory(mesh) if memory is None else memory
-    problem = Problem(loss_fn, tx, params, mesh, options, model_state, memory, measure)
-    batches = (
-        [batch]
-        if batch_sizes is None
-        else [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
-    )
-    families = _list_ways(params, data_axes, workers) if ways is None else list(ways)
+    shared = TuneArguments(loss_fn, tx, params, mesh, options, model_state, memory, measure)
+    batches = [batch]
+    if batch_sizes is not None:
+        batches = [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
+    families = _list_ways(params, data_axes, workers) if ways is None else ways
     rows: list[Trial] = []
+
+    def attempt(examples: Batch, way: Mapping[str, Any]) -> Trial:
+        bar.announce(way)
+        rows.append(shared.try_way(way, examples))
+        bar.say(rows[-1])
+        return rows[-1]
+
     is_complete = False
     with contextlib.suppress(KeyboardInterrupt), _Progress(len(families), progress) as bar:
         for family in families:
             for examples in batches:
-                before = len(rows)
-                for way in _vary(family, rows, examples, mesh, workers, is_free=ways is None):
-                    bar.announce(way)
-                    rows.append(problem.try_way(way, examples))
-                    bar.say(rows[-1])
-                if all(row.fits is False for row in rows[before:]):
+                try_one = functools.partial(attempt, examples)
+                if ways is None:
+                    last = _try_family(try_one, family, find_batch_size(examples), mesh, workers)
+                else:
+                    last = try_one(family)
+                if last.fits is False:
                     break  # a larger batch does not fit either
             bar.advance()
         is_complete = True
@@ -176,20 +182,8 @@ def describe_way(way: Mapping[str, Any]) -> str:
     """Return the options of a way in words, behind "whole" if it has no `shard`, and of
     `compiler_options` the name alone."""
     words = [] if "shard" in way else ["whole"]
-    words += [k if k == "compiler_options" else f"{k}={_show(v)}" for k, v in way.items()]
+    words += [k if k == "compiler_options" else f"{k}={v!r}" for k, v in way.items()]
     return ", ".join(words)
-
-
-def _show(value: object) -> str:
-    """Return the `repr` of a value, of a record without the fields that have their defaults."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return repr(value)
-    given = [
-        f"{f.name}={getattr(value, f.name)!r}"
-        for f in dataclasses.fields(value)
-        if f.repr and getattr(value, f.name) != f.default
-    ]
-    return f"{type(value).__name__.lower()}({', '.join(given)})"
 
 
 def _list_ways(params: Params, data_axes: Axes, workers: int) -> list[dict[str, Any]]:
@@ -204,32 +198,25 @@ def _list_ways(params: Params, data_axes: Axes, workers: int) -> list[dict[str, 
     return [shard | packing for shard in shards for packing in packings]
 
 
-def _vary(
+def _try_family(
+    attempt: Callable[[Mapping[str, Any]], Trial],
     way: Mapping[str, Any],
-    rows: Sequence[Trial],
-    batch: Batch,
+    batch_size: int | None,
     mesh: Mesh,
     workers: int,
-    *,
-    is_free: bool,
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the ways of a family. The last of `rows` is what has become of the last one.
-
-    If the family `is_free`, it is the way with 1, 2, 4 and 8 microbatches until it fits, and then
-    with `overlap_options`, where the platform has some; else the way alone.
-    """
-    if not is_free:
-        yield way
-        return
-    examples = find_batch_size(batch)
-    counts = [k for k in _MICROBATCHES if k == 1 or (examples or 0) % (k * workers) == 0]
-    for k in counts:
-        yield {**way, **({"microbatches": k} if k > 1 else {})}
-        if rows[-1].fits is not False or rows[-1].problem == NOT_COMPILED:
+) -> Trial:
+    """Try a way with 1, 2, 4 and 8 microbatches until it fits, then also with `overlap_options`
+    where the platform has some, and return the last trial with XLA's own options."""
+    for k in _MICROBATCHES:
+        if k > 1 and (batch_size is None or batch_size % (k * workers)):
+            continue
+        trial = attempt({**way, "microbatches": k} if k > 1 else way)
+        if trial.fits is not False or trial.problem == NOT_COMPILED:
             break  # more microbatches keep as much
     extra = overlap_options(mesh)
-    if extra and rows[-1].is_usable:
-        yield {**rows[-1].way, "compiler_options": extra}
+    if extra and trial.is_usable:
+        attempt({**trial.way, "compiler_options": extra})
+    return trial
 
 
 def _change_batch_size(batch: Batch, size: int) -> Batch:
@@ -259,7 +246,7 @@ def _order(rows: Sequence[Trial], *, by_rate: bool) -> list[Trial]:
         ordered += sorted(equal, key=lambda row: len(row.way))
         remaining = remaining[len(equal) :]
     others = [row for row in rows if not row.is_usable]
-    return ordered + sorted(others, key=lambda row: (row.fits is False, row.kept is None))
+    return ordered + sorted(others, key=lambda row: row.fits is False)
 
 
 def _list_cells(row: Trial, above: Trial | None) -> tuple[str, ...]:

@@ -176,8 +176,9 @@ class StepArguments(StepOptions):
         if self.reduce_dtype is not None:
             dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
             object.__setattr__(self, "reduce_dtype", dtype)
-        for name, value in self.list_flags().items():
-            checks.flag(name, value)
+        for field in dataclasses.fields(self):
+            if field.type is bool:
+                checks.flag(field.name, getattr(self, field.name))
         if self.average_model_state and not self.model_state:
             raise ValueError("average_model_state=True needs model_state=True")
         checks.count("local_steps", self.local_steps)
@@ -252,11 +253,6 @@ class StepArguments(StepOptions):
             "and pass_step=True the index of the step, the last"
         )
         checks.check_signature("loss_fn", loss_fn, arguments, hint=hint)
-
-    def list_flags(self) -> dict[str, Any]:
-        """Return the options that must be True or False, by name."""
-        fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if f.type is bool}
 
     def list_given(self) -> dict[str, Any]:
         """Return the options that are not the default objects, by name."""

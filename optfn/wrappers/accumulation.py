@@ -80,11 +80,8 @@ def accumulate(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         _check_arguments(updates, state, params)
         call_weight = extra.pop("weight", None)
-        count, due, weight, excess = _count_call(state, every, call_weight)
-        # The mean is total/every, and a total of another weight is scaled here: for total/weight
-        # XLA's compiler for TPUs keeps a temporary of half the size.
-        share = jnp.where(due, every / jnp.where(weight == 0, 1, weight), 1.0)
-        add = partial(_add_to_total, state.micro_step == 0, share, call_weight)
+        call = _count_call(state, every, call_weight)
+        add = partial(_add_to_total, call.is_first, call.share, call_weight)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra)
 
@@ -97,14 +94,13 @@ def accumulate(
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
 
-        # A call without a weight counts 1, so that it is never without weight.
-        steps = due if call_weight is None else due & (weight != 0)
         updated, totals, inner_state = _step_if(
-            steps, step, totals, state.inner_state, (params, arrays)
+            call.steps, step, totals, state.inner_state, (params, arrays)
         )
-        micro_step = jnp.where(due, 0, count)
         shared, private = _split_totals(totals, state)
-        return updated, AccumulateState(micro_step, shared, private, inner_state, excess)
+        return updated, AccumulateState(
+            call.next_micro_step, shared, private, inner_state, call.excess
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -118,17 +114,38 @@ def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
         errors.check_shapes("accumulate", updates, "params", params)
 
 
-def _count_call(
-    state: AccumulateState, every: int, call_weight: jax.Array | float | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the number of calls since the last step, whether a step is due, the sum of their
-    weights, 1 for a call without one, and its excess over the number."""
+class _Call(NamedTuple):
+    """What a call of an accumulation is among the calls of its step.
+
+    is_first: whether it is the first of them.
+    steps: whether the optimizer steps in it: it is the last, and they have a weight.
+    next_micro_step: how many calls of the next call's step come before it.
+    share: the factor of the totals: `every` over the weight of the calls in the last, else 1.
+    excess: by how much the weight of the calls exceeds their number.
+    """
+
+    is_first: jax.Array
+    steps: jax.Array
+    next_micro_step: jax.Array
+    share: jax.Array
+    excess: jax.Array
+
+
+def _count_call(state: AccumulateState, every: int, call_weight: jax.Array | float | None) -> _Call:
+    """Return the place of a call in its step, with the weight 1 if it has none."""
+    is_first = state.micro_step == 0
     count = state.micro_step + 1
     due = count >= every  # a run that resumes with a smaller `every` may be beyond it
-    excess = jnp.where(state.micro_step == 0, 0, state.excess)
+    excess = jnp.where(is_first, 0, state.excess)
     if call_weight is not None:
         excess += jnp.asarray(call_weight, excess.dtype) - 1
-    return count, due, count.astype(excess.dtype) + excess, excess
+    weight = count.astype(excess.dtype) + excess
+    # The mean is total/every, and a total of another weight is scaled here: for total/weight
+    # XLA's compiler for TPUs keeps a temporary of half the size.
+    share = jnp.where(due, every / jnp.where(weight == 0, 1, weight), 1.0)
+    # A call without a weight counts 1, so that it is never without weight.
+    steps = due if call_weight is None else due & (weight != 0)
+    return _Call(is_first, steps, jnp.where(due, 0, count), share, excess)
 
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:

@@ -129,28 +129,28 @@ def test_failures_are_rows():
 
 
 def test_out_of_memory_does_not_fit(monkeypatch):
-    real = trial.Problem._measure
+    real = trial.TuneArguments._measure
 
     def measure(self, step, compiled, batch):
         if step.options.shard is None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
         return real(self, step, compiled, batch)
 
-    monkeypatch.setattr(trial.Problem, "_measure", measure)
+    monkeypatch.setattr(trial.TuneArguments, "_measure", measure)
     found = tuned(ways=[{}, {"shard": "state"}], measure=1)
     assert [row.fits for row in found.rows] == [None, False]
     assert found.best == {"shard": "state"}
 
 
 def test_an_interrupted_search_returns_what_is_known(monkeypatch):
-    real = trial.Problem.try_way
+    real = trial.TuneArguments.try_way
 
     def try_way(self, way, batch):
         if way.get("shard") == "params":
             raise KeyboardInterrupt
         return real(self, way, batch)
 
-    monkeypatch.setattr(trial.Problem, "try_way", try_way)
+    monkeypatch.setattr(trial.TuneArguments, "try_way", try_way)
     found = tuned(measure=1)
     assert not found.is_complete and len(found.rows) == 2
     assert str(found).endswith("interrupted: not all were tried")
@@ -207,14 +207,15 @@ def test_json_has_every_number_and_option():
 
 
 def test_processes_agree_on_the_slowest_and_on_failures(monkeypatch):
-    of_others = [[2_000_000, 0, 1], [1_000_000, 0, 1]]
+    of_others = [[2_000_000, 0, 0], [1_000_000, 0, 0]]
     monkeypatch.setattr(trial.processes, "gather_values", lambda own: np.array([*of_others, own]))
     assert trial._agree(row(1.5)).seconds == 2.0
-    of_others[1] = [0, 1, 1]
+    of_others[1] = [0, 1, 0]
     agreed = trial._agree(row(1.5))
     assert (agreed.seconds, agreed.problem) == (None, "failed in process 1")
-    of_others[1] = [0, 0, 0]
+    of_others[1] = [0, 0, 1]
     assert trial._agree(row(1.5, fits=True)).fits is False
+    assert trial._agree(row(None, problem="it fails here alone")).fits is False
 
 
 def test_progress_has_a_line_for_each_way(capsys):

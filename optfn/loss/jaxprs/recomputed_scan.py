@@ -17,7 +17,6 @@ first have none before them: of the 7B on 8 H100s 0.4 ms of a layer are exposed.
 layer ahead would save 2 % of the step.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -114,8 +113,8 @@ def scan_recomputed(
         of_results = _select_gradients(cotangents[len(inputs) :])
         zeros = [jnp.zeros_like(x) for x in select_inexact_leaves(constants)]
         (of_init, sums), of_stacks = order.turn().scan(body, (of_carry, zeros))
-        of_inputs = (constants, sums), (inputs, of_init), (stacks, of_stacks)
-        return tuple(itertools.starmap(_as_cotangent, of_inputs))
+        pairs = (constants, sums), (inputs, of_init), (stacks, of_stacks)
+        return tuple(_as_cotangent(values, gradients) for values, gradients in pairs)
 
     scan.defvjp(forward, backward)
     return list(scan(constants, init, list(stacks)))

@@ -60,6 +60,12 @@ class Sharded:
     reduce: Compressor | None = None
     reduce_dtype: DType | None = None
 
+    def __repr__(self) -> str:
+        """Return the call of `sharded` that makes it, without default arguments."""
+        options = [field.name for field in dataclasses.fields(self)[1:]]
+        given = [f"{name}={getattr(self, name)!r}" for name in options if getattr(self, name)]
+        return f"sharded({', '.join([repr(self.kind), *given])})"
+
     @property
     def is_gathered_once(self) -> bool:
         """Whether params are gathered once in a step, because this is asked for, or because packets
