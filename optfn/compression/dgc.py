@@ -294,7 +294,7 @@ def _accumulate_and_send_shards(
         structure.unflatten(velocity),
         state.local_velocity._replace(value=structure.unflatten(u)),
         state.residual._replace(value=structure.unflatten(v)),
-        regularization,
+        optax.tree.where(nonfinite, state.regularization, regularization),
         state.exchanged,
     )
 

@@ -34,8 +34,8 @@ def mask_untrained(name: str, real_only: str, params: Params) -> Params:
 def enter(
     name: str, real_only: str, updates: Updates, params: Params | None
 ) -> tuple[Updates, Params | None, Callable[[Updates], Updates]]:
-    """Cast gradients and params to float32 or wider, mask leaves that are not trained, and return
-    both with a function that casts updates back.
+    """Cast gradients and params to the params' dtypes, at least float32, mask leaves that are not
+    trained, and return both with a function that casts updates back.
 
     Args:
       name: the name of the transformation in errors.

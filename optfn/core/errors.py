@@ -243,8 +243,8 @@ def check_entering(
 
 
 def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
-    """Raise a ValueError unless `updates` has the structure of `like`, named `source`, and the same
-    shapes, and a TypeError for a complex gradient of a real leaf.
+    """Raise a ValueError unless `updates` has the structure of `like`, named `source`, and its
+    shapes where neither is masked, and a TypeError for a complex gradient of a real leaf.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.

@@ -156,12 +156,16 @@ class Program:
         self.num_partitions = int(partitions[1]) if partitions else 1
         self.is_scheduled = "is_scheduled=true" in head_line
         self.has_cycles = '"estimated_cycles":' in text
+        # A field of xla::cpu::BackendConfig, in kernels that run on several threads.
+        self._has_threads = '"outer_dimension_partitions":' in text
 
     @property
-    def has_bare_arithmetic(self) -> bool:
-        """Whether products or sums of its entry lie outside of fusions, as a CPU's compiler leaves
-        them. The compiler of a GPU makes a fusion or a call of a library of each."""
-        return any(x.opcode in _ARITHMETIC for x in self.computations[self.entry].values())
+    def is_for_cpu(self) -> bool:
+        """Whether kernels of its text run on threads, or products or sums of its entry lie outside
+        of fusions, as the compiler of a CPU leaves them. That of a GPU makes a fusion or a call of
+        a library of each. The text of a CPU's program with one small kernel has neither mark."""
+        entry = self.computations[self.entry].values()
+        return self._has_threads or any(x.opcode in _ARITHMETIC for x in entry)
 
     def inside(self, x: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """Yield each instruction of the computations that x calls, with its computation, and of

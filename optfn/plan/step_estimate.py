@@ -152,7 +152,7 @@ def estimate_step(
             'estimate_step: text names no chip; pass chip="h100", or chip="v5e:4x4" with the slice'
         )
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    if constants.name in CHIPS and constants.clock is None and program.has_bare_arithmetic:
+    if constants.name in CHIPS and constants.clock is None and program.is_for_cpu:
         raise make_cpu_error()
     places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
     schedule = Schedule(program, constants, _make_links(program, constants, places).time)

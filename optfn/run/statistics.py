@@ -33,14 +33,16 @@ def estimate_statistics(
     rng: bool | int | jax.Array = False,
     only: Pattern | None = None,
 ) -> PyTree:
-    """Return the model state with the batch statistics of params estimated by running the loss on
-    `batches`, as torch's `update_bn` does, and its other arrays unchanged.
+    """Run the loss on `batches` and return the model state with the mean of the batch statistics,
+    each batch weighted by its examples, and with its other arrays unchanged.
 
         s = ∑ nᵦ·xᵦ/∑ nᵦ    xᵦ the statistics of batch b, nᵦ its examples
 
     Averaged params need statistics of their own (`exponential_moving_average`, `model_average`):
     those of the last params belong to other activations. With `evaluate_average`, `minimize`
     averages the statistics too; this function is for where you do not want an average of them.
+
+    torch's `update_bn` weights all batches alike.
 
     A model returns m·s + (1 − m)·xᵦ for statistics s. From its results for 0 and for 1 we find m
     and xᵦ, so the momentum of the model does not matter, and statistics from before do not count.

@@ -323,9 +323,7 @@ def _keep_skipped_model_state(
     has_advanced = map(operator.ne, _find_skip_counters(before.opt_state), counters)
     reasons = [*has_advanced] + ([] if skip is None else [skip])
     skipped = functools.reduce(jnp.logical_or, reasons)
-    return jax.tree.map(
-        lambda old, new: jnp.where(skipped, old, new), before.model_state, model_state
-    )
+    return optax.tree.where(skipped, before.model_state, model_state)
 
 
 def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:

@@ -54,8 +54,7 @@ def select_unless_skipped(
             return u.map(update)
         return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
 
-    state = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, before)
-    return tree.map_arrays(update, updates), state
+    return tree.map_arrays(update, updates), optax.tree.where(skip, before, after)
 
 
 @without_frozen

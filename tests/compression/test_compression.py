@@ -344,12 +344,15 @@ def test_attributes_of_parameters():
     ("bad", "begin"), [(np.nan, 0), nightly(np.nan, 9), (np.inf, 9), nightly(np.inf, 0)]
 )
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
-    """One bad element on one worker: parameters and state stay, the skip is counted."""
+    """One bad element on one worker: params and state, that of the penalty too, are unchanged, and
+    the skip is counted."""
     params = {"w": normal(0, 300), "b": -np.zeros(3, np.float32)}
     g = {"w": normal(1, N, 300), "b": normal(2, N, 3)}
     spoiled = {k: x.copy() for k, x in g.items()}
     spoiled["w"][2, 7] = bad
-    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=begin, sparsity=(0.98,), min_size=100)
+    ramp = {"rampup_begin_step": begin, "sparsity": (0.98,)}
+    counting = optax.scale_by_schedule(lambda step: 1.0 + step)  # a penalty that has a state
+    tx = optfn.dgc_momentum(LR, 0.9, min_size=100, regularization=counting, **ramp)
     (p1, s1), (p2, s2), (p3, s3) = follow(tx, params, [g, spoiled, g])
     for before, after in ((p1, p2), (s1[0]._replace(skipped=0), s2[0]._replace(skipped=0))):
         chex.assert_trees_all_equal(before, after)

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from optfn.distributed import Chip, StepEstimate, estimate_step
@@ -134,7 +135,10 @@ def test_what_cannot_be_estimated():
 
 
 def test_a_program_of_a_cpu_has_no_schedule_to_read():
-    compiled = jax.jit(lambda x: x * 2).lower(1.0).compile()
+    def multiply(x):
+        return x @ jnp.tanh(x @ x)
+
+    compiled = jax.jit(multiply).lower(jnp.ones((512, 512))).compile()
     for chip in (None, "h100"):
         with pytest.raises(ValueError, match="compiled for CPUs"):
             estimate_step(compiled, chip)

@@ -165,8 +165,9 @@ def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
 
     def by_largest(arrays: list[jax.Array]) -> jax.Array:
         # A maximum keeps NaN.
-        largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
-        return ~jnp.all(jnp.isfinite(jnp.stack(largest)))
+        largest = [jnp.max(jnp.abs(x)) for x in arrays]
+        wide = jnp.result_type(jnp.float32, *largest)
+        return ~jnp.all(jnp.isfinite(jnp.stack([x.astype(wide) for x in largest])))
 
     found = [x for x in arrays if x.size]
     return call_for_platform(by_bits, by_largest, found) if found else jnp.asarray(False)
