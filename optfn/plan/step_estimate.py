@@ -126,9 +126,9 @@ def estimate_step(
     Args:
       compiled: the result of `step.lower(...).compile()`, or its `as_text()`.
       chip: None to recognise the chip by the devices of the program; a name: "v5e", "v5p", "v6e",
-        "h100", for text of a TPU also with its slice, "v5e:4x4"; or a `Chip` of constants. Text
-        does not say where its devices are: they count as JAX lists them, by hosts, and `data_mesh`
-        has another order where the torus has rings. A compiled program has its order.
+        "h100", "h200", for text of a TPU also with its slice, "v5e:4x4"; or a `Chip` of constants.
+        Text does not say where its devices are: they count as JAX lists them, by hosts, and
+        `data_mesh` has another order where the torus has rings. A compiled program has its order.
 
     Raises:
       ValueError: for a program of CPUs, whose compiler schedules no communication; for text without

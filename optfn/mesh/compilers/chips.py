@@ -80,20 +80,22 @@ class Chip:
 # Latency: an assumption, about 1 μs a hop in the same book.
 # H100: NVIDIA's data sheet of the SXM5: 989 TFLOP/s, 3.35 TB/s, 18 links of 25 GB/s in one
 # direction, and in a DGX a ConnectX-7 of 400 Gbit/s for each GPU. Assumptions: 0.8 of links and
-# network, 5 μs, and 0.75 of the peak for products.
+# network, 5 μs, and 0.75 of the peak for products. H200: the data sheet of the SXM5.
 _REACHED_BY_NCCL = 0.8
+_H100 = Chip(
+    "h100", 989e12, 3.35e12, 25e9 * _REACHED_BY_NCCL, 18, 5e-6, efficiency=0.75,
+    node=8, network=50e9 * _REACHED_BY_NCCL, memory=80e9,
+)  # fmt: skip
 CHIPS = {
     "v5e": Chip("v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16, memory=16e9),
     "v5p": Chip("v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4, memory=95e9),
     "v6e": Chip("v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16, memory=32e9),
-    "h100": Chip(
-        "h100", 989e12, 3.35e12, 25e9 * _REACHED_BY_NCCL, 18, 5e-6, efficiency=0.75,
-        node=8, network=50e9 * _REACHED_BY_NCCL, memory=80e9,
-    ),
-}  # fmt: skip
+    "h100": _H100,
+    "h200": dataclasses.replace(_H100, name="h200", hbm=4.8e12, memory=141e9),
+}
 # As `device.device_kind` names them. Other H100s, of PCIe and NVL, have other constants.
 _KINDS = {
-    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
     "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e",
 }  # fmt: skip
