@@ -345,9 +345,14 @@ def ways(model: str, topology: str) -> list[str]:
         for name, x in divisions(model).items()
         if math.prod(x.inner.values()) <= chips and not (name == IN_NODES and ":" in topology)
     ]
-    with_options = {"1x8x1": "FSDP", "v5e:4x4": "FSDP", "8x8x1": IN_NODES}
-    options = [with_options[topology] + OPTIONS] if topology in with_options else []
-    return [*found, "GSPMD", *sparse, *(options if model in LLAMAS else [])]
+    with_options = {
+        "1x8x1": ["FSDP", "GSPMD"],
+        "8x8x1": ["FSDP", IN_NODES, "GSPMD"],
+        "v5e:4x4": ["FSDP", "GSPMD"],
+        "v5e:16x16": ["FSDP", "GSPMD"],
+    }
+    options = [way + OPTIONS for way in with_options.get(topology, []) if model in LLAMAS]
+    return [*found, "GSPMD", *sparse, *options]
 
 
 def target_of(topology: str) -> targets.Target:

@@ -1,4 +1,5 @@
-"""What MkDocs does not do by itself: pages from outside docs/, notebooks, links, equations."""
+"""What MkDocs does not do by itself: pages from outside docs/, notebooks, links, equations, and
+the order of what the search finds."""
 
 import posixpath
 import re
@@ -23,6 +24,10 @@ RESULTS = sorted(Path(__file__).parents[1].glob("benchmarks/results/*.md"))
 PAGES |= {f"benchmarks/results/{page.name}": f"benchmarks/{page.name}" for page in RESULTS}
 SOURCES = {place: source for source, place in PAGES.items()}
 ROW = re.compile(r"^(\| \w+ \|)((?:\\\||[^|\n])+=(?:\\\||[^|\n])+)(\|.*)$", re.MULTILINE)
+# Pages that the search shows after those that explain, since they have the words of most questions.
+SEARCHED_LAST = dict.fromkeys(
+    ("reference/", "benchmarks", "changelog", "contributing", "faults-tried"), 0.1
+) | {"reference/errors": 0.7}  # a whole message still finds it
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?=[#)])")
 
 
@@ -40,6 +45,9 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Expand `::: package.*`, and turn links that hold in the repository into those of the site."""
     place = page.file.src_uri
+    for beginning, boost in SEARCHED_LAST.items():
+        if place.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     folder = posixpath.dirname(SOURCES.get(place, f"docs/{place}"))
 
     def moved(link):

@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 import optfn
 from examples import text, transformer
 
-BATCH = 4  # many small steps learn most in a given time here
+# Many small steps learn most in a given time here, and take as many examples a second as large ones
+# (benchmarks/studies/tune_examples.py).
+BATCH = 4
 CONFIG = transformer.Config()
 
 

@@ -4,7 +4,9 @@
 
 Users, items and hours have ids of 64 bits, which `optfn.sparse.hash_ids` turns into rows. The
 embeddings are trained by lazy Adam, the weights of the wide part by FTRL with l1, which leaves the
-weights of features without effect exactly 0. Devices of the CPU stand for real ones.
+weights of features without effect exactly 0. Devices of the CPU stand for real ones. At this size
+`shard="params"` is three times as fast (benchmarks/studies/tune_examples.py), but it gathers whole
+tables, as no device could that is too small for them, and gradients of all rows make Adam dense.
 
 The log is synthetic: its users and items are drawn by Zipf's law, its clicks with a probability
 that is known. The area under the ROC curve (AUC) of this probability on the held-out part is the

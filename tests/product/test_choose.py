@@ -1,4 +1,4 @@
-"""The numbers in docs/choose.md and wrappers.md are those of shapes and of compiled programs."""
+"""The numbers in choose.md, which-way.md and wrappers.md are those of shapes and programs."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ import optfn
 
 N = 8
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "choose.md").read_text()
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("choose", "which-way"))
 SIZE = 1 << 19  # elements, so that step counters and flags do not count
 close = pytest.approx
 
@@ -115,7 +115,9 @@ def test_bytes_on_the_link(row):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("row", table("A way of splitting a model"), ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row", table("Without a compiler: what a way keeps and sends"), ids=lambda row: row[0]
+)
 def test_bytes_of_a_way_of_splitting(row):
     """The plan for each row, and what the compiled step takes and sends."""
     names = vars(optfn.distributed)
@@ -131,7 +133,9 @@ def test_bytes_of_a_way_of_splitting(row):
         assert sent(program) / w.size == close(found[2], rel=0.2)
 
 
-@pytest.mark.parametrize("row", table("A way of splitting a model", 1), ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row", table("Without a compiler: what a way keeps and sends", 1), ids=lambda row: row[0]
+)
 def test_idle_time_of_a_pipeline(row):
     plan = eval(code(row[0])[0])
     assert plan.bubble == close(float(row[1]), rel=0.01)
@@ -149,7 +153,9 @@ def products(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("row", table("Memory for activations")[1:], ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row", table("Without a compiler: what a way keeps and sends", 2)[1:], ids=lambda row: row[0]
+)
 def test_flops_of_recomputation(row):
     """Matrix products of the gradient of a deep chain, over those without recomputation."""
     n, width = 9, 8

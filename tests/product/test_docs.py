@@ -1,5 +1,6 @@
 """The programs in README.md and in docs/ run, as they are printed; links and names hold."""
 
+import ast
 import html
 import json
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from questions import QUESTIONS
 
 import optfn
 from benchmarks import targets
-from docs import crosslinks, equations, notebooks, tables
+from docs import crosslinks, equations, errors, notebooks, tables
 from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
+from docs.search import Search
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -259,10 +262,75 @@ def test_docs_examples_and_benchmarks_need_no_path_of_pytest():
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site, and the exit status of the build."""
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(place)]
+    built = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return place, built.returncode
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    return Search(json.loads((site[0] / "search" / "search_index.json").read_text()))
+
+
+def test_the_site_builds_without_a_warning(site):
     """mkdocs.yml is strict: links, anchors, docstrings, pages outside the navigation."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    page = (tmp_path / "reference" / "optimizers" / "index.html").read_text()
+    place, status = site
+    assert status == 0
+    page = (place / "reference" / "optimizers" / "index.html").read_text()
     assert "√(1 − β₂ᵗ)/(1 − β₁ᵗ)" in page and "<blockquote>" not in page
+
+
+def test_each_question_finds_its_page_among_the_first_three(search):
+    lost = {}
+    for question, answers in QUESTIONS.items():
+        pages = [page.strip("/") for page in search.pages(question)]
+        if not {*answers.split()}.intersection(pages[:3]):
+            ranks = {x: pages.index(x) + 1 if x in pages else None for x in answers.split()}
+            lost[question] = f"{ranks}, after {pages[:3]}"
+    assert not lost, "\n".join(f"{question}: {where}" for question, where in lost.items())
+
+
+def test_a_question_of_no_page_finds_none(search):
+    assert search.pages("zzyzx") == []
+
+
+def test_a_message_finds_the_page_of_errors(search):
+    long = [text for text in errors.messages() if len(errors.order(text).split()) > 12]
+    assert len(long) > 50
+    asked = [text.replace("…", " ") for text in long]
+    assert [text for text in asked if "reference/errors/" not in search.pages(text)[:3]] == []
+
+
+MESSAGE = re.compile(r"^\| (`+) ?(.+?) ?\1 \| (.+) \|$", re.MULTILINE)
+
+
+def test_each_warning_and_error_of_the_code_has_a_line_in_order():
+    """`docs.errors` says which errors are listed; each row tells its remedy, and leads to more."""
+    rows = MESSAGE.findall(PAGES["reference/errors.md"].read_text())
+    listed = [message for _, message, _ in rows]
+    code = errors.messages()
+    assert code.difference(listed) == set(), "new in the code"
+    assert set(listed).difference(code) == set(), "no longer in the code"
+    assert listed == sorted(code, key=errors.order)
+    for _, message, remedy in rows:
+        words, link = re.fullmatch(r"(.+) \[[^]]+\]\(([\w/#.-]+\.md[\w#-]*)\)", remedy).groups()
+        assert len(words.split()) <= 20, message
+        assert (DOCS / "reference" / link.partition("#")[0]).is_file(), message
+
+
+@pytest.mark.parametrize("spoken", ["warn({!r})", "raise ValueError({!r})", "x = {!r}\nwarn(x)"])
+def test_messages_are_found_where_code_says_them(spoken):
+    warnings, raised = errors.said(ast.parse(spoken.format("no step. Pass steps=")))
+    assert [errors.first_sentence(text) for text in warnings + raised] == ["no step"]
+    assert (raised == []) == ("warn" in spoken)
+
+
+def test_a_message_has_an_ellipsis_for_what_is_inserted():
+    call = ast.parse('checks.warn(f"{a}{b}: step {n} of " + words + ". Stop it")')
+    message = errors.first_sentence(errors.said(call)[0][0])
+    assert message == "…: step … of …"
+    assert errors.order(message) == "step of"
