@@ -9,7 +9,8 @@ process leaves without a word after step 4. The other words print a line each, i
 what was found; their files lie in DIRECTORY/WORD. "sharded" trains three times: with the state, the
 params and a table spread over the processes. "two_levels" trains with params divided over the
 devices of each process, which is one worker. "nonfinite" trains with a NaN in a batch, and resumes.
-"unlike" makes the mistakes of a program for one process.
+"unlike" makes the mistakes of a program for one process. "tuned" tries three ways, of which one
+fails in the last process alone.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from optfn.distributed import (
     rescale_residuals,
     sharded,
     top_k,
+    tune,
 )
 
 
@@ -216,6 +218,23 @@ def make_mistakes(directory):
     return found
 
 
+def tune_ways(directory):
+    """Return what `tune` finds in this process."""
+
+    def loss(params, batch):
+        if len(batch) == 3 and jax.process_index() == jax.process_count() - 1:
+            raise ValueError("no batch of three here")
+        return loss_fn(params, batch)
+
+    params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
+    ways = [{"microbatches": 2}, {"shard": "params"}, {}]
+    batch = jax.ShapeDtypeStruct((12, 50), np.float32)
+    tuning = tune(
+        loss, optfn.adam(0.1), params, batch, data_mesh(), ways=ways, measure=3, progress=False
+    )
+    return [[dict(row.way), row.seconds, row.problem] for row in tuning.rows]
+
+
 def gathered(params):
     """Return arrays in one row of numbers, whole on every device."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -238,6 +257,7 @@ RUNS = {
     "sharded": lambda d: [train_sharded(kind, d) for kind in ("state", "params", "tables")],
     "nonfinite": train_nonfinite,
     "unlike": make_mistakes,
+    "tuned": tune_ways,
     "two_levels": lambda d: two_levels(jax.local_device_count()),
 }
 

@@ -1,9 +1,10 @@
 """One way of a training step: compiled from shapes, then estimated, or measured on devices."""
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -82,23 +83,30 @@ class TuneArguments:
     def try_way(self, way: Mapping[str, Any], batch: Batch) -> Trial:
         """Compile a way of the step, and estimate or measure it. An error, or too little memory, is
         the `problem` of the trial that is returned. The processes of a run agree on it."""
-        trial = Trial(way, batch_size=find_batch_size(batch))
+        trial, measure = Trial(way, batch_size=find_batch_size(batch)), None
         try:
-            trial = self._compile(trial, batch)
+            trial, measure = self._compile(trial, batch)
         except Exception as error:  # of any kind: from the user's loss, or the compiler
-            is_full = _OUT_OF_MEMORY in str(error)
-            fits = False if is_full else trial.fits
-            trial = dataclasses.replace(trial, fits=fits, problem=_describe_error(error))
-        return _agree(trial) if processes.is_on_all_processes(self.mesh) else trial
+            trial = _add_problem(trial, error)
+        trial = _agree(trial, self.mesh)
+        # Only now: a step that one process cannot compile would wait for it in all others.
+        if measure is None or trial.problem or trial.fits is False:
+            return trial
+        try:
+            trial = dataclasses.replace(trial, seconds=measure(), is_measured=True)
+        except Exception as error:
+            trial = _add_problem(trial, error)
+        return _agree(trial, self.mesh)
 
-    def _compile(self, trial: Trial, batch: Batch) -> Trial:
-        """Return a trial with its bytes, and with its seconds if it fits."""
+    def _compile(self, trial: Trial, batch: Batch) -> tuple[Trial, Callable[[], float] | None]:
+        """Return a trial with its bytes, and if it fits with its estimated seconds, or with a
+        function that measures them."""
         options = {"model_state": self.model_state is not None, **self.options, **trial.way}
         step = make_train_step(self.loss_fn, self.tx, mesh=self.mesh, **options)
         kept = count_bytes(step.shapes(self.params, batch, self.model_state))
         trial = dataclasses.replace(trial, kept=kept)
         if self.memory is not None and kept > self.memory:
-            return dataclasses.replace(trial, fits=False, problem=NOT_COMPILED)
+            return dataclasses.replace(trial, fits=False, problem=NOT_COMPILED), None
         lowered = step.lower(self.params, batch, self.model_state)
         start = time.perf_counter()
         compiled = lowered.compile()
@@ -111,18 +119,18 @@ class TuneArguments:
             trial, kept=kept, temporaries=beside, fits=fits, compile_seconds=seconds
         )
         if fits is False:
-            return trial
+            return trial, None
         if self.measure is not None:
-            seconds = self._measure(step, compiled, batch)
-            return dataclasses.replace(trial, seconds=seconds, is_measured=True)
+            return trial, functools.partial(self._measure, step, compiled, batch)
         try:
             estimate = estimate_step(compiled)
         except ValueError as error:
-            return dataclasses.replace(trial, problem=f"not estimated: {error}")
+            return dataclasses.replace(trial, problem=f"not estimated: {error}"), None
         exposed = sum(estimate.exposed.values())
-        return dataclasses.replace(
+        estimated = dataclasses.replace(
             trial, compute=estimate.compute, exposed=exposed, seconds=estimate.seconds
         )
+        return estimated, None
 
     def _measure(self, step: TrainStep, compiled: jax.stages.Compiled, batch: Batch) -> float:
         """Run the compiled step, and return the median seconds of `measure` steps after one."""
@@ -140,19 +148,21 @@ class TuneArguments:
 
 
 def find_memory(mesh: Mesh) -> float | None:
-    """Return the bytes of memory of a device of a mesh, as the device or the constants of its kind
-    say, or None if neither does."""
-    device = mesh.devices.flat[0]
-    if device in jax.local_devices():  # devices of a topology have no statistics
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit:
-            return float(limit)
-    chip = find_chip(device.device_kind)
-    return None if chip is None else chip.memory
+    """Return the bytes of memory of a device of a mesh, as the devices or the constants of their
+    kind say, the least of all processes, or None if neither does."""
+    here = [x for x in mesh.devices.flat if x in jax.local_devices()]  # a topology has none
+    limit = (here[0].memory_stats() or {}).get("bytes_limit", 0) if here else 0
+    if processes.is_on_all_processes(mesh):
+        limit = int(processes.gather_values([limit >> 20]).min()) << 20
+    chip = find_chip(mesh.devices.flat[0].device_kind)
+    return float(limit) if limit else None if chip is None else chip.memory
 
 
-def _agree(trial: Trial) -> Trial:
-    """Return a trial as all processes know it: with the longest time, and failed if one failed."""
+def _agree(trial: Trial, mesh: Mesh) -> Trial:
+    """Return a trial as all processes of a mesh know it: with the longest time, and failed if it
+    failed in one. On the devices of one process, return it unchanged."""
+    if not processes.is_on_all_processes(mesh):
+        return trial
     micros = 0 if trial.seconds is None else round(1e6 * trial.seconds)
     found = processes.gather_values([micros, trial.problem != "", trial.fits is False])
     slowest, failed, full = found.max(axis=0)
@@ -164,9 +174,12 @@ def _agree(trial: Trial) -> Trial:
     return dataclasses.replace(trial, seconds=slowest / 1e6 if slowest else None)
 
 
-def _describe_error(error: Exception) -> str:
-    """Return the type and the first line of an error."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+def _add_problem(trial: Trial, error: Exception) -> Trial:
+    """Return a trial with the type and the first line of an error as its problem, which does not
+    fit if memory was lacking."""
+    problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    fits = False if _OUT_OF_MEMORY in str(error) else trial.fits
+    return dataclasses.replace(trial, fits=fits, problem=problem)
 
 
 def find_batch_size(batch: Batch) -> int | None:

@@ -208,14 +208,17 @@ def test_json_has_every_number_and_option():
 
 def test_processes_agree_on_the_slowest_and_on_failures(monkeypatch):
     of_others = [[2_000_000, 0, 0], [1_000_000, 0, 0]]
+    mesh = data_mesh()
+    assert trial._agree(row(1.5), mesh) == row(1.5)
     monkeypatch.setattr(trial.processes, "gather_values", lambda own: np.array([*of_others, own]))
-    assert trial._agree(row(1.5)).seconds == 2.0
+    monkeypatch.setattr(trial.processes, "is_on_all_processes", lambda mesh: True)
+    assert trial._agree(row(1.5), mesh).seconds == 2.0
     of_others[1] = [0, 1, 0]
-    agreed = trial._agree(row(1.5))
+    agreed = trial._agree(row(1.5), mesh)
     assert (agreed.seconds, agreed.problem) == (None, "failed in process 1")
     of_others[1] = [0, 0, 1]
-    assert trial._agree(row(1.5, fits=True)).fits is False
-    assert trial._agree(row(None, problem="it fails here alone")).fits is False
+    assert trial._agree(row(1.5, fits=True), mesh).fits is False
+    assert trial._agree(row(None, problem="it fails here alone"), mesh).fits is False
 
 
 def test_progress_has_a_line_for_each_way(capsys):

@@ -62,9 +62,9 @@ def found_in(results, word):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Return the directory and the results of two processes, which start once for three tests."""
+    """Return the directory and the results of two processes, which start once for four tests."""
     directory = tmp_path_factory.mktemp("two")
-    return directory, launch(directory, 2, 0, "sharded", "nonfinite", "unlike")
+    return directory, launch(directory, 2, 0, "sharded", "nonfinite", "unlike", "tuned")
 
 
 def replicas(results):
@@ -161,3 +161,13 @@ def test_mistakes_of_several_processes_are_errors_before_the_first_step(two):
     assert '/shared/{jax.process_index()}"' in first["one directory"]
     assert first["left"] == []
     assert first["in parts"][0] == 1
+
+
+def test_processes_tune_to_the_same_order(two):
+    """A way that fails in one process is run by none: the others would wait for it."""
+    first, second = found_in(two[1], "tuned")
+    assert [way for way, *_ in first] == [way for way, *_ in second]
+    assert [seconds for _, seconds, _ in first] == [seconds for _, seconds, _ in second]
+    assert all(seconds and not problem for _, seconds, problem in first[:2])
+    assert first[2] == [{"microbatches": 2}, None, "failed in process 1"]
+    assert second[2] == [{"microbatches": 2}, None, "ValueError: no batch of three here"]
