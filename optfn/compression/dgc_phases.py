@@ -158,10 +158,11 @@ def update_compressed(
         return LeafInExchange(leaf.direction.reshape((-1,)), residual, state)
 
     flat = list(map(flatten, leaves))
-    phases = [partial(skip_nonfinite_step, ramp), partial(take_compressed_step, ramp, step)]
+    phases = [partial(skip_nonfinite_step, ramp)]
     if options.rampup_begin_step:
         phases.append(partial(take_dense_step, ramp))
-    skip, compressed, dense = range(3)
+    phases.append(partial(take_compressed_step, ramp, step))  # `plan_memory` counts the last one
+    skip, dense, compressed = 0, 1, len(phases) - 1
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
 

@@ -60,11 +60,12 @@ class Sending:
 
         leaves = list(map(accumulate, updates, leaves))
         if self.warmup_steps:
-            # The branch without a collective costs nothing after the warm-up.
+            # The branch without a collective costs nothing after the warm-up. It is the branch of
+            # a condition that holds, which `plan_memory` counts.
             means = lax.cond(
-                ~nonfinite & (step < self.warmup_steps),
-                lambda g, zeros: [lax.pmean(x, axes) for x in g],
+                nonfinite | (step >= self.warmup_steps),
                 lambda g, zeros: zeros,
+                lambda g, zeros: [lax.pmean(x, axes) for x in g],
                 updates,
                 [leaf.direction for leaf in leaves],
             )

@@ -142,7 +142,7 @@ class TuneArguments:
         taken = []
         for _ in range(1 + (self.measure or 1)):
             start = time.perf_counter()
-            state, _ = jax.block_until_ready(compiled(*step.list_arguments(state, batch)))
+            state, _ = jax.block_until_ready(compiled(state, batch))
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
@@ -175,9 +175,9 @@ def _agree(trial: Trial, mesh: Mesh) -> Trial:
 
 
 def _add_problem(trial: Trial, error: Exception) -> Trial:
-    """Return a trial with the type and the first line of an error as its problem, which does not
-    fit if memory was lacking."""
-    problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    """Return a trial with the type and the first 300 characters of an error as its problem, which
+    does not fit if memory was lacking."""
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     fits = False if _OUT_OF_MEMORY in str(error) else trial.fits
     return dataclasses.replace(trial, fits=fits, problem=problem)
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ _EQUAL = 0.03
 _MICROBATCHES = 1, 2, 4, 8
 # From this many leaves on, of at most this many bytes on average, `packed=True` is tried.
 _MANY_LEAVES, _SMALL_BYTES = 200, 1 << 16
+Way = Mapping[str, Any]  # options of `make_train_step`
 _TITLES = (
     "way", "batch", "GB kept", "GB temporaries", "fits", "compute ms", "exposed ms", "step ms",
     "examples/s", "compile s",
@@ -118,7 +119,8 @@ def tune(
       ways: mappings of options of `make_train_step`. None: nothing divided, "state" and "params",
         and with two data axes both along the last one alone; with hundreds of small leaves
         `packed`. Microbatches are doubled up to 8 until a way fits, and a way that fits is tried
-        with `overlap_options` too.
+        with `overlap_options` too. Microbatches change a loss over pairs of examples, and batch
+        statistics: give ways without them then.
       options: the options of `make_train_step` that all ways share.
       model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
       memory: the bytes of memory of a device; None: those of the device, or of its kind.
@@ -157,14 +159,16 @@ def tune(
     rows: list[Trial] = []
 
     def attempt(examples: Batch, way: Mapping[str, Any]) -> Trial:
-        bar.announce(way)
-        rows.append(shared.try_way(way, examples))
-        bar.say(rows[-1])
-        return rows[-1]
+        say(f"tune: {describe_way(way)}", end=" ")
+        rows.append(row := shared.try_way(way, examples))
+        known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
+        say(known or row.problem or f"fits: {row.fits}")
+        return row
 
     is_complete = False
-    with contextlib.suppress(KeyboardInterrupt), _Progress(len(families), progress) as bar:
-        for family in families:
+    shown, say = _show_progress(families, progress)
+    with contextlib.suppress(KeyboardInterrupt):
+        for family in shown:
             for examples in batches:
                 try_one = functools.partial(attempt, examples)
                 if ways is None:
@@ -173,7 +177,6 @@ def tune(
                     last = try_one(family)
                 if last.fits is False:
                     break  # a larger batch does not fit either
-            bar.advance()
         is_complete = True
     return Tuning(tuple(_order(rows, by_rate=batch_sizes is not None)), memory, is_complete)
 
@@ -267,38 +270,18 @@ def _list_cells(row: Trial, above: Trial | None) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-class _Progress:
-    """A bar over families of ways, or lines where there is no terminal or no tqdm."""
+def _show_progress(
+    families: Sequence[Way], shown: bool
+) -> tuple[Iterable[Way], Callable[..., object]]:
+    """Return the families to iterate over and a `print` for a text about one of them: on a bar over
+    the families, without a terminal or tqdm on stderr, or nowhere if progress is not shown."""
+    if not shown:
+        return families, lambda text, end="": None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.shown, self.bar = total, shown, None
-
-    def __enter__(self) -> "_Progress":
-        if self.shown and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=self.total, unit="family")
-        return self
-
-    def announce(self, way: Mapping[str, Any]) -> None:
-        """Show the way that is tried next: a compiler may end the process."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(describe_way(way))
-        elif self.shown:
-            print(f"tune: {describe_way(way)}", end=" ", file=sys.stderr, flush=True)
-
-    def say(self, row: Trial) -> None:
-        """Show what has become of the way."""
-        if self.bar is None and self.shown:
-            known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
-            print(known or row.problem or f"fits: {row.fits}", file=sys.stderr, flush=True)
-
-    def advance(self) -> None:
-        """Count a family as done."""
-        if self.bar is not None:
-            self.bar.update()
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
+            bar = tqdm(families, unit="family")
+            return bar, lambda text, end="": bar.set_postfix_str(text)
+    # At once: a compiler may end the process.
+    return families, functools.partial(print, file=sys.stderr, flush=True)

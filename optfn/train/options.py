@@ -78,7 +78,7 @@ class StepOptions:
         from 0, it is fold_in(key, i), with the key of a seed, and True means the seed 0. On a mesh
         each worker folds in its number, and then each microbatch its own: fold_in(fold_in(fold_in(
         key, i), worker), microbatch). The same numbers on one device and on several come from
-        `partitioner="compiler"`, or from keys in the batch.
+        `partitioner="compiler"` without microbatches, or from keys in the batch.
       pass_step: whether `loss_fn` gets the index of the step, counted from 0, as its last argument,
         after the key: for a weight or a temperature that changes during the run. All microbatches
         of a step get the same index, and a run that goes on counts on.

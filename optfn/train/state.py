@@ -96,11 +96,18 @@ def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) ->
         foreign = [x for x, _ in arrays_with_names(state.opt_state) if x not in known]
         if not foreign:
             raise
+        # Counters of optax have other names here, so they would begin anew without a word.
+        advice = (
+            'rename the counters of optax: docs/moving/optax.md, "A state of optax"'
+            if any(x.endswith("/count") for x in foreign)
+            and any(x.endswith("/step") for x in known)
+            else "take over what both have: optfn.load_state_dict(step.init(state.params), "
+            "optfn.state_dict(state), strict=False)"
+        )
         raise TypeError(
             f"the state was made by another optimizer: it has {tree.list_names(foreign)}, which "
-            "the optimizer of this step does not have. Begin with step.init(state.params), or take "
-            "over what both have: optfn.load_state_dict(step.init(state.params), "
-            "optfn.state_dict(state), strict=False)"
+            "the optimizer of this step does not have. Begin with step.init(state.params), or "
+            + advice
         ) from error
 
 

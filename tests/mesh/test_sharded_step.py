@@ -512,6 +512,24 @@ def test_a_plan_counts_what_an_exchange_sends():
     ]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=n, rampup_step=4 * n or 1),
+        lambda n: optfn.distributed.exchange(optfn.distributed.top_k(0.01), warmup_steps=n),
+        lambda n: optfn.distributed.exchange(
+            optfn.distributed.quantize(4), route="parts", warmup_steps=n
+        ),
+    ],
+    ids=["dgc", "top_k", "parts"],
+)
+def test_a_plan_counts_the_last_phase_of_an_exchange(make):
+    params = {"w": jnp.ones((256, 256))}
+    mesh = data_mesh(N)
+    whole, *sent = (plan_memory(tx, params, mesh).sent for tx in (optfn.sgd(1), make(0), make(3)))
+    assert sent[0] == sent[1] < whole / 3
+
+
 def test_a_plan_needs_no_devices():
     mesh = jax.sharding.AbstractMesh((512, 8), ("data", "model"))
     params = {"w": jax.ShapeDtypeStruct((1 << 16, 1 << 14), jnp.bfloat16)}

@@ -117,7 +117,7 @@ def test_failures_are_rows():
     problems = {str(dict(row.way)): row.problem for row in found.rows}
     assert problems == {
         "{'shard': 'state'}": "",
-        "{'microbatches': 2}": "RuntimeError: this loss takes no batch of 4",
+        "{'microbatches': 2}": "RuntimeError: this loss takes no batch of 4 more",
         "{'no_option': 1}": problems["{'no_option': 1}"],
         "{'microbatches': 3}": problems["{'microbatches': 3}"],
     }
@@ -244,3 +244,11 @@ def test_bad_arguments_are_said(change, error, words):
     tx, mesh = given.pop("tx"), given.pop("mesh")
     with pytest.raises(error, match=words):
         tune(loss_fn, tx, PARAMS, BATCH, mesh, progress=False, **given)
+
+
+def test_params_that_keep_their_placement_are_measured():
+    """A step that is left to the compiler takes its layout as a static argument."""
+    ways = [{"partitioner": "compiler"}, {"partitioner": "compiler", "shard": "state"}]
+    found = tune(loss_fn, TX, PARAMS, BATCH, data_mesh(), ways=ways, measure=1, progress=False)
+    assert [row.problem for row in found.rows] == ["", ""]
+    assert all(row.is_measured and row.seconds for row in found.rows)

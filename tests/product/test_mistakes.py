@@ -126,6 +126,10 @@ MISTAKES = {
         lambda: step_with_state_of(optax.adam(0.1), optax.sgd(0.1, momentum=0.9)),
         TypeError, r"by another optimizer: it has 'scale_by_adam/count'.*step\.init\(state\.params",
     ),
+    "the state of optax": (
+        lambda: step_with_state_of(optax.adam(0.1), optfn.adam(0.1)),
+        TypeError, r"'scale_by_adam/count'.*rename the counters of optax: docs/moving/optax\.md",
+    ),
     "the state of another optimizer": (
         lambda: step_with_state_of(optfn.adam(0.1), optax.lion(0.1)),
         TypeError, "the state was made by another optimizer: it has 'scale_by_adam/step'",
