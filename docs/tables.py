@@ -190,8 +190,8 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
         ("README.md", "| optimizer | fluid class |", {k: classes[k] for k in TO_BEGIN_WITH}),
         ("docs/choose.md", "| update | v5e |", costs()),
         ("docs/distributed.md", "| what a step refuses | why |", together()),
-        ("docs/models.md", "| model | what it shows |", idioms()),
-        ("docs/models.md", "| ability | linen |", abilities()),
+        ("docs/reference/models.md", "| model | what it shows |", idioms()),
+        ("docs/reference/models.md", "| ability | linen |", abilities()),
     ]
 
 

@@ -2,8 +2,8 @@
 
 `make("linen scan")` makes a model: the function `scan` of linen_models.py. Each function
 of abilities.py trains a model, and compares the run with optax by hand. tests/train/test_zoo.py
-runs the pairs, and `make zoo` writes their outcomes to matrix.json, from which docs/models.md has
-its tables.
+runs the pairs, and `make zoo` writes their outcomes to matrix.json, from which
+docs/reference/models.md has its tables.
 """
 
 import functools
