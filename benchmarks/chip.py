@@ -43,9 +43,7 @@ HEAD = (
 
 def train(name: str, model: Llama, examples: int, rounds: int) -> measure.Row:
     """Return the estimated and the measured seconds of a step."""
-    shapes = {"layers": optfn.Stacked(model.weights(model.layers)), **model.head()}
-    shapes["embedding"] = jax.ShapeDtypeStruct((model.vocabulary, model.width), jnp.bfloat16)
-    key = jax.random.key(0)
+    shapes, key = model.divisions()["FSDP"].params, jax.random.key(0)
     params = jax.tree.map(lambda x: 0.02 * jax.random.normal(key, x.shape, x.dtype), shapes)
     tokens = jax.random.randint(key, (examples, model.tokens + 1), 0, model.vocabulary)
     step = optfn.make_train_step(model.loss, ADAMW)

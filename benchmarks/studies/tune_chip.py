@@ -10,11 +10,8 @@ says itself which batches do not fit. It needs a GPU or TPU, or `toy` on a CPU.
 import sys
 
 import jax
-import jax.numpy as jnp
 
-import optfn
 from benchmarks.chip import MODELS, TOY
-from benchmarks.pods import ADAMW
 from optfn.distributed import data_mesh, tune
 
 WAYS = [{}, {"microbatches": 4}]
@@ -24,17 +21,14 @@ SIZES = 4, 16, 32, 64, 128
 def main(model: str = "0.6B") -> None:
     """Print the three tables."""
     llama, _ = (MODELS | TOY)[model]
-    params = {"layers": optfn.Stacked(llama.weights(llama.layers)), **llama.head()}
-    params["embedding"] = jax.ShapeDtypeStruct((llama.vocabulary, llama.width), jnp.bfloat16)
-    batch = jax.ShapeDtypeStruct((1, llama.tokens + 1), jnp.int32)
-    mesh = data_mesh(1)
+    x = llama.divisions()["FSDP"]
     for title, options in (
         ("estimated", {}),
         ("measured", {"measure": 5}),
         ("measured, whatever the compiler says of memory", {"measure": 1, "memory": 1e15}),
     ):
         found = tune(
-            llama.loss, ADAMW, params, batch, mesh, ways=WAYS, batch_sizes=SIZES, **options
+            x.loss, x.tx, x.params, x.batch, data_mesh(1), ways=WAYS, batch_sizes=SIZES, **options
         )
         print(f"\n{title}, on {jax.devices()[0].device_kind}\n{found}", flush=True)
 

@@ -5,7 +5,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,6 +19,8 @@ from optfn.mesh.layout import processes
 from optfn.plan.memory import count_bytes
 from optfn.plan.step_estimate import estimate_step
 from optfn.train.step import TrainStep, make_train_step
+
+Way: TypeAlias = Mapping[str, Any]  # options of `make_train_step`
 
 NOT_COMPILED = "not compiled: too much is kept"
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -41,7 +43,7 @@ class Trial:
     problem: why a number is missing, or ""; an error begins with its type.
     """
 
-    way: Mapping[str, Any]
+    way: Way
     batch_size: int | None = None
     kept: int | None = None
     temporaries: int | None = None
@@ -80,7 +82,7 @@ class TuneArguments:
     memory: float | None
     measure: int | None
 
-    def try_way(self, way: Mapping[str, Any], batch: Batch) -> Trial:
+    def try_way(self, way: Way, batch: Batch) -> Trial:
         """Compile a way of the step, and estimate or measure it. An error, or too little memory, is
         the `problem` of the trial that is returned. The processes of a run agree on it."""
         trial, measure = Trial(way, batch_size=find_batch_size(batch)), None

@@ -21,14 +21,20 @@ from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.compilers.options import overlap_options
 from optfn.mesh.layout.sharding import sharded
-from optfn.plan.trial import NOT_COMPILED, Trial, TuneArguments, find_batch_size, find_memory
+from optfn.plan.trial import (
+    NOT_COMPILED,
+    Trial,
+    TuneArguments,
+    Way,
+    find_batch_size,
+    find_memory,
+)
 
 # Steps whose seconds differ by less are said to be equal, because estimates know no better.
 _EQUAL = 0.03
 _MICROBATCHES = 1, 2, 4, 8
 # From this many leaves on, of at most this many bytes on average, `packed=True` is tried.
 _MANY_LEAVES, _SMALL_BYTES = 200, 1 << 16
-Way = Mapping[str, Any]  # options of `make_train_step`
 _TITLES = (
     "way", "batch", "GB kept", "GB temporaries", "fits", "compute ms", "exposed ms", "step ms",
     "examples/s", "compile s",
@@ -91,7 +97,7 @@ def tune(
     batch: Batch,
     mesh: Mesh,
     *,
-    ways: Sequence[Mapping[str, Any]] | None = None,
+    ways: Sequence[Way] | None = None,
     options: Mapping[str, Any] | None = None,
     model_state: PyTree = None,
     memory: float | None = None,
@@ -158,7 +164,7 @@ def tune(
     families = _list_ways(params, data_axes, workers) if ways is None else ways
     rows: list[Trial] = []
 
-    def attempt(examples: Batch, way: Mapping[str, Any]) -> Trial:
+    def attempt(examples: Batch, way: Way) -> Trial:
         say(f"tune: {describe_way(way)}", end=" ")
         rows.append(row := shared.try_way(way, examples))
         known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
@@ -181,7 +187,7 @@ def tune(
     return Tuning(tuple(_order(rows, by_rate=batch_sizes is not None)), memory, is_complete)
 
 
-def describe_way(way: Mapping[str, Any]) -> str:
+def describe_way(way: Way) -> str:
     """Return the options of a way in words, behind "whole" if it has no `shard`, and of
     `compiler_options` the name alone."""
     words = [] if "shard" in way else ["whole"]
@@ -202,8 +208,8 @@ def _list_ways(params: Params, data_axes: Axes, workers: int) -> list[dict[str, 
 
 
 def _try_family(
-    attempt: Callable[[Mapping[str, Any]], Trial],
-    way: Mapping[str, Any],
+    attempt: Callable[[Way], Trial],
+    way: Way,
     batch_size: int | None,
     mesh: Mesh,
     workers: int,
