@@ -51,18 +51,23 @@ def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...
         )
 
 
-def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return whether any worker has a gradient that is not finite, and the largest step of any
-    worker, both from one all-reduce over `axis_name`.
+def agree(
+    updates: Updates, step: jax.Array, weight: jax.Array | None, axis_name: Axes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return whether an exchange is skipped, whether any worker has a gradient that is not finite,
+    and the largest step of any worker, all from one all-reduce over `axis_name`.
 
-    Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
-    remains a branch.
+    An exchange is skipped for a gradient that is not finite, or if no worker's update has a weight.
+    All three are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on
+    them remains a branch.
     """
     nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
-    # One collective for both; two small ones would pay the latency of the link twice.
-    flags = jnp.stack([nonfinite.astype(jnp.int32), step])
-    nonfinite, step = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
-    return nonfinite > 0, step
+    counts = True if weight is None else weight != 0
+    # One collective for all; several small ones would pay the latency of the link each time.
+    flags = jnp.stack([*(jnp.asarray(x, jnp.int32) for x in (nonfinite, counts)), step])
+    agreed = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
+    nonfinite, counts, step = agreed[0] > 0, agreed[1] > 0, agreed[2]
+    return nonfinite if weight is None else nonfinite | ~counts, nonfinite, step
 
 
 def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:

@@ -44,7 +44,7 @@ from optfn.mesh.state.per_worker import Exchanged, PerWorker, mark_exchanged, ma
 from optfn.transforms.clipping import clip_factor
 
 
-@traits(link="dgc", passes_rows=True)
+@traits(link="dgc", passes_rows=True, counts_weight=True, goes_on=("skipped",))
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
@@ -97,7 +97,8 @@ def deep_gradient_compression(
     Nothing is lost: the entries sent and the residual add up to the accumulated v, exactly.
     Leaves that are smaller than `min_size` or wider than float32 follow plain momentum on the mean
     gradient in all phases, and share one all-reduce. If the gradient of any worker is not finite,
-    all workers leave u, v and params unchanged, and count the step as skipped.
+    all workers leave u, v and params unchanged, and count the step as skipped. They leave them
+    unchanged too where the extra argument `weight` is 0.
 
     `make_train_step` with a mesh runs it as it needs to be. Elsewhere, call it where `axis_name` is
     bound (shard_map, pmap, vmap), and pass the gradient of each worker's examples. With
@@ -234,6 +235,7 @@ def _accumulate_and_send(
     *,
     row_updates: bool = False,
     workers: Workers = ONE_WORKER,
+    weight: jax.Array | None = None,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     """Run the update of one worker on whole arrays, or on the shards of each device if the worker
@@ -242,7 +244,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    return update_on_shards(run, updates, state, params, workers.group)
+    return update_on_shards(run, updates, state, params, weight, workers.group)
 
 
 def _accumulate_and_send_shards(
@@ -251,18 +253,21 @@ def _accumulate_and_send_shards(
     updates: Updates,
     state: DeepGradientCompressionState,
     params: Params,
+    weight: jax.Array | None,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     """Return directions and the next state by sending compressed leaves and averaging the others,
-    or zeros and unchanged moments if any worker's gradient is not finite.
+    or zeros and unchanged moments if any worker's gradient is not finite or the update has no
+    weight.
 
     Dense leaves take the momentum of their mean, and compressed leaves send their largest entries,
-    or all entries before the ramp. A step that is skipped counts in `skipped`, not in `step`.
+    or all entries before the ramp. A step whose gradient is not finite counts in `skipped`, not in
+    `step`.
     """
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    nonfinite, step = agree(updates, state.step, options.agreeing_axes)
-    compressing = ~nonfinite & (step >= options.rampup_begin_step)
+    skip, nonfinite, step = agree(updates, state.step, weight, options.agreeing_axes)
+    compressing = ~skip & (step >= options.rampup_begin_step)
     # 1. Each worker has another gradient: the mean over its inner axes, clipped, plus the penalty.
     g = _average_and_clip(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
@@ -277,24 +282,24 @@ def _accumulate_and_send_shards(
     # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
-        directions[i], velocity[i] = _update_dense_leaf(options, nonfinite, mean, velocity[i])
+        directions[i], velocity[i] = _update_dense_leaf(options, skip, mean, velocity[i])
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large and options.in_own_loop:
         warn_of_equal_gradients("deep_gradient_compression", updates, step, options.axis_name)
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
-        leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
+        leaves = update_compressed(options, skip, step, leaves, row_updates=row_updates)
         for i, leaf in zip(large, leaves, strict=True):
             directions[i], v[i], u[i], _ = leaf
     return structure.unflatten(directions), DeepGradientCompressionState(
         # A skipped step does not count: the ramp goes by exchanges.
-        jnp.where(nonfinite, step, core.next_step(step)),
+        jnp.where(skip, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(axis_size(options.axis_name), jnp.int32),
         structure.unflatten(velocity),
         state.local_velocity._replace(value=structure.unflatten(u)),
         state.residual._replace(value=structure.unflatten(v)),
-        optax.tree.where(nonfinite, state.regularization, regularization),
+        optax.tree.where(skip, state.regularization, regularization),
         state.exchanged,
     )
 
@@ -346,9 +351,9 @@ def _average_and_clip(
 
 
 def _update_dense_leaf(
-    options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
+    options: Options, skip: jax.Array, mean: jax.Array, velocity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the direction and velocity of momentum on the mean gradient, or a zero direction and
-    the old velocity if `nonfinite`."""
+    the old velocity if `skip`."""
     direction, new = options.correction.average(mean, velocity)
-    return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)
+    return jnp.where(skip, 0.0, direction), jnp.where(skip, velocity, new)

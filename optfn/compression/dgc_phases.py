@@ -1,6 +1,6 @@
 """The phases of Deep Gradient Compression, for the compressed leaves of one worker.
 
-Each step is one of three: `skip_nonfinite_step`, `take_dense_step` before the ramp, and
+Each step is one of three: `skip_step`, `take_dense_step` before the ramp, and
 `take_compressed_step` from then on. Each handles all leaves together, because to compile the
 selection once per leaf would take a minute for a large model.
 """
@@ -130,18 +130,18 @@ class Ramp:
 
 def update_compressed(
     options: Options,
-    nonfinite: jax.Array,
+    skip: jax.Array,
     step: jax.Array,
     leaves: Leaves,
     *,
     row_updates: bool,
 ) -> Leaves:
-    """Return the compressed leaves after this step, which is skipped if `nonfinite`, takes dense
+    """Return the compressed leaves after this step, which does nothing if `skip`, takes dense
     momentum before `rampup_begin_step`, and else sends the largest entries.
 
     Args:
       options: the arguments of the transform.
-      nonfinite: whether the gradient of any worker is not finite; the same on all workers.
+      skip: whether the exchange is skipped; the same on all workers.
       step: the step, the same on all workers.
       leaves: the leaves; gradients have their shapes, and everything else is flat.
       row_updates: whether the caller takes directions as Rows.
@@ -158,13 +158,13 @@ def update_compressed(
         return LeafInExchange(leaf.direction.reshape((-1,)), residual, state)
 
     flat = list(map(flatten, leaves))
-    phases = [partial(skip_nonfinite_step, ramp)]
+    phases = [partial(skip_step, ramp)]
     if options.rampup_begin_step:
         phases.append(partial(take_dense_step, ramp))
     phases.append(partial(take_compressed_step, ramp, step))  # `plan_memory` counts the last one
-    skip, dense, compressed = 0, 1, len(phases) - 1
+    skipped, dense, compressed = 0, 1, len(phases) - 1
     in_ramp = step >= options.rampup_begin_step
-    phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
+    phase = jnp.where(skip, skipped, jnp.where(in_ramp, compressed, dense))
 
     def reshape(leaf: LeafInExchange, like: LeafInExchange) -> LeafInExchange:
         return leaf._replace(direction=leaf.direction.reshape(like.direction.shape))
@@ -173,7 +173,7 @@ def update_compressed(
     return list(map(reshape, lax.switch(phase, phases, flat), leaves))
 
 
-def skip_nonfinite_step(ramp: Ramp, leaves: Leaves) -> Leaves:
+def skip_step(ramp: Ramp, leaves: Leaves) -> Leaves:
     """Return the leaves with directions of zeros, as Rows of padding if the ramp gives Rows, and
     with u and v unchanged."""
     if ramp.gives_rows:

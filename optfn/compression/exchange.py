@@ -54,7 +54,7 @@ from optfn.tables.rows import Rows
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
-@traits(link="exchange", passes_rows=True)
+@traits(link="exchange", passes_rows=True, counts_weight=True)
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
@@ -174,10 +174,11 @@ def exchange(
     at most one entry in 64 of a leaf, directions of `top_k` are then Rows with the same bits, which
     `apply_updates` scatters into params.
 
-    If an update of any worker is not finite, the direction of all workers is zero, and residuals
-    and states of compressors stay as they were. Put `skip_nonfinite` around the chain to keep the
-    states of the following transforms too. An accumulated entry that overflows is set to the
-    largest float32 number. `exchange(None)` is the mean of all updates, finite or not.
+    If an update of any worker is not finite, or the extra argument `weight` is 0, the direction of
+    all workers is zero, and residuals and states of compressors stay as they were. Put
+    `skip_nonfinite` around the chain to keep the states of the following transforms too. An
+    accumulated entry that overflows is set to the largest float32 number. `exchange(None)` is
+    the mean of all updates, finite or not.
 
     State: the residual, float32 of the leaf's shape, one per worker, 4 bytes per compressed
     parameter; step and num_workers; and the states of compressors. With route="parts" also the
@@ -290,6 +291,7 @@ def _mean_of_packets(
     *,
     workers: Workers = ONE_WORKER,
     row_updates: bool = False,
+    weight: jax.Array | None = None,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     """Return the means over workers as directions, and the next state, with the leaves of packed
@@ -303,14 +305,14 @@ def _mean_of_packets(
         options, group=group, row_updates=row_updates, in_own_loop=not workers.axes
     )
 
-    def update(updates: Updates, state: ExchangeState, params: None) -> Any:
-        return _mean_of_shards(options, updates, state)
+    def update(updates: Updates, state: ExchangeState, _: None, weight: jax.Array | None) -> Any:
+        return _mean_of_shards(options, updates, state, weight)
 
     # Chunks and patterns belong to leaves, so buffers are taken apart first.
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_shards(whole, state.compressor, group)
-    whole, new = update_on_shards(update, whole, state, None, group, flat=(Divided,))
+    whole, new = update_on_shards(update, whole, state, None, weight, group, flat=(Divided,))
     return _pack_like(updates, whole), new
 
 
@@ -331,23 +333,23 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Device
 
 
 def _mean_of_shards(
-    options: _Options, whole: Updates, state: ExchangeState
+    options: _Options, whole: Updates, state: ExchangeState, weight: jax.Array | None
 ) -> tuple[Updates, ExchangeState]:
     """Return means and the next state for whole leaves or a device's shards, or zero means and
-    unchanged residuals if any worker's update is not finite.
+    unchanged residuals if any worker's update is not finite or the update has no weight.
 
     Dense leaves share one mean, and all others are sent as packets.
     """
     check_worker_gradients("exchange", whole, options.axis_name)
-    # 1. Workers agree whether an update is not finite, and on the step: both decide branches.
-    nonfinite, step = agree(whole, state.step, options.all_axes)
+    # 1. Workers agree whether they skip the exchange, and on the step: both decide branches.
+    skip, _, step = agree(whole, state.step, weight, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
     residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _find_compressed(whole, state.residual.value)
     # 2. Dense leaves get their means, by one all-reduce for all.
-    directions = exchange_densely(leaves, numbers, nonfinite, options.axis_name)
+    directions = exchange_densely(leaves, numbers, skip, options.axis_name)
     published = _owner_residuals(whole, state, options.axis_name)
     if numbers and options.in_own_loop:
         warn_of_equal_gradients("exchange", whole, step, options.axis_name)
@@ -360,11 +362,11 @@ def _mean_of_shards(
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
         pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]
-        sent = options.send(compressors, nonfinite, step, large, pending)
+        sent = options.send(compressors, skip, step, large, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i], published[i] = leaf
     return structure.unflatten(directions), ExchangeState(
-        jnp.where(nonfinite, step, core.next_step(step)),
+        jnp.where(skip, step, core.next_step(step)),
         jnp.asarray(axis_size(options.axis_name), jnp.int32),
         state.residual._replace(value=structure.unflatten(residuals)),
         structure.unflatten(states),

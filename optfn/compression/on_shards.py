@@ -12,8 +12,8 @@ from optfn.core.types import OptState, Params, Updates
 from optfn.mesh.collectives.devices import Devices
 from optfn.mesh.state.per_worker import Divided, PerWorker
 
-# (updates, state, params) -> (updates, state)
-Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
+# (updates, state, params, weight) -> (updates, state)
+Update = Callable[[Updates, OptState, Params | None, jax.Array | None], tuple[Updates, OptState]]
 
 
 def update_on_shards(
@@ -21,6 +21,7 @@ def update_on_shards(
     updates: Updates,
     state: Any,
     params: Params | None,
+    weight: jax.Array | None,
     group: Devices | None,
     flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
@@ -33,11 +34,14 @@ def update_on_shards(
       state: the worker's state, a NamedTuple. Its per-worker arrays have the shape of the leaf if
         that is divided.
       params: the params, or None.
+      weight: the weight of the update, or None.
       group: the devices of a worker; None if a worker is one device.
       flat: the kinds of fields whose arrays `update` takes flat.
     """
 
-    def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
+    def run(
+        updates: Updates, state: Any, params: Params | None, weight: jax.Array | None
+    ) -> tuple[Updates, OptState]:
         def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
             """Map the fields of these types. The other fields are those of the first state."""
             fields = zip(*states, strict=True)
@@ -49,15 +53,16 @@ def update_on_shards(
 
         # Shards have the leaf's axes, but packets and searches take flat arrays.
         raveled = map_fields(lambda x: jax.tree.map(jnp.ravel, x), state)
-        updates, new = update(updates, raveled, params)
+        updates, new = update(updates, raveled, params, weight)
         return updates, map_fields(restore_shape, new, state)
 
     if group is None:
-        return run(updates, state, params)
+        return run(updates, state, params, weight)
     specs = group.specs_of(updates), _specs_of_state(state, updates, group)
     param_specs = None if params is None else group.specs_of(params)
-    result: tuple[Updates, OptState] = group.shard_map(run, (*specs, param_specs), specs)(
-        updates, state, params
+    in_specs = *specs, param_specs, None if weight is None else P()
+    result: tuple[Updates, OptState] = group.shard_map(run, in_specs, specs)(
+        updates, state, params, weight
     )
     return result
 

@@ -33,20 +33,20 @@ class Sending:
     def send(
         self,
         compressors: Sequence[BaseCompressor],
-        nonfinite: jax.Array,
+        skip: jax.Array,
         step: jax.Array,
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
         """Accumulate the updates and return leaves with the mean of all packets, or before
-        `warmup_steps` the dense mean, or if `nonfinite` zeros, the last two with old residuals.
+        `warmup_steps` the dense mean, or if `skip` zeros, the last two with old residuals.
 
         In the last two cases states do not change either. The branch is the same on all workers, so
         it may contain collectives. All arrays are updated in place, since residuals have the size
         of the model.
         """
         axes = self.axis_name
-        sends = ~nonfinite & (step >= self.warmup_steps)
+        sends = ~skip & (step >= self.warmup_steps)
         checked = vma_axes(axes)
 
         def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
@@ -63,7 +63,7 @@ class Sending:
             # The branch without a collective costs nothing after the warm-up. It is the branch of
             # a condition that holds, which `plan_memory` counts.
             means = lax.cond(
-                nonfinite | (step >= self.warmup_steps),
+                skip | (step >= self.warmup_steps),
                 lambda g, zeros: zeros,
                 lambda g, zeros: [lax.pmean(x, axes) for x in g],
                 updates,
@@ -103,16 +103,16 @@ class Sending:
 
 
 def exchange_densely(
-    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
+    leaves: list[Leaf], compressed: list[int], skip: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
     """Return the leaves averaged over workers, row-sparse ones as rows, with means of 0 if
-    `nonfinite`, while compressed and masked leaves are returned unchanged.
+    `skip`, while compressed and masked leaves are returned unchanged.
 
     All dense arrays are averaged at once.
     """
 
     def finite(x: jax.Array) -> jax.Array:
-        return jnp.where(nonfinite, 0.0, x)
+        return jnp.where(skip, 0.0, x)
 
     new = list(leaves)
     dense = [i for i, x in enumerate(leaves) if i not in compressed and not tree.is_leaf(x)]

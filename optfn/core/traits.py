@@ -60,6 +60,9 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
+      counts_weight: its `update` takes the extra argument `weight`, and decides by itself what an
+        update without weight changes (`optfn.wrappers.uncounted`).
+      goes_on: the fields that count on in an update that another part of the optimizer drops.
 
     Of the arrays that a state has for each leaf:
       made_of_params: fields computed from params, and the start of a leaf that a checkpoint lacks:
@@ -79,6 +82,8 @@ class Traits:
     reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
+    counts_weight: bool = False
+    goes_on: tuple[str, ...] = ()
     made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
     spans_buffers: bool = False

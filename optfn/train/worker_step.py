@@ -6,9 +6,8 @@ the compiler divides the update, so the code here sees whole arrays, and a norm 
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +30,15 @@ from optfn.mesh.layout import traffic
 from optfn.mesh.layout.data_parallel import reduce_gradients
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.shards import gather_new_params
-from optfn.mesh.state.names import is_state
 from optfn.mesh.state.per_worker import find_nodes, has_exchange, may_give_rows
-from optfn.mesh.state.reports import collect_reports, iterate_nodes
+from optfn.mesh.state.reports import collect_reports
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.transforms.rates import collect_rates
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.averaging import has_statistics
 from optfn.wrappers.loss_scale import scale_of
-from optfn.wrappers.nonfinite import select_unless_skipped
-
-_ApplyIfFinite = optax.transforms.ApplyIfFiniteState
+from optfn.wrappers.uncounted import drop_uncounted
 
 # From the number of a step to its key.
 KeyOf = Callable[[jax.Array], jax.Array]
@@ -113,6 +109,35 @@ def make_worker_step(
     return step
 
 
+class _Needs(NamedTuple):
+    """What an optimizer's state asks of the step around its update.
+
+    exchanges: whether it exchanges gradients itself, of all leaves or of some.
+    gives_rows: whether its updates may be row-sparse.
+    accumulates: whether it takes the mean of several gradients by `accumulate`.
+    averages_statistics: whether it averages the model state.
+    loss_factor: the scale of a `dynamic_loss_scale`; None without one.
+    """
+
+    exchanges: bool
+    gives_rows: bool
+    accumulates: bool
+    averages_statistics: bool
+    loss_factor: jax.Array | None
+
+
+def _ask(opt_state: OptState) -> _Needs:
+    """Return what a state asks of the step, or raise a ValueError for several scales of the
+    loss."""
+    return _Needs(
+        has_exchange(opt_state),
+        may_give_rows(opt_state),
+        bool(find_nodes(AccumulateState, opt_state)),
+        has_statistics(opt_state),
+        scale_of(opt_state),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _WorkerStep:
     """The step of one worker, in stages. The fields are the arguments of `make_worker_step`."""
@@ -136,8 +161,8 @@ class _WorkerStep:
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, self.layout))
-        inputs = _make_inputs(state, batch, self.key_of, self.layout)
-        values, grads, averaged = self._differentiate(state, inputs)
+        inputs, needs = _make_inputs(state, batch, self.key_of, self.layout), _ask(state.opt_state)
+        values, grads, averaged = self._differentiate(inputs, needs)
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         group = self.layout.group_of(state.params) if self.layout and self.axes else None
@@ -148,59 +173,55 @@ class _WorkerStep:
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
-        # `extra` has "workers" only where the optimizer exchanges gradients itself.
-        exchanges_itself = "workers" in extra
-        extra |= self._make_arguments(state, inputs, workers, grads, exchanges_itself)
-        extra["value"] = loss
+        extra |= self._make_arguments(inputs, workers, grads, needs) | {"value": loss}
         model_state = _average_model_state(values.model_state, inputs, state, self.axes)
         if values.weight is not None:
+            _refuse_multi_steps(state.opt_state)
             extra["weight"] = values.weight
-        if has_statistics(state.opt_state):
+            # What the model keeps of no examples is no statistic, and may be NaN.
+            empty = values.weight == 0
+            model_state = optax.tree.where(empty, state.model_state, model_state)
+        if needs.averages_statistics:
             extra["model_state"] = model_state
         # 3. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         state_before, state = state, TrainState(state.step, params, state.opt_state, model_state)
-        state = self._update(state_before, state, grads, extra, values.weight)
+        state = self._update(state_before, state, grads, extra)
         metrics = _collect_metrics(loss, aux, state.opt_state)
         if values.weight is not None:
             # A mean over nothing is no number.
-            metrics["loss"] = jnp.where(values.weight == 0, jnp.nan, loss)
+            metrics["loss"] = jnp.where(empty, jnp.nan, loss)
             metrics["weight"] = values.weight
-        if exchanges_itself:
+        if needs.exchanges:
             before, after = state_before.opt_state, state.opt_state
             metrics |= traffic.traffic_metrics(grads, before, after, self.axes)
         return state, metrics
 
-    def _differentiate(self, state: TrainState, inputs: Inputs) -> tuple[Values, Updates, PyTree]:
+    def _differentiate(self, inputs: Inputs, needs: _Needs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, masked where frozen, and the
         worker axes over which the loss has averaged each, None without a layout."""
         # An exchange takes each worker's own gradient, of all leaves or of some.
-        of_loss = self.later if has_exchange(state.opt_state) else self.layout
+        of_loss = self.later if needs.exchanges else self.layout
         averaged = of_loss and jax.tree.map(
-            lambda entry: entry.mean_axes, of_loss.describe(state.params)
+            lambda entry: entry.mean_axes, of_loss.describe(inputs.params)
         )
-        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
-        values, grads = self.make_objective(of_loss, _accumulates(state))(scaled)
+        scaled = inputs._replace(loss_factor=needs.loss_factor)
+        values, grads = self.make_objective(of_loss, needs.accumulates)(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
         return values, mask_frozen(self.tx, _conjugate(grads)), averaged
 
     def _make_arguments(
-        self,
-        state: TrainState,
-        inputs: Inputs,
-        workers: Workers,
-        grads: Updates,
-        exchanges_itself: bool,
+        self, inputs: Inputs, workers: Workers, grads: Updates, needs: _Needs
     ) -> dict[str, Any]:
         """Return the extra arguments of `update` that describe the loss: its function, and the mean
         gradients."""
         # The mean is equal on all workers in all leaves. Line searches of optax take it, as dense
         # arrays. If the optimizer reads no "grad", XLA removes this computation.
         mean = grads
-        if exchanges_itself:
+        if needs.exchanges:
             mean, _ = mean_over_workers(grads, (), workers, self.reduce_dtype)
-        of_value = self.make_objective(self.later, _accumulates(state))
+        of_value = self.make_objective(self.later, needs.accumulates)
         value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
-        rows = {"row_updates": True} if may_give_rows(state.opt_state) else {}
+        rows = {"row_updates": True} if needs.gives_rows else {}
         return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **rows}
 
     def _update(
@@ -209,51 +230,35 @@ class _WorkerStep:
         state: TrainState,
         grads: Updates,
         extra: dict[str, Any],
-        weight: jax.Array | None,
     ) -> TrainState:
-        """Update params and the optimizer's state, and return the next state, with params unchanged
-        if the loss, a `Mean`, has no weight.
+        """Update params and the optimizer's state, and return the next state, in which they are
+        those before the step if the update does not count, and so is the model state.
 
         Args:
           before: the state before the step.
           state: the same with the new model state, and params behind a barrier.
           grads: the gradients, as the optimizer takes them.
-          extra: the extra arguments of `update`.
-          weight: the weight of the loss, if that is a `Mean`.
+          extra: the extra arguments of `update`, with the weight of the loss if that is a `Mean`.
         """
         with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
             updates, opt_state = self.tx.update(grads, before.opt_state, state.params, **extra)
-        skip = _is_without_weight(weight, before.opt_state)
-        if skip is not None:
-            updates, kept = select_unless_skipped(skip, updates, opt_state, before.opt_state)
-            # Where tables have rows as gradients, the state goes on: the update of a row writes
-            # that row alone, but a choice would write all of them.
-            opt_state = opt_state if may_give_rows(before.opt_state) else kept
+            updates, opt_state, is_dropped = drop_uncounted(
+                updates, opt_state, before.opt_state, extra.get("weight")
+            )
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
-        model_state = _keep_skipped_model_state(state.model_state, before, opt_state, skip)
+        model_state = state.model_state
+        if is_dropped is not None:
+            model_state = optax.tree.where(is_dropped, before.model_state, model_state)
         return TrainState(core.next_step(before.step), params, opt_state, model_state)
 
 
-def _accumulates(state: TrainState) -> bool:
-    """Tell whether the optimizer takes the mean of several gradients by `accumulate`."""
-    return bool(find_nodes(AccumulateState, state.opt_state))
-
-
-def _is_without_weight(weight: jax.Array | None, opt_state: OptState) -> jax.Array | None:
-    """Tell whether an update is skipped because the loss, a `Mean`, has no weight, or return None
-    for a plain loss or in `accumulate`. That decides by the weight of all its calls.
-
-    Raises:
-      ValueError: optax.MultiSteps averages several gradients; it knows no weights.
-    """
-    if weight is None or find_nodes(AccumulateState, opt_state):
-        return None
+def _refuse_multi_steps(opt_state: OptState) -> None:
+    """Raise a ValueError if optax.MultiSteps averages gradients, because it knows no weights."""
     if find_nodes(optax.MultiStepsState, opt_state):
         raise ValueError(
             "optax.MultiSteps takes the plain mean of several gradients, but the loss is an "
             "optfn.Mean, whose calls count by their weights. Use optfn.accumulate"
         )
-    return weight == 0
 
 
 def _conjugate(grads: Updates) -> Updates:
@@ -304,36 +309,6 @@ def _average_model_state(new: PyTree, inputs: Inputs, before: TrainState, axes: 
     """
     restored = restore_unchanged_keys(new, inputs.model_state, before.model_state)
     return mean_or_first(restored, axes)
-
-
-def _keep_skipped_model_state(
-    model_state: PyTree, before: TrainState, opt_state: OptState, skip: jax.Array | None
-) -> PyTree:
-    """Return the new model state, or the old one if the step is skipped.
-
-    Args:
-      model_state: the new model state.
-      before: the state before the step.
-      opt_state: the optimizer's state after the step, in which guards count skipped steps.
-      skip: whether the step is skipped for another reason; None if there is none.
-    """
-    counters = _find_skip_counters(opt_state)
-    if model_state is None or (not counters and skip is None):
-        return model_state
-    has_advanced = map(operator.ne, _find_skip_counters(before.opt_state), counters)
-    reasons = [*has_advanced] + ([] if skip is None else [skip])
-    skipped = functools.reduce(jnp.logical_or, reasons)
-    return optax.tree.where(skipped, before.model_state, model_state)
-
-
-def _find_skip_counters(opt_state: OptState) -> list[jax.Array]:
-    """Return the counter of skipped steps of each guard, `optax.apply_if_finite` included."""
-
-    def is_guard(x: PyTree) -> bool:
-        return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
-
-    found = iterate_nodes(is_guard, opt_state)
-    return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
 def _collect_metrics(loss: jax.Array, aux: PyTree, opt_state: OptState) -> dict[str, Any]:

@@ -12,28 +12,38 @@ from optfn import core
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves.contents import leaves_with_names
 from optfn.mesh.collectives.axes import join_axes
 from optfn.mesh.state.per_worker import PerWorker, find_exchange_axes, mark_per_worker
 from optfn.transforms.in_place import run_if
 from optfn.wrappers.attributes import without_frozen
+from optfn.wrappers.uncounted import drop_uncounted
 
 
-@traits(link="accumulate", passes_own_gradients=True, reports={"excess": None})
+@traits(link="accumulate", passes_own_gradients=True, counts_weight=True, goes_on=("micro_step",))
 class AccumulateState(NamedTuple):
-    """State of `accumulate`: 4 bytes per parameter, two scalars, and the inner state.
+    """State of `accumulate`: 4 bytes per parameter, three scalars, and the inner state.
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
     own_total: sums per worker, for leaves whose gradients the inner optimizer exchanges itself.
       Scalars have shape (1,), because a PerWorker is divided along its first axis.
-    excess: by how much the sum of the calls' weights is above their count.
+    weight: the sum of the calls' weights.
+    value: the sum of weight·value, the loss of the calls.
     """
 
     micro_step: jax.Array
     total: Updates
     own_total: PerWorker
     inner_state: OptState
-    excess: jax.Array
+    weight: jax.Array
+    value: jax.Array
+
+    @property
+    def summed(self) -> set[str]:
+        """The names of the leaves whose gradients are summed."""
+        named = [x for t in (self.total, self.own_total.value) for x in leaves_with_names(t)]
+        return {name for name, x in named if not tree.is_masked(x)}
 
 
 @without_frozen
@@ -49,7 +59,10 @@ def accumulate(
         else:          u = −0.0
 
     w is the extra argument `weight` of `update`, else 1. A training step passes it if the loss is
-    a `Mean`. If the weights add up to 0, u = −0.0 and `tx` does not run.
+    a `Mean`. A call of weight 0 adds nothing, and counts as a call. If the weights add up to 0,
+    u = −0.0 and the state of `tx` stays, but for an `accumulate` in it, which counts a call. The
+    extra argument `value` reaches `tx` as the mean of the calls' values, by their weights; `grad`
+    and `value_fn` do not.
 
     Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
     step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
@@ -60,8 +73,8 @@ def accumulate(
       tx: an optimizer of optfn or optax.
       every: the number of gradients for a step, ≥ 1.
 
-    State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, ∑ (w − 1), and
-    the state of `tx`.
+    State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, ∑ w, ∑ w·value,
+    and the state of `tx`.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `every` is not a Python integer.
@@ -72,34 +85,34 @@ def accumulate(
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
-        excess = jnp.zeros((), numerics.scalar_dtype())
-        return AccumulateState(
-            core.first_step(), *_init_totals(inner_state, params), inner_state, excess
-        )
+        zero = partial(jnp.zeros, (), numerics.scalar_dtype())
+        totals = _init_totals(inner_state, params)
+        return AccumulateState(core.first_step(), *totals, inner_state, zero(), zero())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         _check_arguments(updates, state, params)
-        call_weight = extra.pop("weight", None)
-        call = _count_call(state, every, call_weight)
+        call_weight = extra.get("weight")
+        call = _count_call(state, every, call_weight, extra.get("value"))
         add = partial(_add_to_total, call.is_first, call.share, call_weight)
         totals = tree.map(add, state.total, state.own_total.value, updates)
-        arrays, static = _split_extra(extra)
+        arrays, static = _split_extra(extra | call.extra)
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
             mean = tree.map(partial(_mean_gradient, every), updates, totals)
-            updated, inner_state = inner.update(mean, inner_state, params, **arrays, **static)
+            updated, new = inner.update(mean, inner_state, params, **arrays, **static)
+            updated, new, _ = drop_uncounted(updated, new, inner_state, arrays.get("weight"))
             # Without params a boundary inside `tx` cannot know their dtype; gradients have it.
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
-            return updated, inner_state
+            return updated, new
 
         updated, totals, inner_state = _step_if(
-            call.steps, step, totals, state.inner_state, (params, arrays)
+            call.is_last, step, totals, state.inner_state, (params, arrays)
         )
-        shared, private = _split_totals(totals, state)
+        micro_step = jnp.where(call.is_last, 0, state.micro_step + 1)
         return updated, AccumulateState(
-            call.next_micro_step, shared, private, inner_state, call.excess
+            micro_step, *_split_totals(totals, state), inner_state, call.weight, call.value
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -118,34 +131,45 @@ class _Call(NamedTuple):
     """What a call of an accumulation is among the calls of its step.
 
     is_first: whether it is the first of them.
-    steps: whether the optimizer steps in it: it is the last, and they have a weight.
-    next_micro_step: how many calls of the next call's step come before it.
+    is_last: whether it is the last of them, in which the optimizer steps.
     share: the factor of the totals: `every` over the weight of the calls in the last, else 1.
-    excess: by how much the weight of the calls exceeds their number.
+    weight: the sum of the weights so far.
+    value: the sum of weight·value so far.
+    extra: the arguments `weight` and `value` of the optimizer's step, as far as the call has them.
     """
 
     is_first: jax.Array
-    steps: jax.Array
-    next_micro_step: jax.Array
+    is_last: jax.Array
     share: jax.Array
-    excess: jax.Array
+    weight: jax.Array
+    value: jax.Array
+    extra: dict[str, Any]
 
 
-def _count_call(state: AccumulateState, every: int, call_weight: jax.Array | float | None) -> _Call:
+def _count_call(
+    state: AccumulateState,
+    every: int,
+    call_weight: jax.Array | float | None,
+    call_value: jax.Array | float | None,
+) -> _Call:
     """Return the place of a call in its step, with the weight 1 if it has none."""
     is_first = state.micro_step == 0
-    count = state.micro_step + 1
-    due = count >= every  # a run that resumes with a smaller `every` may be beyond it
-    excess = jnp.where(is_first, 0, state.excess)
+    # A run that resumes with a smaller `every` may be beyond it.
+    is_last = state.micro_step + 1 >= every
+    added = jnp.asarray(1 if call_weight is None else call_weight, state.weight.dtype)
+    weight = jnp.where(is_first, 0, state.weight) + added
+    value = jnp.where(is_first, 0, state.value)
+    divisor, extra = jnp.where(weight == 0, 1, weight), {}
     if call_weight is not None:
-        excess += jnp.asarray(call_weight, excess.dtype) - 1
-    weight = count.astype(excess.dtype) + excess
+        extra["weight"] = weight
+    if call_value is not None:
+        # The value of a call without weight is that of nothing.
+        value += jnp.where(added == 0, 0, added * call_value).astype(value.dtype)
+        extra["value"] = (value / divisor).astype(jnp.result_type(call_value, jnp.float32))
     # The mean is total/every, and a total of another weight is scaled here: for total/weight
     # XLA's compiler for TPUs keeps a temporary of half the size.
-    share = jnp.where(due, every / jnp.where(weight == 0, 1, weight), 1.0)
-    # A call without a weight counts 1, so that it is never without weight.
-    steps = due if call_weight is None else due & (weight != 0)
-    return _Call(is_first, steps, jnp.where(due, 0, count), share, excess)
+    share = jnp.where(is_last, every / divisor, 1.0)
+    return _Call(is_first, is_last, share, weight, value, extra)
 
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:

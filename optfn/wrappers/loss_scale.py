@@ -21,6 +21,7 @@ from optfn.wrappers.nonfinite import skip_nonfinite
     link="loss_scale",
     passes_own_gradients=True,
     passes_rows=True,
+    goes_on=("scale", "good_steps"),
     reports={"scale": Report("loss_scale", is_needed=True)},
 )
 class DynamicLossScaleState(NamedTuple):

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, errors, tree
+from optfn.core import checks, errors
 from optfn.core.traits import Report, traits
-from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.collectives.devices import join_workers
 from optfn.wrappers.attributes import without_frozen
+from optfn.wrappers.uncounted import select_unless_skipped
 
 
 @traits(
@@ -32,6 +33,7 @@ from optfn.wrappers.attributes import without_frozen
             ),
         ),
     },
+    goes_on=("consecutive", "skipped", "gave_up"),
     link="guard",
 )
 class SkipNonfiniteState(NamedTuple):
@@ -41,20 +43,6 @@ class SkipNonfiniteState(NamedTuple):
     skipped: jax.Array
     gave_up: jax.Array
     inner_state: OptState
-
-
-def select_unless_skipped(
-    skip: jax.Array, updates: Updates, after: OptState, before: OptState
-) -> tuple[Updates, OptState]:
-    """Return `updates` and the state `after`, or if `skip` updates of −0.0 and the state `before`,
-    where updates of integers are unchanged in both cases."""
-
-    def update(u: Leaf) -> Leaf:
-        if isinstance(u, LeafKind):
-            return u.map(update)
-        return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
-
-    return tree.map_arrays(update, updates), optax.tree.where(skip, before, after)
 
 
 @without_frozen

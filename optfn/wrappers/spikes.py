@@ -16,13 +16,14 @@ from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.collectives.devices import join_workers
 from optfn.transforms.rates import largest_rate
 from optfn.wrappers.attributes import without_frozen
-from optfn.wrappers.nonfinite import select_unless_skipped
+from optfn.wrappers.uncounted import select_unless_skipped
 
 
 @traits(
     link="reader",
     passes_own_gradients=True,
     passes_rows=True,
+    goes_on=("consecutive", "skipped"),
     reports={
         "consecutive": None,
         "skipped": None,
