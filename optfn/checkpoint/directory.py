@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from optfn.checkpoint.background import copy_to_host
 from optfn.checkpoint.directory_arrays import read_directory
-from optfn.checkpoint.finiteness import select_params
+from optfn.checkpoint.finiteness import select_judged
 from optfn.checkpoint.snapshot import ABOUT, VERSION, Snapshot
 from optfn.checkpoint.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.core import checks
@@ -97,7 +97,7 @@ class OrbaxDirectory:
         }
         beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
         copies, checksums = copy_to_host(arrays), begin_fingerprints(list(arrays.values()))
-        params_are_finite = begin_finite_check(select_params(arrays.items()))
+        params_are_finite = begin_finite_check(select_judged(arrays.items()))
 
         def write() -> None:
             sums = np.concatenate([checksums(), _hash_arrays(beside.values())])

@@ -1,4 +1,4 @@
-"""States that must not be kept, because their params, or the last loss, are not finite."""
+"""States that must not be kept, because params, moments or the last loss are not finite."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,10 +7,11 @@ import numpy as np
 
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState
-from optfn.mesh.state.names import iterate_nodes
+from optfn.mesh.state.names import iterate_nodes, match_params
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
+_PARAMS = "train/params"
 
 
 def has_guard(opt_state: OptState) -> bool:
@@ -20,19 +21,43 @@ def has_guard(opt_state: OptState) -> bool:
     )
 
 
-def select_params(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
-    """Return the floating-point arrays that have "params" as one of the words of their path."""
-    return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
+def select_judged(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
+    """Return the floating-point arrays of a state by name that must be finite: params, and the
+    arrays of the optimizer that follow one.
+
+    Others may be infinite by their meaning, such as the norms that `skip_spikes` has not seen yet,
+    and so may arrays of the model state.
+    """
+    named = list(named)
+    shapes = {name[len(_PARAMS) :].lstrip("/"): np.shape(x) for name, x in named if _is_param(name)}
+    found = []
+    for (name, x), path in zip(named, match_params(named, shapes), strict=True):
+        # With a single param without a path, any array would follow it.
+        follows = path is not None and (path or np.shape(x) == shapes[path])
+        if follows and tree.is_inexact(x) and not f"{name}/".startswith("train/model_state/"):
+            found.append(x)
+    return found
+
+
+def _is_param(name: str) -> bool:
+    """Tell whether an array of this name is a param."""
+    return f"{name}/".startswith(f"{_PARAMS}/")
 
 
 def are_finite(arrays: Mapping[str, Leaf]) -> bool:
-    """Tell whether the params among the arrays of a state by name, on the host, are all finite,
-    whatever the other arrays are."""
-    return all(bool(np.all(np.isfinite(x))) for x in select_params(arrays.items()))
+    """Tell whether all arrays of a state by name, on the host, that must be finite are so."""
+    return all(bool(np.all(np.isfinite(x))) for x in select_judged(arrays.items()))
 
 
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
-    """Tell whether the last loss of a history is finite, which is also true without a loss or if
-    the optimizer has a guard that leaves such steps out."""
-    losses = np.asarray(history.get("loss", ()))
-    return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)
+    """Tell whether the last loss of a history is finite, or no evidence against the state.
+
+    It is none if the history has no loss, if the loss is a `Mean` without weight, or if a guard has
+    left out the step.
+    """
+    losses, weights = (np.ravel(history.get(name, ())) for name in ("loss", "weight"))
+    if not losses.size or np.isfinite(losses[-1]) or (weights.size and weights[-1] == 0):
+        return True
+    if skipped := list(np.ravel(history.get("skipped", ()))):
+        return bool(skipped[-1] > (skipped[-2] if len(skipped) > 1 else 0))
+    return has_guard(state)

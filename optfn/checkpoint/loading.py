@@ -34,7 +34,7 @@ from optfn.mesh.state.names import (
     make_report_test,
     states_with_names,
 )
-from optfn.mesh.state.placement import pad_to_multiple
+from optfn.mesh.state.placement import keep_for_each_worker, pad_to_multiple
 from optfn.mesh.state.reports import read_local
 from optfn.tables.sharded_table import to_physical, unwrap_tables
 from optfn.transforms import late_steps
@@ -102,6 +102,7 @@ def load_named(
       Misfit: names or arrays do not fit.
     """
     _check_format(mapping)
+    opt_state = keep_for_each_worker(opt_state, mapping)
     mapping = DecodedArrays(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.

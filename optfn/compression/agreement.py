@@ -62,12 +62,12 @@ def agree(
     them remains a branch.
     """
     nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
-    counts = True if weight is None else weight != 0
+    counts = [] if weight is None else [weight != 0]
     # One collective for all; several small ones would pay the latency of the link each time.
-    flags = jnp.stack([*(jnp.asarray(x, jnp.int32) for x in (nonfinite, counts)), step])
-    agreed = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
-    nonfinite, counts, step = agreed[0] > 0, agreed[1] > 0, agreed[2]
-    return nonfinite if weight is None else nonfinite | ~counts, nonfinite, step
+    flags = jnp.stack([step, *(x.astype(jnp.int32) for x in (nonfinite, *counts))])
+    step, *agreed = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
+    nonfinite, *counts = (x > 0 for x in agreed)
+    return nonfinite | ~counts[0] if counts else nonfinite, nonfinite, step
 
 
 def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:

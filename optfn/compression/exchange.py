@@ -313,7 +313,7 @@ def _mean_of_packets(
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_shards(whole, state.compressor, group)
     whole, new = update_on_shards(update, whole, state, None, weight, group, flat=(Divided,))
-    return _pack_like(updates, whole), new
+    return packed.repack(updates, whole), new
 
 
 def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Devices | None) -> None:
@@ -410,13 +410,3 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
             check_state_of_leaf("exchange", place, residual, g.shape or (1,))
             numbers.append(i)
     return numbers
-
-
-def _pack_like(updates: Updates, whole: PyTree) -> Updates:
-    """Return `whole` with the leaves that lie in a Packed in `updates` packed like it, and all
-    other leaves unchanged."""
-
-    def pack(node: PyTree, below: PyTree) -> PyTree:
-        return packed.pack_like(node.layout, below) if is_packed(node) else below
-
-    return jax.tree.map(pack, updates, whole, is_leaf=lambda x: is_packed(x) or tree.is_leaf(x))

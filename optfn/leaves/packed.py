@@ -197,6 +197,16 @@ def unpack(packed: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _unpack(x) if is_unpackable(x) else x, packed, is_leaf=is_packed)
 
 
+def repack(like: PyTree, whole: PyTree) -> PyTree:
+    """Return `whole` with the leaves that lie in a Packed in `like` packed like it, and all other
+    leaves unchanged."""
+
+    def pack_node(node: PyTree, below: PyTree) -> PyTree:
+        return pack_like(node.layout, below) if is_packed(node) else below
+
+    return jax.tree.map(pack_node, like, whole, is_leaf=lambda x: is_packed(x) or tree.is_leaf(x))
+
+
 def is_unpackable(x: object) -> bool:
     """Tell whether `x` is a Packed each of whose buffers is masked or has one value for each
     element of its leaves.

@@ -203,10 +203,14 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
     return tree.map_named(map_leaf, updates)
 
 
-def all_finite(updates: Updates) -> jax.Array:
-    """Tell whether all floating-point leaves are finite, as a bool scalar, which is True without
-    such leaves."""
-    finite = [
-        jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.keep_inexact(updates))
-    ]
+def all_finite(updates: Updates, *, squared: bool = False) -> jax.Array:
+    """Tell whether all floating-point leaves are finite, or with `squared` their squares in float32
+    or wider, as a bool scalar, which is True without such leaves."""
+
+    def number(x: jax.Array) -> jax.Array:
+        wide = numerics.accumulator_dtype(x.dtype)
+        return numerics.abs_squared(x.astype(wide)) if squared else x
+
+    leaves = tree.arrays(leafwise.keep_inexact(updates))
+    finite = [jnp.all(jnp.isfinite(number(numbers_of(g)))) for g in leaves]
     return xla.compute_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)

@@ -81,7 +81,9 @@ def check_mean(who: str, mean: Mean) -> Mean:
             f"{who}: total and weight of a Mean must have the same shape; got "
             f"{jnp.shape(mean.total)} and {jnp.shape(mean.weight)}"
         )
-    dtype = numerics.accumulator_dtype(jnp.promote_types(jnp.result_type(mean.total), jnp.float16))
+    dtype = jnp.result_type(mean.total)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    dtype = numerics.accumulator_dtype(dtype) if is_float else numerics.scalar_dtype()
     total, weight = jnp.asarray(mean.total, dtype), jnp.asarray(mean.weight)
     return Mean(jnp.where(weight == 0, 0, total), weight)
 

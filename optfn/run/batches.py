@@ -211,17 +211,26 @@ class Remaining:
                 set_epoch(epoch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Tell whether the last batch ended an epoch, by drawing the next one, which is always so
-        at the end of the run and never without `epochs`."""
+        """Tell whether the last batch ended an epoch, by drawing the next one, which is never so
+        without `epochs`. For a run that had made all its steps before, the length of the batches
+        tells, and without one it is so."""
+        if self.epochs is None:
+            return False
+        if self.is_finished:
+            return not isinstance(self.batches, Sized) or self.used % len(self.batches) == 0
         self._skip_used()
-        if self.epochs is None or self.is_finished or self.given == self.most:
-            return self.epochs is not None
         if not self._ahead:
             self._mark_position()
-        if not self._look_ahead():
+            try:
+                self._ahead = [*self._draw_next()]
+            except Exception as error:
+                self._ahead = [error]
+        if not self._ahead:
             return True
         following = self._ahead[0]
-        return not isinstance(following, Exception) and following.epoch != self.epoch
+        if isinstance(following, Exception):
+            return self.given == self.most  # it ends the run, unless all its steps are made
+        return following.epoch != self.epoch
 
     def last_step(self) -> int | None:
         """Return `steps`, or else epochs × batches × local_steps, or None without `steps` if there

@@ -117,16 +117,18 @@ class Evaluator:
         found = self.history.evaluations
         return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
 
-    def __call__(self, n: int, state: TrainState) -> dict[str, float]:
+    def __call__(
+        self, n: int, state: TrainState, *, is_provisional: bool = False
+    ) -> dict[str, float]:
         """Call `evaluate` on the state after step n, record the result, and return its values by
-        their names in the history.
+        their names in the history. A provisional one does not count for `patience`.
 
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
         """
         values = self._numbers(state)
         if self.key in values:
-            self._record(n, values[self.key])
+            self._record(n, values[self.key], is_extra=is_provisional)
         self.history.evaluations.append({"evaluation_step": n, **values})
         return values
 

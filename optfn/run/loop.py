@@ -214,7 +214,7 @@ class _Run:
     def _evaluate(self, *, is_provisional: bool = False) -> dict[str, float]:
         """Evaluate the state, keep it if it is the best so far, tell plateaus of it unless it is
         provisional, and return the values."""
-        values = self.evaluator(self.n, self.state)
+        values = self.evaluator(self.n, self.state, is_provisional=is_provisional)
         self.best.consider(self.state, is_provisional=is_provisional)
         if not is_provisional:
             self.state = self.evaluator.tell_plateaus(self.n, self.state)
@@ -289,8 +289,9 @@ class _Run:
         return "batches" if self.options.steps is None else "steps"
 
     def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
-        """Show a line if the run has ended early, took no step, or leaves gradients unused, and
-        without progress only if a signal ended it."""
+        """Show a line if the run has ended early, took no step, or leaves gradients unused.
+        Without progress, show it only if a signal ended the run, and warn of gradients that are
+        unused at the end of the data."""
         if by_signal:
             bar.say(early, always=True)
         elif self.n == self.saver.resumed:
@@ -298,10 +299,12 @@ class _Run:
         elif early:
             bar.say(f"stopped {early}")
         elif waiting := count_waiting_gradients(self.state.opt_state):
-            bar.say(
+            words = (
                 f"the run ends within an accumulation: {waiting} gradients are summed, and change "
                 "no param unless a run goes on from this state"
             )
+            # At the end of the data they would be lost without a word.
+            bar.say(words) if bar.shown or self.options.steps else checks.warn(words)
 
     def _describe_early_end(self, by_signal: str) -> str:
         """Return in words how a signal, patience or the callback ended the run early, or "" if it

@@ -5,7 +5,8 @@ the mean over workers as its gradient, or each worker's own if it exchanges grad
 
 Each worker has an optimizer state of its own. Some leaves of it, such as step counters and rates,
 cannot differ between workers, because they depend neither on gradients nor on params. We find them
-by tracing the update, and keep one for all workers.
+by tracing the update, and keep one for all workers. If the loss is a `Mean`, a local step of a
+worker whose examples have no weight does not count, and then these differ too (`keep_apart`).
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
@@ -38,6 +41,7 @@ from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.averaging import has_statistics
+from optfn.wrappers.uncounted import drop_uncounted
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -102,8 +106,9 @@ class LocalSteps(NamedTuple):
             # 2. The state is equal on all workers, except leaves of the inner state in a PerWorker;
             #    `start` has these leaves as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
-            varies = copy_counts(find_varying(self.tx, state.params), counted)
             like = copy_counts(jax.eval_shape(self.tx.init, state.params), counted)
+            structure: Any = jax.tree.structure(like)
+            varies = structure.unflatten(map(_is_own, _nodes(counted)))
             start = state._replace(opt_state=_unwrap_varying(counted, like))
             # 3. `end`, the metrics, (steps,), and the pseudo-gradient are this worker's.
             end, metrics = scan_batch(
@@ -116,7 +121,7 @@ class LocalSteps(NamedTuple):
             # 4. Metrics, params, outer state and model state are equal on all workers again.
             metrics = _average_metrics(metrics, workers)
             (params, outer, model_state), sent = self._exchange(
-                pseudo_gradient, state, end.model_state, workers, metrics["loss"]
+                pseudo_gradient, state, end.model_state, workers, metrics
             )
             # 5. The inner state stays this worker's. A worker whose pseudo-gradient is not finite
             #    begins with a fresh state: its moments are not finite either.
@@ -133,24 +138,55 @@ class LocalSteps(NamedTuple):
 
         return run
 
+    def keep_apart(self, state: TrainState) -> TrainState:
+        """Return the state with a copy for each worker of all that differs between workers if
+        local steps without weight do not count, or unchanged if it has these copies."""
+        local = state.opt_state.inner
+        found = copy_counts(find_varying(self.tx, state.params, True), local.inner_state)
+        varies, nodes = jax.tree.leaves(found), _nodes(local.inner_state)
+        if all(_is_own(node) for node, own in zip(nodes, varies, strict=True) if own):
+            return state
+        mesh, axes = self.layout.mesh, self.layout.worker_axes
+        count = count_devices(mesh, axes)
+
+        def copy(node: PyTree, own: bool) -> PyTree:
+            if not own or _is_own(node):
+                return node
+            copies = jnp.tile(jnp.atleast_1d(node), (count, *[1] * (node.ndim - 1)))
+            is_traced = checks.is_traced(copies)
+            return PerWorker(
+                copies if is_traced else jax.device_put(copies, NamedSharding(mesh, P(axes)))
+            )
+
+        structure: Any = jax.tree.structure(found)
+        apart = structure.unflatten(map(copy, nodes, varies))
+        inner = LocalState(jnp.full_like(local.num_workers, count), apart)
+        return state._replace(opt_state=state.opt_state._replace(inner=inner))
+
     def _exchange(
         self,
         pseudo_gradient: Updates,
         state: TrainState,
         model_state: PyTree,
         workers: Workers,
-        loss: jax.Array,
+        metrics: dict[str, Any],
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
         """Take an outer step, and return params, outer state and model state after it, or before it
-        if any pseudo-gradient is not finite, and the bytes sent."""
+        if any pseudo-gradient is not finite or the round does not count, and the bytes sent."""
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
         grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
         model_state = mean_or_first(model_state, workers.axes)
         if has_statistics(before[1]):
             extra["model_state"] = model_state
+        extra |= {"value": metrics["loss"]} | {k: metrics[k] for k in ("weight",) if k in metrics}
         with jax.named_scope(UPDATE_SCOPE):
-            updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
+            updates, outer = self.outer.update(grads, before[1], state.params, **extra)
+            updates, outer, is_dropped = drop_uncounted(
+                updates, outer, before[1], extra.get("weight")
+            )
+        if is_dropped is not None:
+            model_state = optax.tree.where(is_dropped, state.model_state, model_state)
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
         after = params, outer, model_state
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
@@ -198,10 +234,13 @@ def _is_readable(x: jax.Array) -> bool:
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
-def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
+def find_varying(
+    tx: optax.GradientTransformationExtraArgs, params: Params, weighted: bool = False
+) -> PyTree:
     """Tell for each leaf of `tx`'s state whether it may vary between workers in a round.
 
-    A leaf may vary if the update computes it from gradients, params, or a leaf that may vary.
+    A leaf may vary if the update computes it from gradients, params, or a leaf that may vary; with
+    `weighted`, also if an update without weight leaves it as it was.
     """
 
     def update(params: Params, state: OptState) -> OptState:
@@ -209,7 +248,8 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
         # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
-        return trace_update(tx, grads, state, params, loss)[1]
+        updates, new = trace_update(tx, grads, state, params, loss, weighted)
+        return drop_uncounted(updates, new, state, loss)[1] if weighted else new
 
     shapes = jax.eval_shape(tx.init, params)
     varies = jax.tree.map(lambda x: False, shapes)
@@ -228,10 +268,11 @@ def trace_update(
     state: OptState,
     params: Params,
     loss: jax.Array,
+    weighted: bool = False,
 ) -> tuple[Updates, OptState]:
     """Call `tx.update` as a step does, with the loss as each number that it hands over."""
     extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
-    if find_nodes(AccumulateState, state):
+    if weighted or find_nodes(AccumulateState, state):
         extra["weight"] = loss
     return tx.update(grads, state, params, **extra)
 
@@ -279,6 +320,16 @@ def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
         return PerWorker(jnp.reshape(x, x.shape or (1,))) if varies else x
 
     return jax.tree.map(wrap, state, varies)
+
+
+def _nodes(wrapped: OptState) -> list[PyTree]:
+    """Return each leaf of a state, or the `PerWorker` around it."""
+    return jax.tree.leaves(wrapped, is_leaf=_is_own)
+
+
+def _is_own(node: PyTree) -> bool:
+    """Tell whether a node is each worker's own."""
+    return isinstance(node, PerWorker)
 
 
 def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:

@@ -26,6 +26,7 @@ from optfn.leaves.nodes import Packed
 from optfn.leaves.packed import make_packed_layout, unpack
 from optfn.loss.jaxprs.equations import draws_random_numbers
 from optfn.mesh.state.names import iterate_nodes
+from optfn.wrappers.attributes import ParamAttr
 
 _REMEDY = (
     "Leave packed=True out, or use transformations of optfn, which know the leaves of a buffer, "
@@ -77,9 +78,13 @@ def _is_own(tx: object) -> bool:
     if not isinstance(tx, core.Transform) or checks.package(tx.module) != "optfn":
         return False
     _, positional, named = tx.call
+    attrs = (named.get("param_attrs") or {}).values()
+    penalties = (attr.regularization for attr in attrs if isinstance(attr, ParamAttr))
     # optax.MultiSteps is not a transformation, but has both functions.
     inside = (
-        x for x in (*positional, *named.values()) if hasattr(x, "init") and hasattr(x, "update")
+        x
+        for x in (*positional, *named.values(), *penalties)
+        if hasattr(x, "init") and hasattr(x, "update")
     )
     return all(map(_is_own, inside))
 
@@ -131,7 +136,14 @@ class _Trial:
         there is none or the rule is random or in 8 bits."""
         forms = self._make_tree, self._make_packed
         start = self._draw(_DECADES_OF_PARAMS)
-        states = [self.tx.init(form(start)) for form in forms]
+        states = [self.tx.init(self._make_tree(start))]
+        try:
+            states.append(self.tx.init(self._make_packed(start)))
+        except Exception:
+            return (
+                "its init takes the tree and not flat buffers of its leaves, as with labels or a "
+                "mask that have the structure of the tree"
+            )
         if any(iterate_nodes(lambda x: traits_of(x).spans_buffers, states[0])):
             return ""  # moments in 8 bits have a scale for a buffer, as `pack` says
         with_update = 0

@@ -90,6 +90,8 @@ class TrainStep:
         mesh = None if layout is None else layout.mesh
         self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
         self._has_run = False
+        # The structures of states whose counters are kept as the loss needs it.
+        self._kept_apart: set[Any] = set()
         self._placed: Batch = None  # the batch that `place_batch` returned last
         self._flags: collections.deque[jax.Array] = collections.deque()
 
@@ -303,6 +305,7 @@ class TrainStep:
             batch = self._split_batch(batch)
         if self.layout is None and not checks.is_traced(state.step):
             batch = parallel.copy_host_arrays(batch)
+        state = self._keep_apart(state, batch)
         arguments = self.list_arguments(state, batch)
         with (
             name_foreign_state(state, (self.local or self.tx).init),
@@ -314,6 +317,16 @@ class TrainStep:
             self._has_run = True
             self._flags.extend(metrics[name] for name in flags if name in metrics)
         return state, metrics
+
+    def _keep_apart(self, state: TrainState, batch: Batch) -> TrainState:
+        """Return the state with a copy of all counters for each worker if the step has local steps
+        and a loss that is a `Mean`, and unchanged otherwise."""
+        if self.local is None or jax.tree.structure(state) in self._kept_apart:
+            return state
+        metrics = jax.eval_shape(self.compiled, *self.list_arguments(state, batch))[1]
+        state = self.local.keep_apart(state) if "weight" in metrics else state
+        self._kept_apart.add(jax.tree.structure(state))
+        return state
 
     def check_batch_sizes(self, sizes: Iterable[int]) -> None:
         """Raise a ValueError unless workers and local steps divide these counts of examples, or

@@ -79,6 +79,8 @@ def reduce_on_plateau(
         optfn.minimize(loss_fn, tx, params, batches, evaluate=evaluate, evaluate_every=100)
 
     A metric that you pass to an update takes effect in the next update, and so does an evaluation.
+    A NaN is a bad value, also as the first one. An update that does not count is not seen, and
+    inside `accumulate` the metric is the mean of the calls' values.
     With v the metric passed to the previous update:
 
         if cooling down: count down; otherwise
@@ -178,8 +180,9 @@ class _Plateau(NamedTuple):
         """Return the state with the noted metric judged, which reduces the rate after more than
         `patience` bad ones and is ignored in a cooldown, or unchanged if none is noted."""
         gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
-        # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better.
-        better = jnp.isinf(state.best) | (state.value < state.best - gap)
+        # best is ∞ at first: ∞ − threshold·∞ is NaN, and no value would be better. A value that is
+        # NaN never is.
+        better = state.value < jnp.where(jnp.isinf(state.best), state.best, state.best - gap)
         bad = jnp.where(better, 0, state.bad_values + 1)
         reduce = bad > self.patience
         rate = state.rate.learning_rate

@@ -222,7 +222,7 @@ def _add_to_total(
         return total
     g = g.astype(total.dtype).reshape(total.shape)
     if weight is not None:
-        g = g * numerics.scalar(weight, g)
+        g = leafwise.scale(g, jnp.asarray(weight))
     sum_ = jnp.where(is_first, 0, total) + g
     return sum_ * numerics.scalar(share, sum_)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, ParamSpec
 
+import jax.numpy as jnp
 import optax
 
 from optfn import core
@@ -213,11 +214,16 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
-    """Return the gradients with those of the leaves that an optimizer freezes masked, or unchanged
-    if it freezes none or they are in a Packed."""
-    if not _freezes(tx) or is_packed(grads):
+    """Return the gradients with those of the leaves that an optimizer freezes masked, or 0 in the
+    buffers of a Packed, or unchanged if it freezes none."""
+    if not _freezes(tx):
         return grads
-    return Selection(_find_trained(tx, grads)).keep(grads)
+    trained = Selection(_find_trained(tx, grads))
+    kept = trained.keep(grads)
+    if not is_packed(grads):
+        return kept
+    zeros = tree.map_arrays(lambda g: jnp.zeros_like(g) if tree.is_inexact(g) else g, grads)
+    return trained.fill(kept, zeros)
 
 
 def _freezes(tx: optax.GradientTransformation) -> bool:

@@ -20,6 +20,8 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.core.updates import apply_updates
+from optfn.leaves.nodes import is_packed
+from optfn.leaves.packed import repack, unpack
 from optfn.mesh.compilers import xla
 from optfn.mesh.state.per_worker import find_nodes
 from optfn.transforms.in_place import run_in_passes
@@ -314,6 +316,9 @@ def read_average(state: OptState, params: Params) -> Params:
     The result shares no buffer with its arguments. Wrappers around leaves are kept. It raises a
     ValueError if the average was made for other params.
     """
+    if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
+        # The buffers of an average lack the leaves that are frozen.
+        return repack(params, read_average(unpack(state), unpack(params)))
     if isinstance(state, ExponentialMovingAverageState):
         # A state of several workers has each scalar in a wrapper.
         step, weight = (jax.tree.leaves(x)[0] for x in (state.step, state.weight))

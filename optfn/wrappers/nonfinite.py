@@ -13,6 +13,7 @@ from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.collectives.devices import join_workers
+from optfn.mesh.state.names import iterate_nodes
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.uncounted import select_unless_skipped
 
@@ -45,6 +46,19 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: OptState
 
 
+# The fields of states, also of optax's, that keep squares of gradients.
+_SQUARES = {
+    "nu", "accumulator", "mean_square", "squared_gradient", "sum_of_squares", "e_g", "exp_avg_sq",
+    "grad_sum_sq", "v_row",
+}  # fmt: skip
+
+
+def _keeps_squares(state: OptState) -> bool:
+    """Tell whether a state keeps squares of gradients."""
+    found = iterate_nodes(lambda x: not _SQUARES.isdisjoint(getattr(x, "_fields", ())), state)
+    return any(True for _ in found)
+
+
 @without_frozen
 @core.record_call
 def skip_nonfinite(
@@ -60,6 +74,9 @@ def skip_nonfinite(
         consecutive = consecutive + 1 if bad else 0
         skip = bad and consecutive ≤ max_consecutive
         u, state = (−0.0, state) if skip else tx(g, state)
+
+    Where `tx` keeps squares of gradients, as adam does, a gradient whose square overflows is bad
+    too: from 1.8e19 on in float32. It would stop that parameter for ever.
 
     After `max_consecutive` bad gradients in a row, the next ones are applied, as in
     `optax.apply_if_finite`. `make_train_step` and `minimize` then raise a FloatingPointError.
@@ -83,7 +100,7 @@ def skip_nonfinite(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
         workers = join_workers("skip_nonfinite", axis_name, extra)
-        bad = workers.any(~tensors.all_finite(updates))
+        bad = workers.any(~tensors.all_finite(updates, squared=_keeps_squares(state)))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         # Compute both and select: the select fuses with the update, where a cond would write new

@@ -28,7 +28,7 @@ from optfn.mesh.state.bits import DecodedArrays, is_raw, view_as_bits
 from optfn.mesh.state.encoded import find_codes
 from optfn.mesh.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.mesh.state.names import find_names_in_field
-from optfn.mesh.state.per_worker import check_wrappers, has_per_worker_state
+from optfn.mesh.state.per_worker import PerWorker, check_wrappers, has_per_worker_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -103,6 +103,19 @@ def widen_init(
         return jnp.full_like(x, count)
 
     return lambda params: map_entries(widen, init(params))
+
+
+def keep_for_each_worker(opt_state: OptState, mapping: Mapping[str, Any]) -> OptState:
+    """Return a template in which arrays that all workers share are per-worker if `mapping` has one
+    for each, as it has counters after local steps that did not count on all workers."""
+    own = {str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))}
+
+    def widen(entry: Entry, x: Leaf) -> PyTree:
+        if entry.kept != "shared" or entry.name not in own:
+            return x
+        return PerWorker(jnp.zeros(np.shape(mapping[entry.name]), x.dtype))
+
+    return map_entries(widen, opt_state) if own else opt_state
 
 
 def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
