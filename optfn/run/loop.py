@@ -90,8 +90,8 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       "evaluation_step", the number of steps before it. If a number was recorded only before or only
       after a restart, its remaining entries are NaN. "stopped" is a word for what ended the run:
       "steps", "batches", "patience", "callback", or "signal" (Ctrl-C, SIGTERM). A run that ends
-      between two evaluations that are due evaluates its last state; once it goes on, in another
-      call, that evaluation counts for nothing.
+      between two evaluations that are due evaluates its last state: no plateau and no `patience`
+      counts it, and once the run goes on, in another call, it counts for nothing.
 
     Raises:
       ValueError: `batches` is empty, ends before `steps` or before the step of the checkpoint, or
