@@ -7,7 +7,6 @@
   is an import that only its users reach;
 * what its module imports.
 
-`tests/contract/test_first_use.py` holds these figures.
 """
 
 import ast

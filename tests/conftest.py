@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-pytest_plugins = ["machine"]
+pytest_plugins = ["machine", "costs"]
 
 
 @pytest.fixture
