@@ -41,7 +41,7 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
     """Raise a ValueError that names the leaf at `place`, unless its state `x` is unmasked and has
-    exactly this shape, that of one worker's state."""
+    this shape, the shape of one worker's state."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(
