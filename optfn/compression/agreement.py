@@ -66,8 +66,9 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
 
 
 def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:
-    """Warn in step 0 of a CPU program if all workers have the same nonzero gradient, but not where
-    JAX tracks variation, with one worker or with several processes.
+    """Warn in step 0 of a CPU program if all workers have the same nonzero gradient, by checksums
+    on the host. Nothing is compared where JAX tracks variation, with one worker, or with several
+    processes.
 
     Workers with equal gradients, as after a `pmean`, send the same entries. Where JAX tracks which
     arrays vary, `check_worker_gradients` has told it already. The host compares, so that no
