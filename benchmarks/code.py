@@ -6,7 +6,6 @@
 * what it can reach by name, through the imports at the top of modules: an import inside a function
   is an import that only its users reach;
 * what its module imports.
-
 """
 
 import ast

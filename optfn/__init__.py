@@ -18,18 +18,22 @@ True
 
 The package, from the ground up:
 
-* `optfn.core` is the core: the protocol of a transformation, and the application of a rule
-  to the leaves of a tree. `optfn.leaves` has arrays of several tensors (packed, stacked).
-  `optfn.collectives` has the axes of a mesh, and means and gathers over them.
-* `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
+* `optfn.core` has the protocol of a transformation, and applies a rule to the leaves of a tree.
+  `optfn.leaves` has arrays that hold several tensors (packed, stacked), and `optfn.interop` checks
+  models of flax and equinox.
+* `optfn.mesh` divides params, state and batch over the devices of a mesh, names the arrays of an
+  optimizer's state, and has the collectives and what is known of compilers.
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the
   step.
-* `optfn.jaxprs` interprets functions as equations. `optfn.autodiff` recomputes in the backward
-  pass. `optfn.sparse` differentiates embedding tables by rows.
-* `optfn.parallel`, `optfn.compression` and `optfn.pipeline` train on several devices;
-  `optfn.distributed` has their public names.
-* `optfn.train` is the training step, `optfn.run` the loop around it, and `optfn.plot` draws.
+* `optfn.loss` is the loss of a step: its one trace, and recomputation in the backward pass.
+  `optfn.tables` differentiates embedding tables by rows; `optfn.sparse` has its public names.
+* `optfn.compression` compresses exchanges, and `optfn.pipeline` divides a model by its depth.
+  `optfn.distributed` has the public names of training on several devices, and `optfn.workers` the
+  class `Workers`.
+* `optfn.train` is the training step, `optfn.checkpoint` moves its state to files and back, and
+  `optfn.plan` finds its memory and its seconds before it runs.
+* `optfn.run` is the loop around the step, and `optfn.plot` draws.
 """
 
 # No import needs an extra: `plot` imports matplotlib, and `run` orbax, when they use it.

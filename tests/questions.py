@@ -41,6 +41,7 @@ QUESTIONS = {
     "sweep of learning rates": "many-runs",
     "population based training": "many-runs",
     "gan two optimizers": "many-runs",
+    "reinforcement learning ppo": "reinforcement-learning",
     "state used twice donated buffer": "many-runs loop",
     "from pmap": "moving/optax",
     "trainstate of flax": "moving/optax",

@@ -181,8 +181,8 @@ def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> boo
 
 
 def _find_step(state: PyTree) -> int:
-    """Return the step of a state, or the one that all members of a population share, and raise an
-    error if it has no step or several.
+    """Return the step of a state, or the common step of a population's members, and raise an error
+    if there is no step or several.
 
     Raises:
       TypeError: there is no field or key `step` of integers.
@@ -243,8 +243,8 @@ def load_params(
     average: bool | str = False,
     model_state: PyTree = None,
 ) -> Any:
-    """Return only the parameters of a checkpoint, or of the newest intact one in a directory, with
-    those that `only` leaves out taken from `params`.
+    """Return the parameters alone of a checkpoint, or of the newest intact checkpoint in a
+    directory. Parameters that `only` leaves out come from `params`.
 
     If the checkpoint lacks the frozen parameters (`save_frozen=False`), they are taken from
     `params`: pass the model that the run began with; the result has its frozen and the checkpoint's
@@ -427,8 +427,8 @@ def restore_newest(
 
 
 def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
-    """Warn of the first learning rate that differs between a checkpoint and tx, where the
-    checkpoint's counts if it is a number and that of tx if it is an array.
+    """Warn of the first learning rate that differs between a checkpoint and tx. The checkpoint's
+    rate counts if it is a number, and tx's rate if it is an array.
 
     Args:
       given: the template, with the rates of tx.
@@ -452,8 +452,8 @@ def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
 def _find_changed_rates(
     kind: type[RateState], given: PyTree, found: PyTree
 ) -> Iterator[tuple[float, float]]:
-    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs, unless that
-    of tx is 0. A template of zeros has no rate of tx."""
+    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs, unless tx's
+    rate is 0. A template of zeros has no rate of tx."""
     new, old = (numbers_of_rates(x, kind) for x in (given, found))
     for name in new.keys() & old.keys():
         if new[name] not in (0, old[name]):

@@ -123,8 +123,8 @@ class OrbaxDirectory:
         return write
 
     def _publish(self, unsynced: Path, path: Path) -> None:
-        """Flush a written directory to the disk and give it the name `path`, moving one that has
-        this name aside first and removing that at the end.
+        """Flush a written directory to the disk and give it the name `path`. An older directory of
+        this name is moved aside first, and removed at the end.
 
         Readers find the old one aside until the new one has the name. A disk cannot exchange two
         directories at once everywhere.

@@ -52,8 +52,8 @@ class Loader:
         return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
-        """Return the names of the state's arrays in a checkpoint, without those of the history, and
-        without reading any array."""
+        """Return the names of the state's arrays in a checkpoint, without the history's names. No
+        array is read."""
         saved = backend_of(path).read(path, self.like, lambda name: False)
         return [_public_name(name) for name in saved if not _is_beside(name)]
 
@@ -104,7 +104,7 @@ class Loader:
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
     def _select(self, path: Path, names: Sequence[str]) -> set[str]:
-        """Return those of the names that are loaded, or raise an OtherRun if there are none."""
+        """Return the names that are loaded, or raise an OtherRun if there are none."""
         chosen = {*filter(self.is_selected, names)}
         if chosen:
             return chosen

@@ -238,8 +238,8 @@ def _compare_names(
 def _find_late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return for each state whose step the mapping has the leaves whose moments begin late, because
-    the mapping lacks them or has them begin late.
+    """For each state whose step is in the mapping, return the leaves whose moments begin late: the
+    mapping lacks these moments, or says that they begin late.
 
     If the mapping has the step count of a state but not the moments of a leaf, these moments are
     the template's, and have seen as many steps as the template, which may be none.

@@ -35,8 +35,8 @@ def backend_of(path: Path) -> Backend:
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a directory, the oldest first, and among them one that was put
-    aside only if none has replaced it."""
+    """Return the checkpoints in a directory, the oldest first. A checkpoint that was put aside
+    counts only if no other has replaced it."""
     found = [path for path in to_path(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     whole = {path.name for path in found}
     found = [path for path in found if path.suffix != ASIDE or path.stem not in whole]

@@ -42,8 +42,8 @@ class Backend(Protocol):
         """
 
     def read(self, path: Path, like: Snapshot, is_read: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the arrays of a checkpoint by name, with None for those that are not read, or
-        raise an error of any kind if one is not as it was saved.
+        """Return the arrays of a checkpoint by name, with None for an array that is not read. Raise
+        an error of any kind if an array is not as it was saved.
 
         Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
         template may have the template's sharding; all others are host arrays. Arrays without

@@ -41,7 +41,7 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
     """Raise a ValueError that names the leaf at `place`, unless its state `x` is unmasked and has
-    exactly this shape, that of one worker's state."""
+    this shape, the shape of one worker's state."""
     if tree.is_masked(x) or jnp.shape(x) != shape:
         found = None if tree.is_masked(x) else jnp.shape(x)
         raise ValueError(
@@ -71,8 +71,9 @@ def agree(
 
 
 def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_name: Axes) -> None:
-    """Warn in step 0 of a CPU program if all workers have the same nonzero gradient, but not where
-    JAX tracks variation, with one worker or with several processes.
+    """Warn in step 0 of a CPU program if all workers have the same nonzero gradient, by checksums
+    on the host. Nothing is compared where JAX tracks variation, with one worker, or with several
+    processes.
 
     Workers with equal gradients, as after a `pmean`, send the same entries. Where JAX tracks which
     arrays vary, `check_worker_gradients` has told it already. The host compares, so that no

@@ -159,8 +159,8 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
 def find_positions(
     words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
-    """Return the positions of the set bits whose ranks, counted from 0 over all words, are
-    `number`, or a meaningless position within the words where there is none.
+    """Return the position of the set bit of each rank in `number`; ranks count from 0 over all
+    words. Where there is no such bit, the position is within the words, and means nothing.
 
     Args:
       words: uint32, flat.

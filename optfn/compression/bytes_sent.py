@@ -68,8 +68,8 @@ class ExchangeTraffic:
     slices: tuple[tuple[BaseCompressor, tuple[int, ...]], ...] = ()
 
     def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
-        """Return the bytes that a worker sends in an exchange, those of all leaves dense in the
-        first `warmup_steps`, and then those of packets and dense leaves."""
+        """Return the bytes that a worker sends in an exchange: in the first `warmup_steps` for all
+        leaves, dense, and then for packets and dense leaves."""
         of_slices = sum(c.num_bytes(slice_shape(p, num_workers)) for c, p in self.slices)
         # Slices go twice: to their owner as updates, and from the owner as means.
         sent_on = (num_workers - 1) * (self.gathered + 2 * of_slices)

@@ -69,8 +69,8 @@ class BaseCompressor(Compressor):
 
     @classmethod
     def complete(cls, given: Compressor) -> "BaseCompressor":
-        """Return an object with the methods of the given compressor and defaults for those that it
-        lacks, or the compressor itself if it is a BaseCompressor already."""
+        """Return an object with the methods of the given compressor, and defaults for the methods
+        that it lacks. A BaseCompressor is returned as it is."""
         if isinstance(given, BaseCompressor):
             return given
         # An instance of the default class gets the methods of the given object as attributes, bound

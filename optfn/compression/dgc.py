@@ -308,8 +308,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
     """Raise a ValueError unless velocities and residuals have the tree of the updates, and the
     state of each unmasked leaf has the shape of one worker's state.
 
-    The state of a compressed leaf is checked in its residual, and that of any other in its
-    velocity.
+    A compressed leaf's state is checked in its residual, and any other leaf's in its velocity.
     """
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):

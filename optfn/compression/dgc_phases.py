@@ -278,7 +278,7 @@ def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return for each leaf Rows that are all padding, with the shapes of those that
+    """For each leaf return Rows that are all padding, in the shapes of the Rows that
     `_average_as_rows` returns."""
     counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
     return [padding_rows(workers * k, size, parts=workers) for size, k in counts]

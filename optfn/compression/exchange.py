@@ -382,7 +382,7 @@ def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) ->
     each leaf if the route is "gather".
 
     Raises:
-      ValueError: an array has the size neither of one slice nor of all.
+      ValueError: the size of an array fits neither one slice nor all slices.
     """
     if not isinstance(state.published, Divided):
         return [None] * len(tree.leaves(updates))

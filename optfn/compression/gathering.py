@@ -78,8 +78,8 @@ _SORTED = 64
 
 
 def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
-    """Return the mean over workers as Rows of the shape of `like`, with repeated entries merged
-    into one, whose bits are those of the dense mean."""
+    """Return the mean over workers as Rows of the shape of `like`. Repeated entries are merged into
+    one, which has the bits of the dense mean."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
     indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)

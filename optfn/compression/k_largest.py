@@ -85,8 +85,8 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 
 
 def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
-    """Return the packed mask of the k largest magnitudes of each segment, with the first of those
-    that equal the k-th where not all of them fit.
+    """Return the packed mask of the k largest magnitudes of each segment. Where several equal the
+    k-th, the first of them are taken.
 
     The arguments are the same as of `kth_largest`.
     """
@@ -295,8 +295,8 @@ class SampleSearch(Search):
         return magnitudes(list(samples), self.samples), self.samples
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return the counts with a rank in the sample whose bound at least k entries reach almost
-        surely, and with room for about as many as reach it."""
+        """Return which entry of the sample is the bound, by its rank, and how many entries have
+        room. The bound is so low that almost surely at least k entries reach it."""
         expected = k / self.strides
         rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
         complete = self.strides == 1  # the sample is the whole array, so the rank is k

@@ -43,7 +43,7 @@ def update_on_shards(
         updates: Updates, state: Any, params: Params | None, weight: jax.Array | None
     ) -> tuple[Updates, OptState]:
         def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
-            """Map the fields of these types. The other fields are those of the first state."""
+            """Map the fields of these types. The other fields come from the first state."""
             fields = zip(*states, strict=True)
             return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
 

@@ -70,8 +70,8 @@ class PacketFormat:
 
     @cached_property
     def _end_is_sent(self) -> np.ndarray:
-        """For each block, whether the packet gives its end, which is so for all but the last block
-        of each segment, whose end is known."""
+        """For each block, whether the packet gives its end. The end of a segment's last block is
+        known."""
         sent = np.ones(self._num_blocks.sum(), bool)
         sent[np.cumsum(self._num_blocks) - 1] = False
         return sent

@@ -29,8 +29,8 @@ _DEPENDENT = 1e-5
 
 
 def orthonormalize(p: jax.Array) -> jax.Array:
-    """Return matrices (…, r, n) with orthonormal rows, whose span contains the rows of p, with
-    fixed numbers in place of a row that depends on those above it.
+    """Return matrices (…, r, n) with orthonormal rows whose span contains the rows of p. Fixed
+    numbers replace a row of p that depends on the rows above it.
 
     This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
     of it than of `qr`. The fixed numbers see to it that no direction of the power method is lost
@@ -119,7 +119,7 @@ class PowerSgd(ShownAsCall):
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the factors that one worker puts into the two all-reduces of a leaf,
-        or those of the whole float32 leaf if it has no matrices."""
+        or the bytes of the whole float32 leaf if it has no matrices."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)

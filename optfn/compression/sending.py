@@ -79,8 +79,8 @@ class Sending:
         """Return the leaves with means over workers and new residuals, sent slice by slice through
         their owners for the route "parts", else by all-reduces and one all-gather of packets.
 
-        The residuals that are given have the updates in them. For the route "gather" the
-        all-reduces are those of the compressors that are reduced.
+        The residuals that are given have the updates in them. For the route "gather", compressors
+        that are reduced make the all-reduces.
         """
         if self.route == "parts":
             return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)

@@ -42,7 +42,7 @@ class TopK(ShownAsCall):
         """Return the packet of the k largest |x| of each chunk, uint32 (words,), which is empty for
         an empty leaf, and the state unchanged.
 
-        The format is that of `packet_format`.
+        `packet_format` describes the format.
         """
         return self.encode_all([x], [state])[0]
 

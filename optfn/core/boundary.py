@@ -94,8 +94,8 @@ def _cast_or_mask(x: Leaf, dtype: DType | None) -> Leaf:
 
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update in the parameter's dtype, or that of a frozen leaf if it is masked, and
-    raise a ValueError if its shape is not the gradient's."""
+    """Return an update in the parameter's dtype, or the update of a frozen leaf if it is masked,
+    and raise a ValueError if its shape is not the gradient's."""
     fits = tree.is_array(u) and u.shape == g.shape
     return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
 

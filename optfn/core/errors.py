@@ -13,7 +13,8 @@ from optfn.core.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
-    """Raise a TypeError that names the leaf unless each can be trained or frozen.
+    """Raise a TypeError that names the first leaf that can be neither trained nor frozen, such as a
+    string or a tensor of torch; or the first complex leaf, if `real_only` names a link.
 
     Args:
       name: the name of the transformation.

@@ -117,8 +117,8 @@ def _align_trees(
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the results of a rule for one leaf, with accumulators in their dtypes, or raise a
-    ValueError if their shapes changed."""
+    """Call a rule on one leaf, through `g.apply` if it is a LeafKind, and return its results, with
+    accumulators in their dtypes. Raise a ValueError if their shapes changed."""
     scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, LeafKind):
         result = g.apply(rule, rows, accumulators, p, scalars)

@@ -215,8 +215,7 @@ class TracedLoss:
 
 
 def _within(ids: jax.Array, count: int) -> jax.Array:
-    """Return int32 ids unchanged, and ids of another dtype as int32, with those out of range
-    clipped to −1 or `count`."""
+    """Return int32 ids unchanged, and ids of another dtype as int32, clipped to −1 and `count`."""
     if ids.dtype == jnp.int32:
         return ids
     limits = jnp.iinfo(ids.dtype)

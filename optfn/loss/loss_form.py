@@ -64,8 +64,8 @@ class LossForm:
     microbatches: int | None = None
 
     def list_arguments(self, inputs: Inputs) -> list[Any]:
-        """Return the arguments after the params in a call, which are model state, batch, key and
-        index of the step, without those that the function does not take."""
+        """Return the arguments after the params in a call: of model state, batch, key and index of
+        the step the ones that the function takes."""
         arguments = [inputs.batch]
         if self.has_model_state:
             # Make a new tree for each call, because equinox marks a State as used up.
@@ -88,8 +88,8 @@ class LossForm:
         return f"(loss, {rest})" if rest else "loss"
 
     def check_result(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return a function's results as `Values`, with None for those that this form lacks, and
-        raise an error unless they are of this form with a real scalar loss.
+        """Return a function's results as `Values`, with None for a result that this form lacks.
+        Raise an error unless they have this form, with a real scalar loss.
 
         Args:
           who: the function's name in errors.

@@ -108,8 +108,8 @@ class LossProgram:
         return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
     def value(self) -> Any:
-        """Look the rows of tables up, run the loss at the params, whose shards are gathered where
-        it reads them, and return its result."""
+        """Look up the rows of tables, run the loss, which gathers the shards of params where it
+        reads them, and return its result."""
         rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
         return self._value(self._leaves, rows)
 

@@ -22,12 +22,11 @@ class Mean(NamedTuple):
 
     Return it as a loss, as a number of aux, or from an evaluation, where a plain number would be a
     mean over examples that count alike. The sums run over all examples of an update: over workers,
-    microbatches, and the calls of `accumulate`; the gradient is that of the quotient. Examples of
-    weight 0 add nothing, whatever their total. An update whose weights add up to 0 changes no
-    param.
+    microbatches, and the calls of `accumulate`; the gradient is the quotient's. Examples of weight
+    0 add nothing, whatever their total. An update whose weights add up to 0 changes no param.
 
     total: the sum, a real scalar, such as the loss of all tokens.
-    weight: what the sum is divided by, a real scalar or integer ≥ 0, such as the number of tokens.
+    weight: the divisor of the sum, a real scalar or integer ≥ 0, such as the number of tokens.
 
     >>> import jax.numpy as jnp, optfn
     >>> def loss_fn(params, batch):

@@ -339,8 +339,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
 
 def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) -> Values:
-    """Return loss, aux and model state as means over the devices, but the model state's keys and
-    integers as those of the first device, and the weight unchanged.
+    """Return the means over the devices of loss, aux and model state, and the weight unchanged.
+    Keys and integers of the model state are the first device's.
 
     A key that the loss has not changed is the key of `inputs`, in which no device is folded.
     """
@@ -372,8 +372,8 @@ def _run_on_devices(
 def make_value_fn(
     objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
-    """Return the function params -> loss, averaged over the workers, on the batch of a step, whose
-    gradient is the objective's and which ignores a line search's other arguments.
+    """Return the function params -> loss, averaged over the workers, on the batch of a step. Its
+    gradient is the objective's, and it ignores a line search's other arguments.
 
     JAX cannot differentiate a user's `value_and_grad`. Rows become dense arrays, and an integer
     leaf has no gradient.

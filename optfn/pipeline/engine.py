@@ -85,8 +85,8 @@ class Engine:
     microbatches: Microbatches
 
     def run(self) -> tuple[PyTree, Gradient]:
-        """Run all ticks, and return this device's sums over the microbatches of the loss, which is
-        0 on all devices but that of the last stage, and of the gradients."""
+        """Run all ticks, and return this device's sums of loss and gradients over the microbatches.
+        Only the device of the last stage has a loss; it is 0 on the others."""
         carry = self._init_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
@@ -202,8 +202,8 @@ class Engine:
         return Weights(_take(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        """Send arrays to the device `distance` stages further along the ring, and return those that
-        arrive."""
+        """Send arrays to the device `distance` stages further along the ring, and return the arrays
+        that arrive."""
         # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages

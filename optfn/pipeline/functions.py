@@ -43,8 +43,8 @@ class UserFunctions(NamedTuple):
         loss_fn: LossFn,
         embed: Embedding | None,
     ) -> "UserFunctions":
-        """Return the user's functions, with those of the stages as a tuple, and raise a TypeError
-        for one that is no function or a ValueError for `embed` beside a list."""
+        """Return the user's functions, the stages' as a tuple. Raise a TypeError for an object that
+        is no function, and a ValueError for `embed` beside a list."""
         stages = (stage_fn,) if callable(stage_fn) else stage_fn
         if not (isinstance(stages, list | tuple) and stages and all(map(callable, stages))):
             raise TypeError(

@@ -113,8 +113,8 @@ class StashPolicy(NamedTuple):
 
 
 def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> PyTree:
-    """Trace the loss, and return its shape and dtype, or those of both numbers of a `Mean`, and
-    raise an error unless it is a real scalar of constant weight.
+    """Trace the loss, and return its shape and dtype, for a `Mean` of both numbers. Raise an error
+    unless the loss is a real scalar of constant weight.
 
     Raises:
       TypeError: the loss is not real.

@@ -71,8 +71,8 @@ def input_stashing_stage(fn: StageFn) -> Stage:
 def residual_stashing_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
 ) -> Stage:
-    """Return a stage that saves the residuals that depend on x or the key, computes those of the
-    weights alone again, and does not run again in backward.
+    """Return a stage that saves the residuals that depend on x or the key, computes the residuals
+    of the weights alone again, and does not run again in backward.
 
     Residuals that depend only on the weights, such as casts and transposes, are the same for every
     microbatch.

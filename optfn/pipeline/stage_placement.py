@@ -2,7 +2,7 @@
 
 The engine takes the weights of all stages as arrays (v, p, …), with p along the stage axis: chunk r
 of device d is stage r·p + d. The params of homogeneous stages already have this form
-(`StackedStages`). Those of heterogeneous stages are ravelled into buffers (`ListedStages`).
+(`StackedStages`). The params of heterogeneous stages are ravelled into buffers (`ListedStages`).
 """
 
 import dataclasses
@@ -104,8 +104,8 @@ class StagePlacement:
 
     @staticmethod
     def _inexact_specs(params: Params, specs: PyTree) -> list[P]:
-        """Return the PartitionSpecs of the floating-point leaves, which have gradients, without
-        those of integers and masked leaves."""
+        """Return the PartitionSpecs of the floating-point leaves alone, which have gradients.
+        Integers and masked leaves are left out."""
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
     def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:

@@ -51,8 +51,8 @@ class Switch:
         return Time(seconds + chip.latency)
 
     def _outside(self, x: Collective, node: int) -> float:
-        """Return the bytes that a chip sends to other nodes, of a permutation all if any pair
-        leaves its node, and of others those of a ring of nodes."""
+        """Return the bytes that a chip sends to other nodes: all bytes of a permutation if any pair
+        leaves its node, and for other collectives the bytes of a ring of nodes."""
         if x.kind == "collective-permute":
             return x.num_bytes if any(a // node != b // node for a, b in x.pairs) else 0.0
         nodes = len({device // node for device in x.group})
@@ -101,8 +101,8 @@ class Torus:
         return found
 
     def _permute(self, num_bytes: float, pairs: Pairs) -> Time:
-        """Return the time of a permutation, that of the bytes on its busiest link and the latency
-        of its longest way, and the lanes that it uses."""
+        """Return the time of a permutation, for the bytes on its busiest link and the latency of
+        its longest way, and the lanes that it uses."""
         loads: Counter[tuple[Place, Lane]] = Counter()
         farthest = 0
         for start, end in pairs:

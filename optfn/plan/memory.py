@@ -70,10 +70,10 @@ def plan_memory(
         "state"     P       S/N    (N − 1)/N·(G + P)
         "params"    P/N     S/N    (N − 1)/N·(G + P)
 
-    The bytes sent are those of the step's collectives: it is traced, and each collective that its
-    results need counts as often as its loops run, although a compiler may move it out of one. So
-    they differ from this table where the step does. With "params" a leaf that a scan takes is sent
-    P once more, because the backward pass gathers layers again. A leaf that N does not divide, or
+    The step is traced, and its collectives give the bytes sent. A collective that the results need
+    counts as often as its loops run, although a compiler may move it out of a loop. So the bytes
+    differ from this table where the step does. With "params" a leaf that a scan takes is sent P
+    once more, because the backward pass gathers layers again. A leaf that N does not divide, or
     that is too small to divide (see `sharded`), is averaged by an all-reduce. With `gather=` or
     `reduce=` packets are sent.
 
@@ -172,8 +172,7 @@ def _trace_step(
 def _find_whole(
     program: Equations, layout: Layout, params: Params, gathers: list[RecordedGather]
 ) -> Mapping[str, str]:
-    """Return the line of the loss that needs a divided leaf as a whole, by path, without leaves
-    that only scans take."""
+    """For each divided leaf that is gathered whole, return by its path the line that reads it."""
     entries = jax.tree.leaves(layout.describe(params))
     divided = [entry.path for entry in entries if layout.divisions(entry.spec)]
     return find_whole_gathers(program, tree.array_paths(params), divided, gathers)
@@ -215,8 +214,8 @@ def _count_gradients(
     layers: Mapping[str, int],
     tables: Collection[str],
 ) -> int:
-    """Return the bytes of the gradients that a device holds before they are reduced, without those
-    of tables and those that the update does not read.
+    """Return the bytes of the gradients that a device holds before they are reduced. Gradients of
+    tables do not count, nor gradients that the update does not read.
 
     Args:
       tx: the optimizer.

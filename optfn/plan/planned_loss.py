@@ -118,7 +118,7 @@ def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
 
 
 def _shape_of_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array of all parts, from those of a part."""
+    """Return the shape and dtype of an array of all parts, from a part's."""
     shape = (x.shape[0] * parts, *x.shape[1:]) if x.shape else ()
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -148,8 +148,9 @@ def _trace_loss(
 def find_whole_gathers(
     program: Equations, paths: Sequence[str], divided: Sequence[str], gathers: list[RecordedGather]
 ) -> dict[str, str]:
-    """Return the line of the loss that needs a divided leaf as a whole, by path, without leaves
-    that only scans take.
+    """For each divided leaf that is gathered whole, return by its path the line that reads it.
+
+    Leaves that only scans take are gathered layer by layer, and are left out.
 
     Args:
       program: the equations of the loss.

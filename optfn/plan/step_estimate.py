@@ -66,8 +66,8 @@ class StepEstimate:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization: FLOPs without recomputed ones over those of the chip's peak in
-        the seconds of the step, or 0 for a step without seconds."""
+        """Model FLOPs utilization: FLOPs without recomputation, divided by the FLOPs that the
+        chip's peak allows in the seconds of the step, or 0 for a step without seconds."""
         if not self.seconds:
             return 0.0
         return (self.flops - self.recomputed_flops) / (self.seconds * self.chip.flops)

@@ -150,8 +150,8 @@ class TuneArguments:
 
 
 def find_memory(mesh: Mesh) -> float | None:
-    """Return the bytes of memory of a device of a mesh, as the devices or the constants of their
-    kind say, the least of all processes, or None if neither does."""
+    """Return the bytes of memory of a device of a mesh, the least of all processes. The devices say
+    it, or else the constants of their kind; None if there are no such constants."""
     here = [x for x in mesh.devices.flat if x in jax.local_devices()]  # a topology has none
     limit = (here[0].memory_stats() or {}).get("bytes_limit", 0) if here else 0
     if processes.is_on_all_processes(mesh):

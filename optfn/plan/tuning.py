@@ -105,15 +105,15 @@ def tune(
     batch_sizes: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Compile a step in several ways, and return them in the order of their seconds, or of examples
-    a second with `batch_sizes`, those that do not fit or fail last.
+    """Compile a step in several ways, and return the ways in the order of their seconds, or with
+    `batch_sizes` of examples a second. Ways that do not fit or fail come last.
 
     Nothing is allocated without `measure`, and `mesh` may be of devices that you do not have, as
     `jax.experimental.topologies` describes them. A way that keeps more bytes than a device has is
     not compiled, and a way that fails is a row with its reason. Ctrl-C returns the ways that were
     tried. In a run of several processes all call it, and all get the same order.
 
-    The seconds are those of `estimate_step`, which reads the schedules of TPUs and GPUs, or are
+    `estimate_step` reads the seconds from the schedules of TPUs and GPUs; with `measure` they are
     measured. If a compiler ends the process, the last line of the progress names the way.
 
     Args:
@@ -129,7 +129,8 @@ def tune(
         statistics: give ways without them then.
       options: the options of `make_train_step` that all ways share.
       model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
-      memory: the bytes of memory of a device; None: those of the device, or of its kind.
+      memory: the bytes of memory of a device; None: what the device says, or the constants of its
+        kind.
       measure: k, how many steps are run, after a first one; their median counts. Shapes are run as
         arrays of constants. None: the seconds are estimated.
       batch_sizes: lengths of the batch's first axis, in which a way is tried until one does not

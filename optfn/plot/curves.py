@@ -46,8 +46,8 @@ def schedules(
 def _check_schedules(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
-    """Return schedules by name, those of a mapping by its names and others by their reprs, or raise
-    a TypeError if one is no function.
+    """Return schedules by name, which is the key in a mapping, and otherwise the repr. Raise a
+    TypeError if one is no function.
 
     Raises:
       TypeError: one of them is no function.

@@ -254,8 +254,8 @@ def _check_average(state: TrainState, average: bool | str) -> None:
 
 
 def _select_params(state: TrainState, average: bool | str) -> Params:
-    """Return the params that are evaluated, those of the state, or with `average` the averaged ones
-    with the shardings of the params on a mesh.
+    """Return the params that are evaluated: the state's params, or with `average` their average,
+    which on a mesh has the shardings of the params.
 
     Args:
       state: the state that is evaluated.

@@ -44,8 +44,8 @@ class History:
         return self._nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add those metrics of a step that the history keeps, and leave them on the device until
-        those of many steps are moved to the host together."""
+        """Add the metrics of a step that the history keeps. They stay on the device until the
+        metrics of many steps are moved to the host together."""
         if len(self.steps) == _CHUNK:
             self._move_to_host()
         kept = {k: x for k, x in metrics.items() if k.partition("/")[0] in PER_STEP or is_curve(k)}
@@ -71,8 +71,7 @@ class History:
         self.earlier = steps | {k: x for k, x in shorter.items() if len(x)}
 
     def _split_tables(self) -> list[dict[str, np.ndarray]]:
-        """Return two dicts of the columns on the host, those of the steps and those of the
-        evaluations."""
+        """Return two dicts of the columns on the host, of the steps and of the evaluations."""
         return [
             {k: x for k, x in self.earlier.items() if k.startswith("evaluation") == of_evaluations}
             for of_evaluations in (False, True)
@@ -104,8 +103,8 @@ def _to_columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def _join_tables(
     first: dict[str, np.ndarray], then: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Join two tables by column, the rows of `first` before those of `then`, with NaN for the rows
-    of a table that lacks the column."""
+    """Join two tables by column, the rows of `first` before the rows of `then`, with NaN for the
+    rows of a table that lacks the column."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
     return {

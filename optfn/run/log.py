@@ -99,8 +99,8 @@ class RunLog:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], work: Work) -> None:
-        """Add the metrics of step n and its work to those that wait until the device has computed
-        them, or merge them if it waits already, or do nothing without a target."""
+        """Let the metrics of step n and its work wait until the device has computed them. Metrics
+        of a step that waits already are merged. Without a target nothing is done."""
         if not self.sinks:
             return
         if self.waiting and self.waiting[-1][0] == n:

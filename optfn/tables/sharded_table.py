@@ -213,7 +213,7 @@ Exchange = Callable[[jax.Array, Devices], jax.Array]
 def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
     """Return the first axis whose size is a multiple of `num_rows`, but not 0, or None without one.
 
-    It counts the rows of the table, or those of all workers.
+    It counts the rows of the table, or the rows of all workers.
     """
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 

@@ -1,10 +1,10 @@
 """Embedding tables whose rows are divided over N owners: owner k keeps rows k, k + N, k + 2·N, …
 
-The owners are the devices along the shard axes, and each is also one that looks rows up. A device
+The owners are the devices along the shard axes, and each of them looks rows up, too. A device
 fetches the rows that its batch looks up from their owners, and sends them the gradients. It sends
-an id once, however often its batch repeats it. Usually one round is enough, in
-which every owner gets as many ids as the fullest one needs; if that is unusually many, there are
-more rounds. There is nothing to tune, and no id is dropped.
+an id once, however often its batch repeats it. Usually one round is enough, in which every owner
+gets as many ids as the fullest one needs; if that is unusually many, there are more rounds. There
+is nothing to tune, and no id is dropped.
 """
 
 import dataclasses

@@ -231,8 +231,8 @@ class _Walk:
             )
 
     def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
-        """Return the forms after each transformation on its own leaves, unknown for the remaining
-        leaves if those of any are not known, and otherwise unchanged.
+        """Return the forms after each transformation on its own leaves. Forms of the remaining
+        leaves are unchanged, but unknown if the leaves of any member are not known.
 
         If the leaves of a member are unknown, the arrays of its state tell them.
         """

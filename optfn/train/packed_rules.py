@@ -45,9 +45,9 @@ _LEAST_TOLERANCE = 1e-5
 
 
 def refuse_changed_rules(argument: str, tx: optax.GradientTransformation, params: Params) -> None:
-    """Run `tx` on `params` and on their buffers, and raise a ValueError if updates differ, but
-    never for a rule of optfn or one that cannot be judged. A rule that cannot run outside of a
-    training step, draws random numbers, or has moments in 8 bits is not judged.
+    """Run `tx` on `params` and on their buffers, and raise a ValueError if updates differ. Rules of
+    optfn, and rules that cannot be judged, pass. A rule that cannot run outside of a training step,
+    draws random numbers, or has moments in 8 bits is not judged.
 
     Two steps run on a CPU, eagerly and in float64, on the tree and on its buffers, with params and
     gradients of the true shapes and of drawn values. A rule that changes only later is not seen.

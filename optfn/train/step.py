@@ -124,11 +124,10 @@ class TrainStep:
         On a mesh, the state is placed as the options of the step say. In a run of several
         processes, all must pass the same params, which is checked.
 
-        You get a warning if a transform is at the wrong position in a chain, such as an average
-        that is not last, if no learning rate or two of them make steps that go uphill, if an
-        optimizer has `lazy` although no gradient is row-sparse, if no parameter is trained, if
-        params for a mesh are the copies of a pmap, or if deep gradient compression compresses no
-        leaf.
+        You get a warning of a transform at the wrong position in a chain, such as an average that
+        is not last; of no learning rate, or of two whose steps go uphill; of `lazy` without a
+        row-sparse gradient; of params that are all frozen, or for a mesh the copies of a pmap; and
+        of deep gradient compression that compresses no leaf.
 
         Args:
           params: the parameters to train.
@@ -518,8 +517,9 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Args:
       loss_fn: a function (params, batch) -> loss, a scalar, the mean over the examples of a batch,
         or an `optfn.Mean`, where examples do not count alike; with `has_aux`, it returns (loss,
-        aux). Its arguments are (params, model_state, batch, key, step), without those of
-        `model_state`, `rng` and `pass_step` that are not given. None if you pass `value_and_grad`.
+        aux). Its arguments are (params, model_state, batch, key, step): the model state, the key
+        and the step only with `model_state`, `rng` and `pass_step`. None if you pass
+        `value_and_grad`.
       tx: an optimizer of optfn or optax.
       **StepOptions
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`

@@ -65,8 +65,8 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
 
 
 def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
-    """Return the key of the argument `rng` of `make_train_step`, that of seed 0 for True and None
-    for False, or raise a TypeError for no seed or key."""
+    """Return the key of the argument `rng` of `make_train_step`, with seed 0 for True, and None for
+    False. Raise a TypeError if it is neither a seed nor a key."""
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):

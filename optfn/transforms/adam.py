@@ -135,8 +135,8 @@ def scale_by_adam(
     bias_correction: bool = True,
     lazy: bool = False,
 ) -> core.Unchecked:
-    """Divide the moving average of the gradient by the root of that of its square, elementwise,
-    with both biases corrected unless `bias_correction` is False.
+    """Divide the moving average of the gradient, elementwise, by the root of the moving average of
+    its square, with both biases corrected unless `bias_correction` is False.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         eps_hat:      u = √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)

@@ -56,8 +56,9 @@ def catch_up_adam_rule(
     eps: Scalar,
     eps_hat: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return (u, m, v, step), where u is the direction of this step plus those that each row has
-    missed, and m and v have decayed in the missed steps too."""
+    """Return (u, m, v, step). u is this step's direction plus the sum of the missed directions of
+    each row, with one bias correction for the sum, at the mean of its steps. m and v have decayed
+    in the missed steps too, exactly."""
     missed = step - 1 - last
     n = missed.astype(m.dtype)
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))

@@ -233,8 +233,8 @@ def adadelta_rule(
 
 @core.transform(complex_leaves=True)
 def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Unchecked:
-    """Scale each element of the gradient by the root mean square of its past updates over that of
-    its gradients so far, with eps added to both squares.
+    """Scale each element of the gradient by the root mean square of its past updates, divided by
+    the root mean square of its gradients so far, with eps added to both squares.
 
         a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g

@@ -89,8 +89,8 @@ class ScaleByMuonState(NamedTuple):
 
 
 def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `matrices` selects, or raise a ValueError if one is no
-    matrix, and for None those of all unmasked leaves with two axes beside stacked ones.
+    """Return the paths of the leaves that `matrices` selects, or for None of all unmasked leaves
+    with two axes beside stacked axes. Raise a ValueError if a selected leaf is no matrix.
 
     Raises:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the

@@ -125,7 +125,7 @@ def _select_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]
 
 
 def _find_rates(opt_state: OptState) -> dict[str, RateState]:
-    """Return the rates of a state by name, without those of the optimizers that a
+    """Return the rates of a state by name, without the rates of optimizers that a
     `reduce_on_plateau` below the same labels scales."""
     rates = dict(state_names.states_with_names(is_rate, opt_state))
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.

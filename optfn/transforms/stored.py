@@ -75,7 +75,7 @@ class Storage(NamedTuple):
         return tuple(tree.map_arrays(partial(zeros, part), params) for part in self.parts)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shape of each part for a leaf of `shape`, which is `shape`, or that of its
+        """Return the shape of each part for a leaf of `shape`: the same shape, or the shape of its
         scales if the part has one value per row."""
         return [shape if part.per_element else codes.scale_shape(shape) for part in self.parts]
 

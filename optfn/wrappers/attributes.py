@@ -214,8 +214,8 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> frozenset[s
 
 
 def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
-    """Return the gradients with those of the leaves that an optimizer freezes masked, or 0 in the
-    buffers of a Packed, or unchanged if it freezes none."""
+    """Return the gradients with the leaves masked that an optimizer freezes, or 0 in the buffers of
+    a Packed, or unchanged if it freezes no leaf."""
     if not _freezes(tx):
         return grads
     trained = Selection(_find_trained(tx, grads))
@@ -275,8 +275,8 @@ def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params)
 
 
 def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
-    """Return the gradients with those at the paths `frozen` replaced by the update of a frozen
-    leaf, −0.0 or integer zeros, and all others unchanged.
+    """Return the gradients with the update of a frozen leaf, −0.0 or integer zeros, at the paths
+    `frozen`, and all others unchanged.
 
     A buffer of a Packed that has such a leaf is replaced as a whole.
     """

@@ -2,7 +2,7 @@
 
 If a link behind the masters changes the update, or a program sets params by hand, params and
 masters part. The next update would then pull params back to masters that never were theirs, and the
-run would train wrongly without a word.
+run would silently train wrongly.
 
 A run whose updates are added as `apply_updates` adds them is never accused. Let p be the parameter
 before the update, M the master that the optimizer wants, and ⊕ and ⊖ sum and difference, rounded to
@@ -61,8 +61,8 @@ def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
 
 
 def first_moved(masters: Params, params: Params) -> jax.Array:
-    """Return, as int32, 1 + the index among leaves with a master of the first one that is not its
-    master rounded, or 0 if there is none.
+    """Find the first leaf that is not its master rounded, and return as int32 1 + its index among
+    the leaves with a master, or 0 if there is none.
 
     Of each leaf, the entries of `sample` are compared.
     """

@@ -62,11 +62,11 @@ def _trace_with_constraints(
     """Trace fn(*args) as if the compiler handled all axes, and return its program and the shapes of
     its results, or raise an error that bound axes do not explain.
 
-    What JAX refused shows in which of three other meshes the function can be traced.
+    Three other meshes are tried: where the function can be traced, and where not, shows what JAX
+    has refused.
 
     Args:
-      error: what was raised where some axes of `mesh` are bound. What bound axes did not cause is
-        raised again.
+      error: the error where some axes of `mesh` are bound; raised again if they did not cause it.
     """
     shapes = jax.tree.map(_type_without_placement, args)
     use_mesh = jax.sharding.use_abstract_mesh
@@ -143,8 +143,8 @@ def _with_cause(error: ValueError, words: str) -> ValueError:
 
 @contextlib.contextmanager
 def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
-    """Turn a ValueError of the `with` block into one that names the first NamedSharding that JAX
-    refuses, or raise it unchanged if the traced program has none.
+    """Turn a ValueError of the `with` block into an error that names the first NamedSharding that
+    JAX refuses, or raise it unchanged if the traced program has no NamedSharding.
 
     JAX refuses these constraints only when it lowers a program for its devices.
 
@@ -176,8 +176,8 @@ def name_refused_constraints(trace: Callable[[], Any]) -> Iterator[None]:
 def _find_constraints(
     program: Any, bound: Sequence[str]
 ) -> Iterator[tuple[Equation, NamedSharding]]:
-    """Yield each equation, to any depth, that constrains an array by a NamedSharding whose mesh
-    does not have all bound axes as bound, with that sharding.
+    """Yield each equation, to any depth, that constrains an array by a NamedSharding, and the
+    sharding, if the sharding's mesh lacks the mark of an axis that is bound.
 
     Args:
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.

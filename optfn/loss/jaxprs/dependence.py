@@ -78,7 +78,7 @@ def _mark_equation(equation: Equation, given: Marks) -> Marks:
 
 
 def _mark_scan(scan: Scan, given: Marks) -> Marks:
-    """Mark the results of a scan by running marks through its body until those of the carry no
+    """Mark the results of a scan by running marks through its body until the marks of the carry no
     longer change."""
     constants, carry, elements = scan.split(given)
 
@@ -104,7 +104,7 @@ def _mark_while(loop: While, given: Marks) -> Marks:
 
 
 def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
-    """Add the marks of step(carry) to those of the carry until a step adds no more, and return
+    """Add the marks of step(carry) to the carry's marks until a step adds no more, and return
     them."""
     while True:
         new = [a or b for a, b in zip(carry, step(carry), strict=True)]

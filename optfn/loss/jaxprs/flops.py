@@ -43,8 +43,8 @@ def count_product_flops(equation: Equation) -> float | None:
 
 
 def count_flops(equations: Iterable[Equation]) -> float:
-    """Return the FLOPs of equations, which are those of products, 0 for moved entries, and 1 for
-    each entry of any other result.
+    """Return the FLOPs of equations: of a product its own, 0 for moved entries, and 1 for each
+    entry of any other result.
 
     A scan counts all its turns, another loop one of them, and a cond its dearest branch.
     """
@@ -95,12 +95,12 @@ def _add_up(
     count: Callable[[Equation], float | None],
     choose: Callable[[list[float]], float],
 ) -> float:
-    """Return the sum over equations, each as often as the devices together run it, with those
-    inside of an equation if `count` gives None for it.
+    """Return the sum over equations, each as often as the devices together run it. If `count` gives
+    None for an equation, the equations inside of it are summed.
 
     Args:
       equations: the equations.
-      count: returns the amount of an equation; None: that of the functions inside of it.
+      count: returns the amount of an equation; None: the amount of the functions inside of it.
       choose: returns the amount of one of several branches.
     """
     total = 0.0

@@ -1,4 +1,4 @@
-"""What equations say: JAX's names of primitives, and of their params, stand in this file alone.
+"""What equations say. JAX's names of primitives, and of their params, stand in this file alone.
 
 Where JAX renames a primitive, or moves a param, its new form is added to the view here. A view
 (`as_…`) has the params of an equation of one kind, and is None for an equation of another kind.
@@ -78,8 +78,8 @@ def name_of(equation: Equation) -> str:
 
 
 def _params_of(equation: Equation) -> Mapping[str, Any]:
-    """Return the params of an equation, or those of the primitive inside of it that `name_of` names
-    with some flags of JAX."""
+    """Return the params of the primitive that `name_of` names, which some flags of JAX put inside
+    an equation."""
     if name_of(equation) == equation.primitive.name:
         return equation.params
     params = equation.params["_prim"].params
@@ -161,8 +161,7 @@ def is_composite(primitive: Any, params: Mapping[str, Any], name: str) -> bool:
 
 
 def is_recomputed(equation: Equation) -> bool:
-    """Tell whether an equation is one that a checkpoint runs again in the backward pass, by its
-    named scope."""
+    """Tell by its named scope whether a checkpoint runs an equation again in the backward pass."""
     return RECOMPUTED in str(equation.source_info.name_stack)
 
 
@@ -208,7 +207,7 @@ def as_scan(equation: Equation) -> Scan | None:
 class While(NamedTuple):
     """A loop of an unknown number of turns.
 
-    The operands are the constants of the condition, those of the body, and the carries.
+    The operands are the constants of the condition, the constants of the body, and the carries.
     """
 
     condition: Jaxpr
@@ -217,7 +216,7 @@ class While(NamedTuple):
     num_of_body: int
 
     def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-        """Return the constants of the condition, those of the body, and the carries."""
+        """Return the constants of the condition, the constants of the body, and the carries."""
         return _split(operands, self.num_of_condition, self.num_of_body)
 
 
@@ -488,8 +487,8 @@ def is_never_written(equation: Equation) -> bool:
 
 
 def reads_within_fusion(equation: Equation) -> bool:
-    """Tell whether the operands of an equation need not be in memory, as those of an elementwise
-    equation or a reduction, which XLA fuses."""
+    """Tell whether the operands of an equation need no memory, because XLA fuses it: an elementwise
+    equation or a reduction."""
     return _has_only(_FUSED, equation)
 
 

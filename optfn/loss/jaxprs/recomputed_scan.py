@@ -133,7 +133,7 @@ def _take_layer(stacks: Sequence[Value], number: Any) -> list[Value]:
 
 
 def _select_gradients(cotangents: Sequence[Any]) -> Arrays:
-    """Return the cotangents without those of integers, which have dtype float0."""
+    """Return the cotangents, and leave out the float0 that integers have."""
     return [g for g in cotangents if g.dtype != jax.dtypes.float0]
 
 

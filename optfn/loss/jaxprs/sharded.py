@@ -10,8 +10,8 @@ A loss is traced for whole params, and its equations run on the shards that a de
 The backward pass gathers a layer again, so that no device ever keeps all layers. All other values
 are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
 `jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
-gathers inside and with the policy of its author. A scan whose layers are recomputed as a whole, as
-those of `scan_layers`, has a backward pass of its own (`recomputed_scan.py`).
+gathers inside and with the policy of its author. `scan_layers` recomputes each layer as a whole,
+and its scan has a backward pass of its own (`recomputed_scan.py`).
 """
 
 import dataclasses
@@ -152,8 +152,7 @@ class _BodyInterpreter(_Interpreter):
     """
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Value]:
-        """Run the body of a scan, in checkpoints that keep all but gathered values between those of
-        the loss, and return its results, gathered."""
+        """Run the body of a scan, and return its results, gathered."""
         values = bindings([*jaxpr.constvars, *jaxpr.invars], operands)
         together: list[Equation] = []
         for i, equation in enumerate(jaxpr.eqns):

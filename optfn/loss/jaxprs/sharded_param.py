@@ -134,7 +134,7 @@ class ShardedParam:
         return x
 
     def _is_narrower(self, dtype: Any) -> bool:
-        """Tell whether a dtype is a floating-point one with fewer bytes than that of the shard."""
+        """Tell whether a dtype is floating-point and has fewer bytes than the shard's dtype."""
         is_smaller = dtype.itemsize < self.shard.array.dtype.itemsize
         return jnp.issubdtype(dtype, jnp.floating) and is_smaller
 

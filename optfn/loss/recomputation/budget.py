@@ -109,8 +109,8 @@ def _bisect_with_feedback(
 def _measure_memory(
     fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
 ) -> _MemoryUse:
-    """Compile the gradient and return the bytes of its temporaries, or trace it and return those of
-    its residuals if it cannot be compiled or XLA undoes recomputation.
+    """Compile the gradient and return the bytes of its temporaries. If it cannot be compiled, or
+    XLA undoes recomputation, trace it and return the bytes of its residuals.
 
     It cannot be compiled outside of its context if it has effects, as collectives do, or if mesh
     axes are bound.

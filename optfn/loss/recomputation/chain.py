@@ -22,7 +22,7 @@ def recompute_chain(
     fns: Sequence[LayerFn], segmentation_of: Callable[[Sequence[Params], PyTree], Segmentation]
 ) -> ChainFn:
     """Return f([params1, …, paramsn], x), which runs the chain in the segments that
-    `segmentation_of` chooses, but does not recompute a last one that ends in a scalar."""
+    `segmentation_of` chooses, but does not recompute a last segment that ends in a scalar."""
 
     def run_segments(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):

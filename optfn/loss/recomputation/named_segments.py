@@ -34,7 +34,7 @@ def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
     """Return `fn`, cut into segments after the values of these names, which the backward pass runs
-    again, except a last one that ends in a scalar, the loss.
+    again, except a last segment that ends in a scalar, the loss.
 
     Args:
       fn: the function.
@@ -77,7 +77,7 @@ class _Segment(NamedTuple):
 
 def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     """Return the segments of a program cut after its named values, each with the variables that it
-    reads and those that later segments or the result read."""
+    reads, and its own that later segments or the result read."""
     runs = _split_at_names(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []

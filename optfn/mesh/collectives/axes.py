@@ -39,8 +39,8 @@ def join_axes(*axis_names: AxisName) -> Axes:
 
 
 def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Return a PartitionSpec with only those of its axes that are in `names`, and None for a
-    dimension that has none of them."""
+    """Return a PartitionSpec with only its axes that are in `names`, and None for a dimension
+    without any."""
     entries: list[Any] = []
     for entry in spec:
         kept = tuple(axis for axis in to_axes(entry) if axis in names)
@@ -93,8 +93,8 @@ def axis_size(names: Axes) -> int:
 
 
 def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
-    """Return x marked as varying over those of these axes over which it does not vary yet, or x
-    unchanged if there are none.
+    """Return x marked as varying over all of these axes, and unchanged if it varies over them
+    already.
 
     The branches of a cond and the carry of a loop must vary over the same axes.
     """
@@ -104,8 +104,8 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
 
 def vma_axes(names: Axes) -> Axes:
-    """Return those of the bound axes `names` over which JAX tracks variation, as it does over axes
-    that a `shard_map` with `check_vma=True` has bound."""
+    """Return the axes over which JAX tracks variation, of the bound axes `names`: a `shard_map`
+    with `check_vma=True` has bound them."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 

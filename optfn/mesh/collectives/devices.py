@@ -95,7 +95,7 @@ class Devices:
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
         """Return a function of whole arrays that runs `fn` on each device's shards of them, in a
-        `shard_map` over those of the axes that are not yet bound."""
+        `shard_map` over the axes that are not bound yet."""
         return meshes.shard_map(fn, self.mesh, self.axes, in_specs, out_specs)
 
 

@@ -38,8 +38,8 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
-    """Return what to sum and what to divide the sum by for the mean of x, which are x and `count`,
-    or x/count and 1 for float16, whose sum may overflow.
+    """Return the summand and the divisor of the mean of x: x and `count`, but x/count and 1 for
+    float16, whose sum may overflow.
 
     In float16 the sum of numbers that fit may be infinite, from 65,504/count on.
     """
@@ -96,8 +96,8 @@ def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
 def mean_over_workers(
     x: Updates, metrics: PyTree, workers: Workers, dtype: DType | None = None
 ) -> tuple[Updates, PyTree]:
-    """Average gradients and metrics over workers, with each device sending its shards of the
-    gradients, and return both, or send nothing without worker axes.
+    """Average gradients and metrics over workers, and return both. Each device sends its shards of
+    the gradients; without worker axes nothing is sent.
 
     A worker may be a shard group, whose devices divide the gradients: the all-reduce then runs
     between the devices that keep the same shard, and leaves without a gradient (float0, integers)

@@ -57,8 +57,8 @@ _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 @contextlib.contextmanager
 def follow_torus_of(mesh: Mesh) -> Iterator[None]:
-    """Let the collectives that are traced in this context follow the torus of this mesh, and
-    afterwards that of the mesh before."""
+    """Let the collectives that are traced in this context follow the torus of this mesh. Afterwards
+    they follow the mesh before again."""
     token = _mesh.set(mesh)
     try:
         yield

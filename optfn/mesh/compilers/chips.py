@@ -133,7 +133,7 @@ def recognize_chip(devices: Sequence[Any]) -> Chip:
 
 
 def find_peak(devices: Sequence[Any]) -> float | None:
-    """Return the peak FLOPs a second of all devices together, in bfloat16, or None if that of one
-    of them is unknown."""
+    """Return the peak FLOPs a second of all devices together, in bfloat16, or None if the peak of a
+    device is unknown."""
     chips = [find_chip(device.device_kind) for device in devices]
     return None if None in chips else sum(chip.flops for chip in chips if chip)

@@ -101,8 +101,8 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Let programs that are traced in this context follow these compiler options, none for None,
-    and afterwards those that held before."""
+    """Let programs that are traced in this context follow these compiler options, and no options
+    for None. Afterwards the options before hold again."""
     token = _options.set(options or {})
     try:
         yield

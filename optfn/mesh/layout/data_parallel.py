@@ -163,8 +163,8 @@ def _copy_aligned(x: np.ndarray) -> np.ndarray:
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, those of other processes included, and return a
-    traced array unchanged."""
+    """Copy an array to all devices of `placement`, also of other processes, and return a traced
+    array unchanged."""
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -196,11 +196,11 @@ def reduce_gradients(
     dtype: DType | None = None,
     averaged: PyTree = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average metrics over all worker axes, and each gradient over those where neither the loss has
-    averaged it nor a transform exchanges it, and return both.
+    """Average over the workers the metrics, and each gradient that differs between them.
 
-    Gradients are added and sent in `dtype`, or in their own if it is None. `averaged` has the axes
-    of each leaf's mean in the loss; None if the loss averages none.
+    A gradient skips the axes along which the loss has averaged it, or a transform exchanges it.
+    Gradients are added and sent in `dtype`, or in their own dtype if it is None. `averaged` has the
+    axes of each leaf's mean in the loss; None if the loss averages nothing.
 
     Returns:
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or

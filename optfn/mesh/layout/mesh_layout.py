@@ -119,8 +119,8 @@ class Layout:
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf's gradient, and of its moments, as if it were no
-        table, here that of the leaf."""
+        """Return the PartitionSpec of each leaf's gradient and moments, as if it were no table.
+        Here it is the leaf's own spec."""
         return self.dense_param_specs(params)
 
     def mark_stacked(self, params: Params) -> Params:
@@ -130,8 +130,8 @@ class Layout:
 
     @property
     def data_axes(self) -> Axes:
-        """The axes that split the batch, those of the compiler if it divides the loss, else first
-        the worker axes and then the shard axes."""
+        """The axes that split the batch: the compiler's axes if it divides the loss, else the
+        worker axes and then the shard axes."""
         return self.compiler_axes or join_axes(self.worker_axes, self.shard_axes)
 
     @property

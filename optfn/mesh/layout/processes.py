@@ -110,9 +110,9 @@ def compare_batch(batch: Batch) -> None:
     """Raise a ValueError unless all processes pass batches of the same structure, shapes, dtypes
     and values, and compare global arrays by shape alone.
 
-    The devices of a process take their rows of its array, so rows would be lost without a word if
-    each process passed the examples that it has read. The first 64 MiB of each array are compared.
-    Of a global array each process holds a part. Traced arrays are compared by shape, too.
+    The devices of a process take their rows of its array, so rows would be lost silently if each
+    process passed the examples that it has read. The first 64 MiB of each array are compared. Of a
+    global array each process holds a part. Traced arrays are compared by shape, too.
     """
     _check_same("batches", describe_shapes(batch))
     named = [(name, x) for name, x in tree.arrays_with_paths(batch) if not checks.is_traced(x)]
@@ -150,7 +150,7 @@ def _check_same(noun: str, text: str) -> None:
 
 
 def _list_different(digests: np.ndarray) -> str:
-    """Return as text the indices of the processes whose row differs from that of process 0."""
+    """Return as text the indices of the processes whose row differs from the row of process 0."""
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 

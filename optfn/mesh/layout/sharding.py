@@ -418,8 +418,8 @@ def layout_of(
 def _choose_shard_axes(
     way: Sharded, specs: Specs, data_axis: AxisName, tables: Pattern | None
 ) -> Axes:
-    """Return the axes that divide params or state, the given `axis=`, else those of the specs, else
-    all data axes, or raise a ValueError for one not in `data_axis`.
+    """Return the axes that divide params or state: the given `axis=`, else the axes of the specs,
+    else all data axes. Raise a ValueError for an axis that is not in `data_axis`.
 
     Data axes that no PartitionSpec names are left for workers, unless there are tables.
     """

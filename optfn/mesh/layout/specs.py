@@ -143,8 +143,8 @@ def _is_flat(specs: Specs) -> bool:
 
 
 def _to_spec(path: object, x: object) -> P:
-    """Return the PartitionSpec of an entry, that of a NamedSharding, or P() for a masked leaf, or
-    raise a TypeError for any other entry."""
+    """Return an entry that is a PartitionSpec, the spec of a NamedSharding, or P() for a masked
+    leaf, and raise a TypeError for any other entry."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

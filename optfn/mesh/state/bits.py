@@ -1,4 +1,5 @@
-"""The stored form of arrays: those of dtypes that NumPy lacks as their bits, with a list of dtypes.
+"""The stored form of arrays: a dtype that NumPy lacks is stored as bits, with a list of such
+dtypes.
 
 NumPy saves an array of bfloat16 as raw bytes, and one of float8_e5m2 as a dtype that it cannot read
 again. So `encode_arrays` gives their bits as unsigned integers, and `DTYPES`, a JSON text as bytes,

@@ -84,8 +84,8 @@ class Codes(NamedTuple):
 
 
 def find_codes(names: Collection[str]) -> dict[str, Codes]:
-    """Map the name of each array of codes to its `Codes`, and leave out all other names and those
-    whose scales are not in `names`.
+    """Map the name of each array of codes to its `Codes`. Other names are left out, and so are
+    arrays whose scales are not in `names`.
 
     Args:
       names: the names of arrays in `state_dict`.

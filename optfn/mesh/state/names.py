@@ -85,8 +85,8 @@ def _has_states(x: object) -> bool:
 
 
 def _fields_are_labels(node: PyTree) -> bool:
-    """Tell whether a NamedTuple's fields tell its states apart, because it has several, or one and
-    is no state itself, and is of neither optfn nor optax.
+    """Tell whether the fields of a NamedTuple tell its states apart: it has several states, or has
+    one and is no state itself, and its type is from another library than optfn and optax.
 
     A state around one other state adds no word. Names of the states of optfn and optax must not
     depend on how they are wrapped.

@@ -266,8 +266,8 @@ def _find_exchanged(mark: Exchanged) -> set[str]:
 
 
 def _find_floating(state: OptState) -> list[str]:
-    """Return the names of floating-point arrays that are neither scalars nor per-worker or
-    divided."""
+    """Return the names of floating-point arrays, without scalars, per-worker arrays and divided
+    arrays."""
     is_laid_out = _is_instance_of((PerWorker, Divided))
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out

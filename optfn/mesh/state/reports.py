@@ -45,7 +45,7 @@ def collect_reports(opt_state: OptState) -> dict[str, jax.Array]:
 
 def reduce_over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
     """Reduce the metrics of a round's steps, (steps,), to one value each, over workers too, and
-    leave out those whose report does not say how."""
+    leave out metrics whose report does not say how."""
     reduced = {}
     for name, x in metrics.items():
         if (report := _find_report(name)) and (way := report.rounds):
