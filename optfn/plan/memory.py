@@ -34,6 +34,7 @@ from optfn.plan.planned_loss import (
     plan_any_loss,
     plan_users_loss,
 )
+from optfn.plan.update_products import count_products_sent
 from optfn.train.local_steps import trace_update
 from optfn.train.options import StepArguments
 from optfn.train.state import TrainState
@@ -138,13 +139,15 @@ def plan_memory(
     whole = {} if loss.program is None else _find_whole(loss.program, layout, params, gathers)
     stored = jax.eval_shape(pack if packed else lambda x: x, params)
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
+    read, in_update = _trace_gradients(tx, stored, layout)
     return MemoryPlan(
         count_bytes(state.params),
         count_bytes(state.opt_state),
-        _count_gradients(tx, stored, layout, held, patterns.match_names(tables, stored, "tables")),
+        _count_gradients(read, stored, layout, held, tables),
         round(
             _count_sent(program, mesh, layout.data_axes)
             + _count_padded(layout, stored, local_steps)
+            + in_update * local_steps
         ),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
         whole,
@@ -208,26 +211,26 @@ def _count_padded(layout: Layout, params: Params, local_steps: int) -> float:
 
 
 def _count_gradients(
-    tx: optax.GradientTransformation,
+    read: Collection[str],
     params: Params,
     layout: Layout,
     layers: Mapping[str, int],
-    tables: Collection[str],
+    tables: Pattern | None,
 ) -> int:
     """Return the bytes of the gradients that a device holds before they are reduced. Gradients of
     tables do not count, nor gradients that the update does not read.
 
     Args:
-      tx: the optimizer.
+      read: the paths of the leaves whose gradients the update reads.
       params: the shapes of params as they are stored.
       layout: how params are divided.
       layers: the bytes of a layer of each leaf that only scans gather. Its gradient is reduced
         layer by layer, so a device holds one layer, and its shard of all layers.
-      tables: the paths of tables, whose gradients are rows.
+      tables: the pattern of tables, whose gradients are rows.
     """
-    read, total = _find_read_gradients(tx, params), 0
+    total, rows = 0, patterns.match_names(tables, params, "tables")
     for entry in jax.tree.leaves(layout.describe(params)):
-        if entry.path not in read or entry.path in tables:
+        if entry.path not in read or entry.path in rows:
             continue
         spec = entry.gradient_spec
         undivided = restrict_spec(spec, exclude_axes(join_axes(*spec), layout.data_axes))
@@ -239,9 +242,12 @@ def _count_gradients(
     return total
 
 
-def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
-    """Trace the update and return the paths of the leaves whose gradients it reads, or of all
-    leaves with gradients if it cannot be traced.
+def _trace_gradients(
+    tx: optax.GradientTransformation, params: Params, layout: Layout
+) -> tuple[list[str], float]:
+    """Trace the update and return the paths of the leaves whose gradients it reads, with the bytes
+    that each device sends for its products of matrices, or if it cannot be traced the paths of all
+    leaves with gradients, and 0.
 
     An exchange cannot be traced outside of a mesh.
     """
@@ -262,9 +268,15 @@ def _find_read_gradients(tx: optax.GradientTransformation, params: Params) -> Co
     with contextlib.suppress(Exception):
         program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
         needed = program.find_dependencies(program.outputs)
-        inputs = zip(named, program.inputs, strict=False)
-        return [path for (path, _), variable in inputs if variable in needed]
-    return [path for path, _ in named]
+        variable_of = dict(zip([path for path, _ in named], program.inputs, strict=False))
+        divided = {}
+        for entry in jax.tree.leaves(layout.describe(params)):
+            dimensions = [i for i, _ in layout.divisions(entry.gradient_spec)]
+            if entry.path in variable_of and dimensions:
+                divided[variable_of[entry.path]] = dimensions[0]
+        sent = count_products_sent(program, divided, layout.num_shards)
+        return [path for path, variable in variable_of.items() if variable in needed], sent
+    return [path for path, _ in named], 0.0
 
 
 def _find_gathered(state: OptState, params: Params, layout: Layout) -> tuple[str, ...]:

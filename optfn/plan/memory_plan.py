@@ -18,9 +18,9 @@ class MemoryPlan(NamedTuple):
       reduced, and the shard of all layers; without `loss_fn`, all layers.
     sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
       counts means, rows of tables, and the packets that a transform exchanges itself, in its last
-      phase. A transform that does not declare their bytes (`optfn.mesh.layout.traffic`) counts as a
-      mean. It does not count bytes sent between the stages of a pipeline, nor in the update of the
-      following leaves:
+      phase, and the matrices that products of an update need whole. A transform that does not
+      declare their bytes (`optfn.mesh.layout.traffic`) counts as a mean. It does not count bytes
+      sent between the stages of a pipeline.
     gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
       does. The update sends several times the bytes of each such leaf, and nothing if
       `sharded(..., whole=)` names it.

@@ -38,7 +38,8 @@ class Trial:
     compute, exposed: seconds of compute, and of the communication that compute waits for; None
       unless the step was estimated.
     seconds: of a step; None if they are not known.
-    is_measured: whether `seconds` were measured, and not estimated.
+    spread: the least and the greatest seconds of a step that was measured; None if `seconds` were
+      not measured.
     compile_seconds: of the compilation; None without one.
     problem: why a number is missing, or ""; an error begins with its type.
     """
@@ -51,9 +52,14 @@ class Trial:
     compute: float | None = None
     exposed: float | None = None
     seconds: float | None = None
-    is_measured: bool = False
+    spread: tuple[float, float] | None = None
     compile_seconds: float | None = None
     problem: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `seconds` were measured, and not estimated."""
+        return self.spread is not None
 
     @property
     def is_usable(self) -> bool:
@@ -82,27 +88,40 @@ class TuneArguments:
     memory: float | None
     measure: int | None
 
-    def try_way(self, way: Way, batch: Batch) -> Trial:
-        """Compile a way of the step, and estimate or measure it. An error, or too little memory, is
-        the `problem` of the trial that is returned. The processes of a run agree on it."""
-        trial, measure = Trial(way, batch_size=find_batch_size(batch)), None
+    def try_way(self, way: Way, batch: Batch) -> tuple[Trial, Callable[[Trial], Trial]]:
+        """Compile a way of the step, and estimate it or measure its first step. An error, or too
+        little memory, is the `problem` of the trial that is returned. The processes of a run agree
+        on it.
+
+        Returns:
+          The trial, and a function that measures one more step for it, or returns it unchanged if
+          its seconds are not measured.
+        """
+        trial, run = Trial(way, batch_size=find_batch_size(batch)), None
         try:
-            trial, measure = self._compile(trial, batch)
+            trial, run = self._compile(trial, batch)
         except Exception as error:  # of any kind: from the user's loss, or the compiler
             trial = _add_problem(trial, error)
-        trial = _agree(trial, self.mesh)
-        # Only now: a step that one process cannot compile would wait for it in all others.
-        if measure is None or trial.problem or trial.fits is False:
-            return trial
-        try:
-            trial = dataclasses.replace(trial, seconds=measure(), is_measured=True)
-        except Exception as error:
-            trial = _add_problem(trial, error)
-        return _agree(trial, self.mesh)
+        trial, taken = _agree(trial, self.mesh), list[float]()
+
+        def measure(trial: Trial) -> Trial:
+            # A step that one process cannot compile would wait for it in all others.
+            if run is None or trial.problem or trial.fits is False:
+                return trial
+            try:
+                taken.append(run())
+                spread = min(taken), max(taken)
+                middle = statistics.median(taken)
+                trial = dataclasses.replace(trial, seconds=middle, spread=spread)
+            except Exception as error:
+                trial = _add_problem(trial, error)
+            return _agree(trial, self.mesh)
+
+        return measure(trial), measure
 
     def _compile(self, trial: Trial, batch: Batch) -> tuple[Trial, Callable[[], float] | None]:
         """Return a trial with its bytes, and if it fits with its estimated seconds, or with a
-        function that measures them."""
+        function that measures the seconds of a step."""
         options = {"model_state": self.model_state is not None, **self.options, **trial.way}
         step = make_train_step(self.loss_fn, self.tx, mesh=self.mesh, **options)
         kept = count_bytes(step.shapes(self.params, batch, self.model_state))
@@ -135,18 +154,16 @@ class TuneArguments:
         return estimated, None
 
     def _measure(self, step: TrainStep, compiled: jax.stages.Compiled, batch: Batch) -> float:
-        """Run the compiled step, and return the median seconds of `measure` steps after one."""
+        """Run the compiled step twice from new arrays, and return the seconds of the second."""
         params, model_state, batch = jax.tree.map(
             _make_array, (self.params, self.model_state, batch)
         )
         state = step.init(params, *(() if model_state is None else (model_state,)))
         batch = step.place_batch(batch, state)
-        taken = []
-        for _ in range(1 + (self.measure or 1)):
-            start = time.perf_counter()
-            state, _ = jax.block_until_ready(compiled(state, batch))
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(state, batch))
+        return time.perf_counter() - start
 
 
 def find_memory(mesh: Mesh) -> float | None:
@@ -161,19 +178,21 @@ def find_memory(mesh: Mesh) -> float | None:
 
 
 def _agree(trial: Trial, mesh: Mesh) -> Trial:
-    """Return a trial as all processes of a mesh know it: with the longest time, and failed if it
+    """Return a trial as all processes of a mesh know it: with the longest times, and failed if it
     failed in one. On the devices of one process, return it unchanged."""
     if not processes.is_on_all_processes(mesh):
         return trial
-    micros = 0 if trial.seconds is None else round(1e6 * trial.seconds)
-    found = processes.gather_values([micros, trial.problem != "", trial.fits is False])
-    slowest, failed, full = found.max(axis=0)
+    times = [trial.seconds or 0.0, *(trial.spread or (0.0, 0.0))]
+    micros = [round(1e6 * x) for x in times]
+    found = processes.gather_values([*micros, trial.problem != "", trial.fits is False])
+    slowest, least, greatest, failed, full = found.max(axis=0)
     if full:
         trial = dataclasses.replace(trial, fits=False)
     if failed:
-        problem = trial.problem or f"failed in process {int(np.argmax(found[:, 1]))}"
-        return dataclasses.replace(trial, seconds=None, problem=problem)
-    return dataclasses.replace(trial, seconds=slowest / 1e6 if slowest else None)
+        problem = trial.problem or f"failed in process {int(np.argmax(found[:, 3]))}"
+        return dataclasses.replace(trial, seconds=None, spread=None, problem=problem)
+    spread = (least / 1e6, greatest / 1e6) if greatest else None
+    return dataclasses.replace(trial, seconds=slowest / 1e6 if slowest else None, spread=spread)
 
 
 def _add_problem(trial: Trial, error: Exception) -> Trial:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,13 +15,15 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import core
-from optfn.core import checks
+from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.interop.modules import check_split
+from optfn.leaves.contents import count_stacked_axes
 from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.compilers.options import overlap_options
 from optfn.mesh.layout.sharding import sharded
+from optfn.mesh.state.inventory import find_whole_matrices
 from optfn.plan.trial import (
     NOT_COMPILED,
     Trial,
@@ -45,9 +48,10 @@ _TITLES = (
 class Tuning:
     """The ways that `tune` has tried, in the order of their steps.
 
-    `print` shows them as a table. Steps that differ by at most 3 % are equal, and the simpler way
-    comes first: "≈" marks a step that equals the step in the row above. Ways that do not fit, and
-    ways that failed, come last.
+    `print` shows them as a table. Steps that differ by at most 3 % are equal, and measured ones
+    whose spreads overlap, and the simpler way comes first: "≈" marks a step that equals the step in
+    the row above. A measured step has "m" and its spread, the least and the greatest milliseconds.
+    Ways that do not fit, and ways that failed, come last.
 
     rows: what is known of each way.
     memory: the bytes of memory of a device; None if they are not known.
@@ -124,15 +128,17 @@ def tune(
       mesh: the devices.
       ways: mappings of options of `make_train_step`. None: nothing divided, "state" and "params",
         and with two data axes both along the last one alone; with hundreds of small leaves
-        `packed`. Microbatches are doubled up to 8 until a way fits, and a way that fits is tried
-        with `overlap_options` too. Microbatches change a loss over pairs of examples, and batch
-        statistics: give ways without them then.
+        `packed`; both with `whole=` for stacked matrices that `tx` needs whole. Microbatches are
+        doubled up to 8 until a way fits, and a way that fits is tried with `overlap_options` too.
+        Microbatches change a loss over pairs of examples, and batch statistics: give ways without
+        them then.
       options: the options of `make_train_step` that all ways share.
       model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
       memory: the bytes of memory of a device; None: what the device says, or the constants of its
         kind.
-      measure: k, how many steps are run, after a first one; their median counts. Shapes are run as
-        arrays of constants. None: the seconds are estimated.
+      measure: k, how many steps of each way are run, each after one that does not count. The ways
+        take turns, and the median of their steps counts. Shapes are run as arrays of constants.
+        None: the seconds are estimated.
       batch_sizes: lengths of the batch's first axis, in which a way is tried until one does not
         fit. Rows are then in the order of examples a second. None: the batch's own.
       progress: whether to show a bar, and without a terminal a line for each way.
@@ -162,12 +168,17 @@ def tune(
     batches = [batch]
     if batch_sizes is not None:
         batches = [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
-    families = _list_ways(params, data_axes, workers) if ways is None else ways
+    families = ways
+    if families is None:
+        families = _list_ways(params, data_axes, workers, _find_matrices(shared))
     rows: list[Trial] = []
+    again: list[Callable[[Trial], Trial]] = []
 
     def attempt(examples: Batch, way: Way) -> Trial:
         say(f"tune: {describe_way(way)}", end=" ")
-        rows.append(row := shared.try_way(way, examples))
+        row, measure_more = shared.try_way(way, examples)
+        rows.append(row)
+        again.append(measure_more)
         known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
         say(known or row.problem or f"fits: {row.fits}")
         return row
@@ -184,6 +195,8 @@ def tune(
                     last = try_one(family)
                 if last.fits is False:
                     break  # a larger batch does not fit either
+        for _ in range((measure or 1) - 1):  # in turns: a machine may slow down in between
+            rows[:] = [measure_more(row) for measure_more, row in zip(again, rows, strict=True)]
         is_complete = True
     return Tuning(tuple(_order(rows, by_rate=batch_sizes is not None)), memory, is_complete)
 
@@ -196,14 +209,30 @@ def describe_way(way: Way) -> str:
     return ", ".join(words)
 
 
-def _list_ways(params: Params, data_axes: Axes, workers: int) -> list[dict[str, Any]]:
-    """Return ways of dividing a step, the simplest first."""
+def _find_matrices(shared: TuneArguments) -> str:
+    """Return the pattern of the stacked leaves whose matrices the optimizer needs whole, "" if
+    there are none or the optimizer needs the axes of a mesh."""
+    with contextlib.suppress(Exception):
+        state = jax.eval_shape(shared.tx.init, shared.params)
+        stacked = dict(
+            zip(tree.paths(shared.params), count_stacked_axes(shared.params), strict=True)
+        )
+        found = find_whole_matrices(state, tree.paths(shared.params))
+        return "|".join(re.escape(path) for path in found if stacked[path])
+    return ""
+
+
+def _list_ways(params: Params, data_axes: Axes, workers: int, whole: str) -> list[dict[str, Any]]:
+    """Return ways of dividing a step, the simplest first, also by whole matrices if `whole` is the
+    pattern of some."""
     sizes = [x.size * x.dtype.itemsize for x in map(jax.typeof, jax.tree.leaves(params))]
     is_small = len(sizes) >= _MANY_LEAVES and sum(sizes) <= len(sizes) * _SMALL_BYTES
     packings: list[dict[str, Any]] = [{}, {"packed": True}] if is_small else [{}]
     kinds: list[Any] = [None, "state", "params"] if workers > 1 else [None]
     if len(data_axes) > 1:
         kinds += [sharded(kind, axis=data_axes[-1]) for kind in ("state", "params")]
+    if workers > 1 and whole:
+        kinds += [sharded(kind, whole=whole) for kind in ("state", "params")]
     shards = [{} if kind is None else {"shard": kind} for kind in kinds]
     return [shard | packing for shard in shards for packing in packings]
 
@@ -251,12 +280,25 @@ def _order(rows: Sequence[Trial], *, by_rate: bool) -> list[Trial]:
     remaining = sorted((row for row in rows if row.is_usable), key=cost)
     ordered: list[Trial] = []
     while remaining:
-        limit = (1 + _EQUAL) * cost(remaining[0])
-        equal = list(itertools.takewhile(lambda row: cost(row) <= limit, remaining))  # noqa: B023
+        same = functools.partial(_are_equal, remaining[0])
+        equal = list(itertools.takewhile(same, remaining))
         ordered += sorted(equal, key=lambda row: len(row.way))
         remaining = remaining[len(equal) :]
     others = [row for row in rows if not row.is_usable]
     return ordered + sorted(others, key=lambda row: row.fits is False)
+
+
+def _are_equal(a: Trial, b: Trial) -> bool:
+    """Tell whether the seconds an example of two rows cannot be told apart: they differ by at most
+    3 %, or their spreads overlap."""
+
+    def seconds(row: Trial) -> tuple[float, float]:
+        assert row.seconds is not None
+        low, high = row.spread or (row.seconds, row.seconds)
+        return low / (row.batch_size or 1), high / (row.batch_size or 1)
+
+    first, then = sorted([seconds(a), seconds(b)])
+    return a is b or then[0] <= (1 + _EQUAL) * first[1]
 
 
 def _list_cells(row: Trial, above: Trial | None) -> tuple[str, ...]:
@@ -265,10 +307,11 @@ def _list_cells(row: Trial, above: Trial | None) -> tuple[str, ...]:
     def cell(x: float | None, factor: float = 1.0, form: str = ".4g") -> str:
         return "" if x is None else format(factor * x, form)
 
-    step = cell(row.seconds, 1e3) + (" m" if row.is_measured else "")
+    step = cell(row.seconds, 1e3)
+    if row.spread:
+        step += f" m ({'–'.join(cell(x, 1e3) for x in row.spread)})"
     if above and above.seconds and row.seconds and above.batch_size == row.batch_size:
-        low, high = sorted([above.seconds, row.seconds])
-        step = f"≈ {step}" if high <= (1 + _EQUAL) * low else step
+        step = f"≈ {step}" if _are_equal(above, row) else step
     return (
         describe_way(row.way), str(row.batch_size or ""), cell(row.kept, 1e-9),
         cell(row.temporaries, 1e-9), {True: "yes", False: "no", None: "?"}[row.fits],

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import Trial, Tuning, data_mesh, plan_memory, scan_layers, sharded, tune
+from optfn.mesh.layout.sharding import Sharded
 from optfn.plan import trial, tuning
 
 WIDTH, LAYERS = 64, 8
@@ -44,13 +45,25 @@ def test_bytes_are_those_of_the_plan_and_of_the_compiled_step():
         assert 0 <= row.kept - plan.kept - BATCH.size * 4 // 8 <= 16
 
 
-def test_the_median_of_the_steps_after_the_first_counts(monkeypatch):
-    # A compilation, and a first step of 9 seconds, then 3, 1 and 2 seconds.
-    times = iter([0.0, 5.0, 10.0, 19.0, 20.0, 23.0, 30.0, 31.0, 40.0, 42.0])
+def test_ways_take_turns_and_the_median_of_their_steps_counts(monkeypatch):
+    # Compilations of 5 seconds, and steps: two ways in turns, of which the last one slows down.
+    first, second, third = (3.0, 1.0, 2.0), (1.5, 4.0, 3.5), (9.0, 9.0, 9.0)
+    taken = [5.0, first[0], 5.0, second[0], 5.0, third[0]]
+    taken += [x[i] for i in (1, 2) for x in (first, second, third)]
+    times = iter([t for x in taken for t in (0.0, x)])
     monkeypatch.setattr(trial.time, "perf_counter", lambda: next(times))
-    (row,) = tuned(ways=[{}], measure=3).rows
-    assert (row.compile_seconds, row.seconds, row.is_measured) == (5.0, 2.0, True)
-    assert row.examples_per_second == 32.0
+    found = tuned(
+        ways=[{"donate": True}, {"microbatches": 2, "donate": True}, {"packed": True}], measure=3
+    )
+    rows = found.rows
+    assert [(x.seconds, x.spread) for x in rows] == [
+        (2.0, (1.0, 3.0)),
+        (3.5, (1.5, 4.0)),
+        (9.0, (9.0, 9.0)),
+    ]
+    assert (rows[0].compile_seconds, rows[0].examples_per_second) == (5.0, 32.0)
+    marks = [line.count("≈") for line in str(found).splitlines()[1:4]]
+    assert marks == [0, 1, 0] and "2000 m (1000–3000)" in str(found)
 
 
 def test_the_list_of_ways():
@@ -207,16 +220,16 @@ def test_json_has_every_number_and_option():
 
 
 def test_processes_agree_on_the_slowest_and_on_failures(monkeypatch):
-    of_others = [[2_000_000, 0, 0], [1_000_000, 0, 0]]
+    of_others = [[2_000_000, 0, 0, 0, 0], [1_000_000, 0, 0, 0, 0]]
     mesh = data_mesh()
     assert trial._agree(row(1.5), mesh) == row(1.5)
     monkeypatch.setattr(trial.processes, "gather_values", lambda own: np.array([*of_others, own]))
     monkeypatch.setattr(trial.processes, "is_on_all_processes", lambda mesh: True)
     assert trial._agree(row(1.5), mesh).seconds == 2.0
-    of_others[1] = [0, 1, 0]
+    of_others[1] = [0, 0, 0, 1, 0]
     agreed = trial._agree(row(1.5), mesh)
     assert (agreed.seconds, agreed.problem) == (None, "failed in process 1")
-    of_others[1] = [0, 0, 1]
+    of_others[1] = [0, 0, 0, 0, 1]
     assert trial._agree(row(1.5, fits=True), mesh).fits is False
     assert trial._agree(row(None, problem="it fails here alone"), mesh).fits is False
 
@@ -252,3 +265,16 @@ def test_params_that_keep_their_placement_are_measured():
     found = tune(loss_fn, TX, PARAMS, BATCH, data_mesh(), ways=ways, measure=1, progress=False)
     assert [row.problem for row in found.rows] == ["", ""]
     assert all(row.is_measured and row.seconds for row in found.rows)
+
+
+def test_stacked_matrices_that_the_optimizer_needs_whole_are_tried_whole():
+    params = {"layers": optfn.Stacked({"w": np.ones((8, 16, 16), np.float32)})}
+
+    def loss(p, x):
+        return jnp.mean((x @ p["layers"].layers["w"][0]) ** 2)
+
+    found = tune(
+        loss, optfn.muon(0.1), params, np.ones((8, 16), np.float32), data_mesh(), progress=False
+    )
+    tried = [x.way["shard"].whole for x in found.rows if isinstance(x.way.get("shard"), Sharded)]
+    assert tried == ["layers/w"] * 2

@@ -406,18 +406,22 @@ class Contraction(NamedTuple):
 
     summed: the dimensions of its left operand that are summed.
     groups: how many groups divide these dimensions, at least 1.
+    summed_right: those of its right operand.
+    batch: the dimensions of each operand that count products; they come first in the result.
     """
 
     summed: tuple[int, ...]
     groups: int = 1
+    summed_right: tuple[int, ...] = ()
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 def as_product(equation: Equation) -> Contraction | None:
     """Return the product of matrices that an equation is, or None for any other equation."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        return Contraction(summed)
+        (summed, summed_right), batch = params["dimension_numbers"]
+        return Contraction(summed, 1, summed_right, batch)
     if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
         (summed, _), _ = numbers.dot_dimension_numbers
