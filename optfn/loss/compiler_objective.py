@@ -30,7 +30,7 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
     def specs_of(inputs: Inputs) -> Inputs:
         whole: Any = P()
         batch = jax.tree.map(lambda x: batch_spec(x, layout.data_axes), inputs.batch)
-        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole)
+        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole, whole)
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
         shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))

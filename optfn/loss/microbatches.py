@@ -190,13 +190,10 @@ def _select_microbatch(
     inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
 ) -> Inputs:
     """Return the inputs of one of `count` microbatches, with its number folded into the key, if
-    there is one, and the count of microbatches since step 0 as its step.
-
-    Packets then differ between microbatches.
-    """
+    there is one, and the count of microbatches since step 0 as the number of its packets."""
     key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
-    step = inputs.step * count + number
-    return inputs._replace(model_state=model_state, batch=microbatch, key=key, step=step)
+    packet = inputs.packet * count + number
+    return inputs._replace(model_state=model_state, batch=microbatch, key=key, packet=packet)
 
 
 def _make_total(g: Leaf) -> Leaf:

@@ -71,7 +71,7 @@ class Gather(NamedTuple):
           inputs: the inputs of the loss.
           counts: whether this device's examples count in the gradient; None if they do.
         """
-        return wrap_shards(inputs.params, self.entries, self.layout, inputs.step, counts)
+        return wrap_shards(inputs.params, self.entries, self.layout, inputs.packet, counts)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
@@ -312,8 +312,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             own = fold_device(inputs, layout.shard_axes)
             values, grads = on_device(gather)(own)
-            params, step = inputs.params, inputs.step
-            grads = scatter_gradients(grads, params, gather.entries, layout, step)
+            grads = scatter_gradients(grads, inputs.params, gather.entries, layout, inputs.packet)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, own, inputs, layout), grads
@@ -363,6 +362,7 @@ def _run_on_devices(
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,
         step=replicated,
+        packet=replicated,
         loss_factor=replicated,
     )
     return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)

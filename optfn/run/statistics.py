@@ -122,7 +122,8 @@ def _make_response(
 
     def call_loss(state: list[Any], params: Params, batch: Batch, key: jax.Array | None) -> Any:
         given = jax.tree.unflatten(structure, state)
-        inputs = Inputs(params, given, batch, key, jnp.zeros((), jnp.int32), None)
+        zero = jnp.zeros((), jnp.int32)
+        inputs = Inputs(params, given, batch, key, zero, zero, None)
         return loss_fn(params, *form.list_arguments(inputs))
 
     @jax.jit
