@@ -38,7 +38,7 @@ ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 def is_directory_default(state: PyTree) -> bool:
     """Tell whether a state is saved as a directory by default: if devices divide an array besides
-    per-worker ones, and orbax is installed."""
+    per-worker ones, and orbax is installed. An orbax that cannot be imported is an error."""
 
     def is_divided(x: Any) -> bool:
         named = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
@@ -47,7 +47,7 @@ def is_directory_default(state: PyTree) -> bool:
     shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     try:
         return any(map(is_divided, shared)) and bool(_import_orbax())
-    except ImportError:
+    except ModuleNotFoundError:
         return False
 
 
