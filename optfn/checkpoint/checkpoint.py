@@ -78,7 +78,7 @@ def save_checkpoint(
         may be an address such as gs://bucket/run, if etils has the package for that store.
       state: a TrainState, or any tree of arrays, PRNG keys and states, such as a dict with the
         TrainStates of two networks. Names (`state_dict`) tell its arrays apart.
-      history: arrays by name, to save beside the state.
+      history: arrays by name, or the history that `minimize` returns, to save beside the state.
       step: the number in the name. None: the field or key `step` of the state; in a population of
         states (`jax.vmap`), their common step.
       keep: how many finite checkpoints to keep; older ones are removed.
@@ -153,7 +153,7 @@ def write_checkpoint(
         snapshot, entry = frozen.leave_out(snapshot)
         entries |= entry
     # Copies: the caller may go on with its history while a thread writes it.
-    beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
+    beside = {f"{HISTORY}{name}": _copy_entry(name, x) for name, x in entries.items()}
     write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
     # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
@@ -161,6 +161,18 @@ def write_checkpoint(
     if is_lost_at_exit or not (sharded if background is None else background):
         wait_for_writes(directory)
     return path
+
+
+def _copy_entry(name: str, values: Any) -> np.ndarray:
+    """Return an entry of a history as an array of its own, or raise a TypeError unless that has
+    numbers or text."""
+    array = np.array(values)
+    if array.dtype.kind in "OSMm":
+        raise TypeError(
+            "save_checkpoint: history must have arrays of numbers or text; "
+            f"{name!r} has dtype {array.dtype}"
+        )
+    return array
 
 
 def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:

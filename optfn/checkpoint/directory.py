@@ -88,12 +88,15 @@ class OrbaxDirectory:
         ocp = _import_orbax()
         arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
         _check_ends(arrays)
-        beside = {name: x for name, x in beside.items() if x.size}
+        # orbax takes no text.
+        texts = {name: x.tolist() for name, x in beside.items() if x.dtype.kind == "U"}
+        beside = {name: x for name, x in beside.items() if x.size and name not in texts}
         about = {
             "version": VERSION,
             PER_WORKER_KEY: snapshot.per_worker,
             "names": list(arrays),
             "beside": list(beside),
+            "texts": texts,
         }
         beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
         copies, checksums = copy_to_host(arrays), begin_fingerprints(list(arrays.values()))
@@ -183,6 +186,7 @@ class OrbaxDirectory:
             **{name: np.array(about[name]) for name in ABOUT if name in about},
             **empty,
             **arrays,
+            **{name: np.array(text) for name, text in about.get("texts", {}).items()},
         }
 
     def is_finite(self, path: Path) -> bool:
