@@ -22,7 +22,7 @@ from optfn.checkpoint.directory import OrbaxDirectory, is_directory_default
 from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.finiteness import may_keep_last_loss
 from optfn.checkpoint.frozen import FrozenParams
-from optfn.checkpoint.loader import HISTORY, RESERVED, Loaded, Loader
+from optfn.checkpoint.loader import HISTORY, Loaded, Loader, list_reserved
 from optfn.checkpoint.newest import OtherRun, find_newest, remove_oldest
 from optfn.checkpoint.snapshot import Snapshot, check_leaves, to_key_data
 from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
@@ -147,13 +147,18 @@ def write_checkpoint(
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
-    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), RESERVED)
+    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), list_reserved(state))
     entries = dict(history or {})
     if frozen is not None:
         snapshot, entry = frozen.leave_out(snapshot)
         entries |= entry
     # Copies: the caller may go on with its history while a thread writes it.
     beside = {f"{HISTORY}{name}": _copy_entry(name, x) for name, x in entries.items()}
+    if both := sorted(snapshot.arrays.keys() & beside.keys()):
+        raise ValueError(
+            f"save_checkpoint: history must have other names than the state; both have "
+            f"{tree.list_names(both)}"
+        )
     write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
     # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
@@ -303,7 +308,8 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        selected = [list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)]
+        names = changes.new, changes.dropped
+        selected = [[name for name in x if matches(loader.only, name)] for x in names]
         if wrong := misfits(*selected):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
