@@ -6,6 +6,7 @@ A checkpoint is written as a whole or not at all.
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -358,23 +359,23 @@ def _with_average(
             f"{tree.list_names(found) or 'none'}"
         )
     (name,) = found
+    kind = re.sub(r"_\d+$", "", name.rpartition("/")[2])
     given = loader.template
     state = make_average_template(
-        name,
+        kind,
         [x.removeprefix(f"{name}/") for x in names if x.startswith(f"{name}/")],
         tree.map_named(
             lambda p, x: x if is_chosen(f"params/{p}") else optax.MaskedNode(), given.params
         ),
         given.model_state,
     )
-    head = name.rpartition("/")[0]
     template = given._replace(opt_state=state)
     wanted = {x for x, _ in arrays_with_names(state)}
     return dataclasses.replace(
         loader,
         template=template,
         only=lambda name: is_chosen(name) or name in wanted,
-        prefix=f"{head}/" if head else "",
+        renamed=(f"{name}/", f"{kind}/"),
     )
 
 

@@ -43,13 +43,14 @@ def list_reserved(state: PyTree) -> tuple[str, ...]:
 class Loader:
     """Loads checkpoints into a template. `strict` and `only` are as in `restore_checkpoint`.
 
-    prefix: words in front of names of the checkpoint that the names of the template lack.
+    renamed: the first words of names of the checkpoint, and those that the template has in their
+      place; the checkpoint's names with the latter get the former.
     """
 
     template: PyTree
     strict: bool = True
     only: Pattern | None = None
-    prefix: str = ""
+    renamed: tuple[str, str] = ("", "")
 
     @functools.cached_property
     def like(self) -> Snapshot:
@@ -79,7 +80,7 @@ class Loader:
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
         saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
-        saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
+        saved = {self._rename(name): x for name, x in saved.items()}
         names = [name for name in saved if not self._is_beside(name)]
         chosen = self._select(path, names)
         found = _rescale_to_template(like, {k: x for k, x in saved.items() if x is not None})
@@ -129,7 +130,15 @@ class Loader:
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded, as all are if `only` is None."""
-        return matches(self.only, self._public_name(name.removeprefix(self.prefix)))
+        return matches(self.only, self._public_name(name))
+
+    def _rename(self, name: str) -> str:
+        """Return the name that the template has for a name of the checkpoint."""
+        first, second = self.renamed
+        for words, others in ((first, second), (second, first)):
+            if name.startswith(words):
+                return others + name.removeprefix(words)
+        return name
 
     def _is_beside(self, name: str) -> bool:
         """Tell whether a name is of the history or of the format, and not of an array of the
@@ -152,7 +161,8 @@ class Loader:
 
         Conversions need the numbers of workers.
         """
-        return self._is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
+        own = self._rename(name)
+        return self._is_beside(name) or self.is_selected(own) or name.endswith("/num_workers")
 
     def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
         """Return (state, history) after a check of frozen params that the checkpoint lacks, and

@@ -152,3 +152,25 @@ def test_a_label_may_be_the_name_of_a_field(label, sharded, tmp_path):
     with pytest.warns(UserWarning, match=rf"opt_state/{label}/|{label}/scale_by_adam"):
         part, _ = optfn.restore_checkpoint(tmp_path, step.init(params), only=only)
     assert not int(jax.tree.leaves(part.opt_state)[0])
+
+
+def test_one_of_two_averages_of_a_kind(tmp_path):
+    fast, slow = (optfn.exponential_moving_average(decay) for decay in (0.5, 0.9))
+    step = optfn.make_train_step(
+        lambda p, x: jnp.sum(p["a"] * x), optfn.chain(optfn.sgd(0.1), fast, slow)
+    )
+    state = step.init({"a": jnp.ones(3)})
+    for x in range(3):
+        state, _ = step(state, jnp.float32(x))
+    optfn.save_checkpoint(tmp_path, state)
+    second = "exponential_moving_average_2"
+    with pytest.raises(ValueError, match=f"must tell one average .*'{second}'"):
+        optfn.load_params(tmp_path, state.params, average=True)
+    found = [
+        optfn.load_params(tmp_path, state.params, average=name)["a"]
+        for name in (second.removesuffix("_2"), second)
+    ]
+    params = np.array([1.0, 1 - 0.1, 1 - 0.3])  # after each step
+    for value, decay in zip(found, (0.5, 0.9), strict=True):
+        weights = decay ** np.arange(2, -1, -1)
+        np.testing.assert_allclose(value, np.average(params, weights=weights), rtol=1e-6)
