@@ -144,7 +144,7 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     # The last save may still be written, and if it has failed, its error is due now.
     wait_for_writes(directory)
-    sharded = _choose_sharded(directory, state, sharded)
+    sharded = choose_form(directory, state, sharded)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
@@ -181,12 +181,13 @@ def _copy_entry(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:
-    """Return `sharded` if it is given, else whether the store is remote or devices divide the
-    state, and raise a ValueError for False with a remote store.
+def choose_form(directory: Path, state: PyTree, sharded: bool | None = None) -> bool:
+    """Return whether a checkpoint is a directory: `sharded` if it is given, else whether the store
+    is remote or devices divide the state. Raise a ValueError where that cannot be saved.
 
     Raises:
-      ValueError: sharded=False for a store that takes only directories.
+      ValueError: sharded=False for a store that takes only directories; or a directory whose path
+        orbax takes for a pattern.
     """
     if is_remote(directory) and sharded is False:
         raise ValueError(
@@ -194,7 +195,12 @@ def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> boo
             "pass sharded=True"
         )
     if sharded is None:
-        return is_remote(directory) or is_directory_default(state)
+        sharded = is_remote(directory) or is_directory_default(state)
+    if sharded and not {*"[\\"}.isdisjoint(str(directory)):
+        raise ValueError(
+            f"{directory}: the path of checkpoints that are directories must have no '[' and no "
+            "backslash, which orbax takes for a pattern, so that it loses what it saves"
+        )
     return sharded
 
 

@@ -190,8 +190,9 @@ def _remedy(error: ValueError) -> str:
         return ". To load some of the names, call restore_checkpoint with only="
     if "_average/statistics/" in str(error):
         return (
-            ". Statistics are averaged with evaluate_average (average_model_state of a step), which "
-            "one of the two runs lacks: pass the same, or call restore_checkpoint with strict=False"
+            ". Statistics are averaged with evaluate_average (average_model_state of a step), "
+            "which one of the runs lacks: pass the same, or call restore_checkpoint with "
+            "strict=False"
         )
     return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
