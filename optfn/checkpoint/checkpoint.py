@@ -6,6 +6,7 @@ A checkpoint is written as a whole or not at all.
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from optfn.checkpoint.directory import OrbaxDirectory, is_directory_default
 from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.finiteness import may_keep_last_loss
 from optfn.checkpoint.frozen import FrozenParams
-from optfn.checkpoint.loader import HISTORY, RESERVED, Loaded, Loader
+from optfn.checkpoint.loader import HISTORY, Loaded, Loader, list_reserved
 from optfn.checkpoint.newest import OtherRun, find_newest, remove_oldest
 from optfn.checkpoint.snapshot import Snapshot, check_leaves, to_key_data
 from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
@@ -78,7 +79,7 @@ def save_checkpoint(
         may be an address such as gs://bucket/run, if etils has the package for that store.
       state: a TrainState, or any tree of arrays, PRNG keys and states, such as a dict with the
         TrainStates of two networks. Names (`state_dict`) tell its arrays apart.
-      history: arrays by name, to save beside the state.
+      history: arrays by name, or the history that `minimize` returns, to save beside the state.
       step: the number in the name. None: the field or key `step` of the state; in a population of
         states (`jax.vmap`), their common step.
       keep: how many finite checkpoints to keep; older ones are removed.
@@ -143,17 +144,22 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     # The last save may still be written, and if it has failed, its error is due now.
     wait_for_writes(directory)
-    sharded = _choose_sharded(directory, state, sharded)
+    sharded = choose_form(directory, state, sharded)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
-    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), RESERVED)
+    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), list_reserved(state))
     entries = dict(history or {})
     if frozen is not None:
         snapshot, entry = frozen.leave_out(snapshot)
         entries |= entry
     # Copies: the caller may go on with its history while a thread writes it.
-    beside = {f"{HISTORY}{name}": np.array(x) for name, x in entries.items()}
+    beside = {f"{HISTORY}{name}": _copy_entry(name, x) for name, x in entries.items()}
+    if both := sorted(snapshot.arrays.keys() & beside.keys()):
+        raise ValueError(
+            f"save_checkpoint: history must have other names than the state; both have "
+            f"{tree.list_names(both)}"
+        )
     write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
     # Old checkpoints go after the write: if it fails, they are still there.
     start_write(directory, write, functools.partial(remove_oldest, path, keep))
@@ -163,12 +169,25 @@ def write_checkpoint(
     return path
 
 
-def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> bool:
-    """Return `sharded` if it is given, else whether the store is remote or devices divide the
-    state, and raise a ValueError for False with a remote store.
+def _copy_entry(name: str, values: Any) -> np.ndarray:
+    """Return an entry of a history as an array of its own, or raise a TypeError unless that has
+    numbers or text."""
+    array = np.array(values)
+    if array.dtype.kind in "OSMm":
+        raise TypeError(
+            "save_checkpoint: history must have arrays of numbers or text; "
+            f"{name!r} has dtype {array.dtype}"
+        )
+    return array
+
+
+def choose_form(directory: Path, state: PyTree, sharded: bool | None = None) -> bool:
+    """Return whether a checkpoint is a directory: `sharded` if it is given, else whether the store
+    is remote or devices divide the state. Raise a ValueError where that cannot be saved.
 
     Raises:
-      ValueError: sharded=False for a store that takes only directories.
+      ValueError: sharded=False for a store that takes only directories; or a directory whose path
+        orbax takes for a pattern.
     """
     if is_remote(directory) and sharded is False:
         raise ValueError(
@@ -176,7 +195,12 @@ def _choose_sharded(directory: Path, state: PyTree, sharded: bool | None) -> boo
             "pass sharded=True"
         )
     if sharded is None:
-        return is_remote(directory) or is_directory_default(state)
+        sharded = is_remote(directory) or is_directory_default(state)
+    if sharded and not {*"[\\"}.isdisjoint(str(directory)):
+        raise ValueError(
+            f"{directory}: the path of checkpoints that are directories must have no '[' and no "
+            "backslash, which orbax takes for a pattern, so that it loses what it saves"
+        )
     return sharded
 
 
@@ -291,7 +315,8 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        selected = [list(filter(loader.is_selected, x)) for x in (changes.new, changes.dropped)]
+        names = changes.new, changes.dropped
+        selected = [[name for name in x if matches(loader.only, name)] for x in names]
         if wrong := misfits(*selected):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
@@ -340,23 +365,23 @@ def _with_average(
             f"{tree.list_names(found) or 'none'}"
         )
     (name,) = found
+    kind = re.sub(r"_\d+$", "", name.rpartition("/")[2])
     given = loader.template
     state = make_average_template(
-        name,
+        kind,
         [x.removeprefix(f"{name}/") for x in names if x.startswith(f"{name}/")],
         tree.map_named(
             lambda p, x: x if is_chosen(f"params/{p}") else optax.MaskedNode(), given.params
         ),
         given.model_state,
     )
-    head = name.rpartition("/")[0]
     template = given._replace(opt_state=state)
     wanted = {x for x, _ in arrays_with_names(state)}
     return dataclasses.replace(
         loader,
         template=template,
         only=lambda name: is_chosen(name) or name in wanted,
-        prefix=f"{head}/" if head else "",
+        renamed=(f"{name}/", f"{kind}/"),
     )
 
 

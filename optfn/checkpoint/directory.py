@@ -38,7 +38,7 @@ ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 def is_directory_default(state: PyTree) -> bool:
     """Tell whether a state is saved as a directory by default: if devices divide an array besides
-    per-worker ones, and orbax is installed."""
+    per-worker ones, and orbax is installed. An orbax that cannot be imported is an error."""
 
     def is_divided(x: Any) -> bool:
         named = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
@@ -47,7 +47,7 @@ def is_directory_default(state: PyTree) -> bool:
     shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     try:
         return any(map(is_divided, shared)) and bool(_import_orbax())
-    except ImportError:
+    except ModuleNotFoundError:
         return False
 
 
@@ -88,12 +88,15 @@ class OrbaxDirectory:
         ocp = _import_orbax()
         arrays = {name: x for name, x in snapshot.arrays.items() if x.size}
         _check_ends(arrays)
-        beside = {name: x for name, x in beside.items() if x.size}
+        # orbax takes no text.
+        texts = {name: x.tolist() for name, x in beside.items() if x.dtype.kind == "U"}
+        beside = {name: x for name, x in beside.items() if x.size and name not in texts}
         about = {
             "version": VERSION,
             PER_WORKER_KEY: snapshot.per_worker,
             "names": list(arrays),
             "beside": list(beside),
+            "texts": texts,
         }
         beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
         copies, checksums = copy_to_host(arrays), begin_fingerprints(list(arrays.values()))
@@ -183,6 +186,7 @@ class OrbaxDirectory:
             **{name: np.array(about[name]) for name in ABOUT if name in about},
             **empty,
             **arrays,
+            **{name: np.array(text) for name, text in about.get("texts", {}).items()},
         }
 
     def is_finite(self, path: Path) -> bool:

@@ -28,34 +28,41 @@ from optfn.train.state import TrainState
 
 HISTORY = "history/"
 _TRAIN = "train"  # the first word of the names of a TrainState
-# The names of the entries of a checkpoint that are not arrays of the state.
-RESERVED = (*ABOUT, HISTORY, NONFINITE, *ENTRIES)
 
 Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
+
+
+def list_reserved(state: PyTree) -> tuple[str, ...]:
+    """Return the names that arrays of a state must not have, because they are of other entries of a
+    checkpoint. In a TrainState "history" may be a label."""
+    folders = () if isinstance(state, TrainState) else (HISTORY,)
+    return (*ABOUT, NONFINITE, *ENTRIES, *folders)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
     """Loads checkpoints into a template. `strict` and `only` are as in `restore_checkpoint`.
 
-    prefix: words in front of names of the checkpoint that the names of the template lack.
+    renamed: the first words of names of the checkpoint, and those that the template has in their
+      place; the checkpoint's names with the latter get the former.
     """
 
     template: PyTree
     strict: bool = True
     only: Pattern | None = None
-    prefix: str = ""
+    renamed: tuple[str, str] = ("", "")
 
     @functools.cached_property
     def like(self) -> Snapshot:
         """The arrays of the template by name. Rows of divided tables are in stored order."""
-        return Snapshot.of(jax.tree.map(to_key_data, self.template), RESERVED, unwrap_tables)
+        reserved = list_reserved(self.template)
+        return Snapshot.of(jax.tree.map(to_key_data, self.template), reserved, unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the state's arrays in a checkpoint, without the history's names. No
         array is read."""
         saved = backend_of(path).read(path, self.like, lambda name: False)
-        return [_public_name(name) for name in saved if not _is_beside(name)]
+        return [name for name in saved if not self._is_beside(name)]
 
     def load(self, path: Path) -> Loaded:
         """Return (state, history, changes of names) of the checkpoint at a path, or raise an
@@ -73,19 +80,20 @@ class Loader:
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
         saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
-        saved = {name.removeprefix(self.prefix): x for name, x in saved.items()}
-        names = [name for name in saved if not _is_beside(name)]
+        saved = {self._rename(name): x for name, x in saved.items()}
+        names = [name for name in saved if not self._is_beside(name)]
         chosen = self._select(path, names)
         found = _rescale_to_template(like, {k: x for k, x in saved.items() if x is not None})
         mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
         is_of_a_run = f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState)
         decoded = DecodedArrays(found)
-        history = {k.removeprefix(HISTORY): decoded[k] for k in found if k.startswith(HISTORY)}
+        beside = [k for k in found if k not in ABOUT and self._is_beside(k)]
+        history = {k.removeprefix(HISTORY): decoded[k] for k in beside}
         try:
             # `only` leaves names out on purpose.
             is_strict = self.strict and self.only is None
             state, changes = load_named(
-                self.template, mapping, strict=is_strict, shown=_public_name
+                self.template, mapping, strict=is_strict, shown=self._public_name
             )
         except ValueError as error:
             hint = _remedy(error)
@@ -95,13 +103,14 @@ class Loader:
         if self.only is not None and not changes.carried:
             hint = ". It has a TrainState; load_params(path, params, only=) loads some params"
             hint = hint if is_of_a_run else ""
+            matched = list_names([*map(self._public_name, chosen)])
             raise OtherRun(
-                f"only={self.only!r} matches {list_names([*map(_public_name, chosen)])} in {path}, "
-                f"but no name of the template is among them{hint}"
+                f"only={self.only!r} matches {matched} in {path}, but no name of the template is "
+                f"among them{hint}"
             )
         left_out = [name for name in names if name not in chosen]
         lists = changes.carried, changes.new, [*changes.dropped, *left_out]
-        return state, history, Changes(*([*map(_public_name, names)] for names in lists))
+        return state, history, Changes(*([*map(self._public_name, names)] for names in lists))
 
     def _select(self, path: Path, names: Sequence[str]) -> set[str]:
         """Return the names that are loaded, or raise an OtherRun if there are none."""
@@ -116,12 +125,35 @@ class Loader:
             )
         raise OtherRun(
             f"only={self.only!r} matches no name in {path}; it has "
-            f"{list_names([_public_name(name) for name in names])}"
+            f"{list_names([self._public_name(name) for name in names])}"
         )
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded, as all are if `only` is None."""
-        return matches(self.only, _public_name(name.removeprefix(self.prefix)))
+        return matches(self.only, self._public_name(name))
+
+    def _rename(self, name: str) -> str:
+        """Return the name that the template has for a name of the checkpoint."""
+        first, second = self.renamed
+        for words, others in ((first, second), (second, first)):
+            if name.startswith(words):
+                return others + name.removeprefix(words)
+        return name
+
+    def _is_beside(self, name: str) -> bool:
+        """Tell whether a name is of the history or of the format, and not of an array of the
+        state, which may have "history" as a label."""
+        return name in ABOUT or (name.startswith(HISTORY) and name not in self.like.arrays)
+
+    def _public_name(self, name: str) -> str:
+        """Return a name as `only` takes it: that of a TrainState's field without "train/", that of
+        its optimizer with "opt_state/" if its label is the name of a field, and any other one
+        unchanged."""
+        word, _, inner = name.partition("/")
+        if word == _TRAIN and inner.split("/")[0] in TrainState._fields:
+            return inner
+        is_label = word in TrainState._fields and isinstance(self.template, TrainState)
+        return f"opt_state/{name}" if is_label else name
 
     def _is_read(self, name: str) -> bool:
         """Tell whether an array is read: entries beside the state and numbers of workers always,
@@ -129,7 +161,8 @@ class Loader:
 
         Conversions need the numbers of workers.
         """
-        return _is_beside(name) or self.is_selected(name) or name.endswith("/num_workers")
+        own = self._rename(name)
+        return self._is_beside(name) or self.is_selected(own) or name.endswith("/num_workers")
 
     def warn_of_changes(self, path: object, loaded: Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
         """Return (state, history) after a check of frozen params that the checkpoint lacks, and
@@ -142,26 +175,10 @@ class Loader:
         # Not in `load`: all processes take part in checksums, and one of them may load again.
         if FROZEN in history:
             entry = history.pop(FROZEN)
-            compare_frozen(path, entry, self.template, self.is_selected, _public_name)
+            compare_frozen(path, entry, self.template, self.is_selected, self._public_name)
         if changes and (not self.strict or self.only is not None):
             checks.warn(f"{path}: {changes}")
         return state, history
-
-
-def _is_beside(name: str) -> bool:
-    """Tell whether a name is of the history or of the format, and not of an array of the state."""
-    return name in ABOUT or name.startswith(HISTORY)
-
-
-def _public_name(name: str) -> str:
-    """Return a name as `only` takes it, without "train/" in front of a field of a TrainState, and
-    otherwise unchanged.
-
-    The labels of the states of an optimizer come first too, and "train" may be one of them.
-    """
-    word, _, inner = name.partition("/")
-    is_field = word == _TRAIN and inner.split("/")[0] in TrainState._fields
-    return inner if is_field else name
 
 
 def _remedy(error: ValueError) -> str:
@@ -171,6 +188,12 @@ def _remedy(error: ValueError) -> str:
         return ""
     if error.arrays:
         return ". To load some of the names, call restore_checkpoint with only="
+    if "_average/statistics/" in str(error):
+        return (
+            ". Statistics are averaged with evaluate_average (average_model_state of a step), "
+            "which one of the runs lacks: pass the same, or call restore_checkpoint with "
+            "strict=False"
+        )
     return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
 

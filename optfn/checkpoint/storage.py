@@ -1,6 +1,7 @@
 """The storage of checkpoints: directories of this machine and of object stores."""
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -67,18 +68,20 @@ class Backend(Protocol):
 
 
 def to_path(directory: object) -> Path:
-    """Return a directory as an absolute Path, or an address with "://" as a path of etils, and
-    raise a TypeError for anything else. The program may change its working directory during a
-    run."""
+    """Return a directory as an absolute Path without "..", or an address with "://" as a path of
+    etils, and raise a TypeError for anything else. The program may change its working directory
+    during a run."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.show(directory)}"
         )
     if not is_remote(directory):
-        return Path(directory).absolute()
+        path = Path(directory).absolute()
+        # tensorstore takes no ".."; links are left alone otherwise.
+        return path.resolve() if ".." in path.parts else path
     epath = checks.optional_module("etils.epath", "orbax")
     try:
-        path: Path = epath.Path(os.fspath(directory))
+        path = epath.Path(os.fspath(directory))
         path.exists()  # the packages for a store are imported when it is first used
     except KeyError:
         raise ValueError(
@@ -93,6 +96,15 @@ def to_path(directory: object) -> Path:
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is an address in an object store, because it contains "://"."""
     return "://" in os.fspath(path)
+
+
+def try_to_write(directory: Path) -> None:
+    """Create a directory and a file in it, which is removed again, or raise the OSError of a place
+    where nothing can be written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # The next save removes such a file if this process is killed.
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="step_", suffix=".unfinished"):
+        pass
 
 
 def sync(path: Path) -> None:

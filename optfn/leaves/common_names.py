@@ -1,9 +1,10 @@
 """The names that libraries of models give to kinds of leaves."""
 
-_BIAS_OR_SCALE = r"(.*/)?(bias|b|scale|beta|gamma|offset)"
+_BIAS_OR_SCALE = r"(.*/)?(([^/]*_)?bias(_[^/]*)?|b|scale|beta|gamma|offset)"
+# Its own leaves alone: an adaptive norm has a projection, "norm1/linear/weight".
 _IN_A_NORM = (
     r"(.*/)?([^/]*[_\d])?((layer|batch|group|rms|instance|pre|post)?_?norm(s|alization)?|ln|bn)"
-    r"([_\d][^/]*)?(/.*)?"
+    r"([_\d][^/]*)?(/~)?(/\d+)?(/(weight|w))?"
 )
 
 NORMS_AND_BIASES = f"(?i:{_BIAS_OR_SCALE}|{_IN_A_NORM})"

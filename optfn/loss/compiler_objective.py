@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Updates
 from optfn.loss.loss_form import Inputs, Values
-from optfn.loss.microbatches import SplitExamples, split_in_order
+from optfn.loss.microbatches import SplitExamples, split_array, split_in_order
 from optfn.loss.objective import Objective
 from optfn.mesh.collectives.mesh import constrain_sharding, count_devices, show_explicit_axes
 from optfn.mesh.layout.data_parallel import batch_spec
@@ -30,7 +30,7 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
     def specs_of(inputs: Inputs) -> Inputs:
         whole: Any = P()
         batch = jax.tree.map(lambda x: batch_spec(x, layout.data_axes), inputs.batch)
-        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole)
+        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole, whole)
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
         shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))
@@ -63,18 +63,22 @@ def constrain_gradients(objective: Objective, layout: Layout) -> Objective:
 
 
 def split_over_devices(layout: Layout) -> SplitExamples:
-    """Return the function that splits an array into microbatches with examples of every device, or
-    in order if devices and microbatches together do not divide it.
+    """Return the function that splits arrays into microbatches with examples of every device, or
+    all in order if devices and microbatches together do not divide one of them.
 
-    Slices in order would each lie on few devices, which would send examples to the others.
+    Slices in order would each lie on few devices, which would send examples to the others. An
+    example may have several rows, which must come with it.
     """
     devices = count_devices(layout.mesh, layout.data_axes)
 
-    def split(x: jax.Array, count: int) -> jax.Array:
-        if x.shape[0] % (devices * count):
-            return split_in_order(x, count)
+    def interleave(x: jax.Array, count: int) -> jax.Array:
         by_device = jnp.reshape(x, (devices, count, -1, *x.shape[1:]))
-        slices = split_in_order(jnp.swapaxes(by_device, 0, 1).reshape(x.shape), count)
+        slices = split_array(jnp.swapaxes(by_device, 0, 1).reshape(x.shape), count)
         return constrain_sharding(slices, layout.mesh, P(None, layout.data_axes))
+
+    def split(arrays: list[jax.Array], count: int) -> list[jax.Array]:
+        if any(x.shape[0] % (devices * count) for x in arrays):
+            return split_in_order(arrays, count)
+        return [interleave(x, count) for x in arrays]
 
     return split

@@ -23,8 +23,9 @@ class Inputs(NamedTuple):
     model_state: the arrays that the model has besides params; None without `model_state=True`.
     batch: the examples.
     key: the random key of the loss; None if the loss takes no key.
-    step: the number of the training step, int32; each microbatch has a number of its own. It
-      numbers packets, so that a compressor rounds each of them at random in another way.
+    step: the index of the training step, int32.
+    packet: the number of the step, or of a microbatch, among all, int32, which may wrap around. A
+      compressor rounds the packets of each in another way.
     loss_factor: the step multiplies gradients by it, for `dynamic_loss_scale`; else None.
     """
 
@@ -33,6 +34,7 @@ class Inputs(NamedTuple):
     batch: Batch
     key: jax.Array | None
     step: jax.Array
+    packet: jax.Array
     loss_factor: jax.Array | None
 
 
@@ -53,15 +55,11 @@ class Values(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossForm:
-    """The arguments and results of a loss function besides params, batch and loss.
-
-    microbatches: how many microbatches a step has, if the function takes the index of the step;
-      else None.
-    """
+    """The arguments and results of a loss function besides params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
-    microbatches: int | None = None
+    has_step: bool = False
 
     def list_arguments(self, inputs: Inputs) -> list[Any]:
         """Return the arguments after the params in a call: of model state, batch, key and index of
@@ -72,8 +70,8 @@ class LossForm:
             arguments.insert(0, jax.tree.map(lambda x: x, inputs.model_state))
         if inputs.key is not None:
             arguments.append(inputs.key)
-        if self.microbatches is not None:
-            arguments.append(inputs.step // self.microbatches)
+        if self.has_step:
+            arguments.append(inputs.step)
         return arguments
 
     @property

@@ -21,7 +21,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, Updates
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.loss.jaxprs.equations import Equations
+from optfn.loss.jaxprs.equations import Equations, read, shapes_of
 from optfn.loss.jaxprs.sharded import has_scan_over_arrays
 from optfn.loss.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
 from optfn.loss.lookups import TracedLoss
@@ -107,11 +107,24 @@ class LossProgram:
         paths = [path if path in chosen else None for path in tree.array_paths(whole)]
         return program, TracedLoss(program, paths, jax.tree.leaves(traced), self._owners)
 
-    def value(self) -> Any:
-        """Look up the rows of tables, run the loss, which gathers the shards of params where it
-        reads them, and return its result."""
+    @property
+    def shapes(self) -> Any:
+        """The shapes and dtypes of the result, of a loss that was traced."""
+        assert self._equations is not None
+        return self._equations.shapes
+
+    def value_of_last(self) -> Any:
+        """Return the last leaf of the result of a loss that was traced, at these params, by its own
+        equations alone if no param decides it, which leaves out the loss's side effects."""
+        assert self._equations is not None
+        inputs = shapes_of(self._equations.inputs)
+        program = self._equations.retrace({}, inputs)
+        last = program.outputs[-1:]
+        if program.find_dependencies(last).isdisjoint(program.inputs):
+            (value,) = read(program.run(program.find_equations(last), {}), last)
+            return value
         rows = [] if self._program is None else self._program.look_up(self._leaves)[1]
-        return self._value(self._leaves, rows)
+        return jax.tree.leaves(self._value(self._leaves, rows))[-1]
 
     def value_and_grad(
         self,

@@ -22,11 +22,16 @@ from optfn.mesh.collectives.means import sum_dtype
 from optfn.mesh.collectives.mesh import count_devices, explicit_sharding, make_zeros
 
 Carry = TypeVar("Carry")
-# (an array of a batch, the number of its slices) -> the slices, along a new leading axis
-SplitExamples: TypeAlias = Callable[[jax.Array, int], jax.Array]
+# (the arrays of a batch, the number of slices) -> the slices of each, along a new leading axis
+SplitExamples: TypeAlias = Callable[[list[jax.Array], int], list[jax.Array]]
 
 
-def split_in_order(x: jax.Array, count: int) -> jax.Array:
+def split_in_order(arrays: list[jax.Array], count: int) -> list[jax.Array]:
+    """Split each array by `split_array`."""
+    return [split_array(x, count) for x in arrays]
+
+
+def split_array(x: jax.Array, count: int) -> jax.Array:
     """Reshape an array to `count` equal slices of consecutive examples along a new leading axis,
     and divide each along the explicit axes that divide the array.
 
@@ -57,8 +62,7 @@ def scan_batch(
       batch: the arrays to slice.
       count: the number of slices.
       argument: the name of the user's argument that gives `count`, for errors.
-      split: returns the slices of an array along a new leading axis; the default takes them in
-        order.
+      split: returns the slices of arrays along a new leading axis; the default takes them in order.
 
     Returns:
       The last carry and the stacked results, as `lax.scan` returns them.
@@ -66,17 +70,31 @@ def scan_batch(
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
     """
-    check_slices(batch, count, argument)
-    slices = jax.tree.map(lambda x: split(x, count) if jnp.ndim(x) else None, batch)
+    slices, join = _slice_batch(batch, count, argument, split)
 
-    def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
+    def body(carry: Carry, numbered: tuple[jax.Array, list[jax.Array]]) -> tuple[Carry, PyTree]:
         number, arrays = numbered
-        # A scalar of the batch has no slices, and is the same in all of them.
-        microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
-        return fn(carry, microbatch, number)
+        return fn(carry, join(arrays), number)
 
     result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
     return result
+
+
+def _slice_batch(
+    batch: Batch, count: int, argument: str, split: SplitExamples
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Batch]]:
+    """Return the stacked slices of the arrays of a batch, and the function from those of a slice to
+    a batch, in which scalars are the same as in the whole one."""
+    check_slices(batch, count, argument)
+    leaves, structure = jax.tree.flatten(batch)
+    slices = split([x for x in leaves if jnp.ndim(x)], count)
+
+    def join(arrays: list[jax.Array]) -> Batch:
+        remaining = iter(arrays)
+        own = [next(remaining) if jnp.ndim(x) else x for x in leaves]
+        return jax.tree.unflatten(structure, own)
+
+    return slices, join
 
 
 def check_slices(batch: Batch, count: int, argument: str) -> None:
@@ -119,8 +137,8 @@ def average_microbatches(
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
         batch = inputs.batch
-        check_slices(batch, count, "microbatches")
-        first = jax.tree.map(lambda x: split(x, count)[0] if jnp.ndim(x) else x, batch)
+        slices, join = _slice_batch(batch, count, "microbatches", split)
+        first = join([x[0] for x in slices])
         first = _select_microbatch(inputs, inputs.model_state, first, jnp.arange(count)[0], count)
         # The sums need the structure and dtypes of the gradients of a microbatch. One trace serves
         # for all of them.
@@ -172,13 +190,10 @@ def _select_microbatch(
     inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array, count: int
 ) -> Inputs:
     """Return the inputs of one of `count` microbatches, with its number folded into the key, if
-    there is one, and the count of microbatches since step 0 as its step.
-
-    Packets then differ between microbatches.
-    """
+    there is one, and the count of microbatches since step 0 as the number of its packets."""
     key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
-    step = inputs.step * count + number
-    return inputs._replace(model_state=model_state, batch=microbatch, key=key, step=step)
+    packet = inputs.packet * count + number
+    return inputs._replace(model_state=model_state, batch=microbatch, key=key, packet=packet)
 
 
 def _make_total(g: Leaf) -> Leaf:

@@ -71,7 +71,7 @@ class Gather(NamedTuple):
           inputs: the inputs of the loss.
           counts: whether this device's examples count in the gradient; None if they do.
         """
-        return wrap_shards(inputs.params, self.entries, self.layout, inputs.step, counts)
+        return wrap_shards(inputs.params, self.entries, self.layout, inputs.packet, counts)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
@@ -132,6 +132,13 @@ def differentiate(
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         program = make_program(inputs)
+        counts = None
+        if program.reduces_gradients and program.shapes[1][1] is not None:
+            # Gathers and owners of rows average gradients inside the backward pass, so they have
+            # to know before it which devices have weight.
+            counts = program.value_of_last() != 0
+            wrapped = inputs.params if gather is None else gather.wrap(inputs, counts)
+            program = program.with_counts(wrapped, counts)
         (loss, (rest, own_weight)), grads = program.value_and_grad(True, transform)
         if own_weight is None:
             return Values(loss, *rest), grads
@@ -139,16 +146,8 @@ def differentiate(
             check_constant_weight(
                 lambda params: program.evaluate(params)[1][1], program.whole_params()
             )
-        # A device without weight has the gradient 0, where it may be NaN. Gathers and owners of
-        # rows average gradients inside the backward pass, so they have to know these devices. Of
-        # the pass above only the weight is then read, and XLA drops the remaining part.
-        counts = own_weight != 0
-        if not program.reduces_gradients:
-            return Values(loss, *rest), keep_if(counts, grads)
-        wrapped = inputs.params if gather is None else gather.wrap(inputs, counts)
-        program = program.with_counts(wrapped, counts)
-        (loss, (rest, _)), grads = program.value_and_grad(True, transform)
-        return Values(loss, *rest), grads
+        # A device without weight has the gradient 0, where it may be NaN.
+        return Values(loss, *rest), grads if counts is not None else keep_if(own_weight != 0, grads)
 
     return functools.partial(drop_bound_axes, objective)
 
@@ -313,8 +312,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             own = fold_device(inputs, layout.shard_axes)
             values, grads = on_device(gather)(own)
-            params, step = inputs.params, inputs.step
-            grads = scatter_gradients(grads, params, gather.entries, layout, step)
+            grads = scatter_gradients(grads, inputs.params, gather.entries, layout, inputs.packet)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, own, inputs, layout), grads
@@ -364,6 +362,7 @@ def _run_on_devices(
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
         key=replicated,
         step=replicated,
+        packet=replicated,
         loss_factor=replicated,
     )
     return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)

@@ -18,7 +18,7 @@ from optfn.pipeline.plan import Plan
 
 # (params, x) -> x; it also gets `shared` and `rng` if it has parameters of these names.
 StageFunction: TypeAlias = Callable[..., PyTree]
-# inputs -> x; it also gets `shared` if it has a parameter of this name.
+# inputs -> x; it also gets `shared` and `rng` likewise.
 Embedding: TypeAlias = Callable[..., PyTree]
 
 
@@ -80,34 +80,33 @@ class UserFunctions(NamedTuple):
         if has_rng:
             given.add("rng")
         # A loss gets no key, also if it has a parameter `rng`.
-        loss_keywords = _find_keywords(self.loss) - {"rng"}
-        others = map(_find_keywords, (*self.stages, *([self.embed] if self.embed else [])))
-        for name in sorted(given.difference(loss_keywords, *others)):
+        functions: list[tuple[str, Callable[..., Any], tuple[str, ...], frozenset[str]]] = [
+            *(("stage_fn", fn, ("params", "x"), _find_keywords(fn)) for fn in self.stages),
+            ("loss_fn", self.loss, ("outputs", "targets"), _find_keywords(self.loss) - {"rng"}),
+        ]
+        if self.embed is not None:
+            functions.append(("embed", self.embed, ("inputs",), _find_keywords(self.embed)))
+        for name in sorted(given.difference(*(keywords for *_, keywords in functions))):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
-        for fn in self.stages:
-            checks.check_signature(
-                "stage_fn", fn, ("params", "x"), given & _find_keywords(fn), _BY_NAME
-            )
-        checks.check_signature(
-            "loss_fn", self.loss, ("outputs", "targets"), given & loss_keywords, _BY_NAME
-        )
+        for name, fn, arguments, keywords in functions:
+            checks.check_signature(name, fn, arguments, given & keywords, _BY_NAME)
 
     def bind_keywords(self) -> ModelFunctions:
         """Return the functions with the model's arguments, each passing `shared` and `rng` on only
         if it takes them, and the first stage with `embed` before it."""
-        stages = [partial(_call_stage, fn, _find_keywords(fn)) for fn in self.stages]
-        loss = partial(_call_loss, self.loss, _find_keywords(self.loss))
+        stages = [partial(_call_stage, fn) for fn in self.stages]
+        loss = partial(_call_loss, self.loss)
         if self.embed is None:
             return ModelFunctions(stages, loss)
         run = partial(_embed_first, partial(_call_embedding, self.embed), stages[0])
         return ModelFunctions([run], lambda x, targets, shared: loss(x.h, targets, shared))
 
-    def carry_inputs(self, inputs: PyTree, shared: Params) -> PyTree:
+    def carry_inputs(self, inputs: PyTree, shared: Params, rng: Key) -> PyTree:
         """Return the value before the first stage, which is the inputs, or with `embed` a
         `_Carried` of them, zeros like x, and a count of 0 for each example."""
         if self.embed is None:
             return inputs
-        shapes = jax.eval_shape(partial(_call_embedding, self.embed), inputs, shared)
+        shapes = jax.eval_shape(partial(_call_embedding, self.embed), inputs, shared, rng)
         h = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         size = jnp.shape(jax.tree.leaves(inputs)[0])[0]
         return _Carried(inputs, h, jnp.zeros(size, jnp.int32))
@@ -140,19 +139,22 @@ def _embed_first(
     # A cond, so that other stages look nothing up.
     h = lax.cond(
         x.stage[0] == 0,
-        lambda inputs, shared, h: embed(inputs, shared),
-        lambda inputs, shared, h: h,
-        inputs, weights.shared, x.h,
+        lambda inputs, shared, key, h: embed(inputs, shared, key),
+        lambda inputs, shared, key, h: h,
+        inputs, weights.shared, key, x.h,
     )  # fmt: skip
     return _Carried(inputs, run(weights, h, key), x.stage + 1)
 
 
-def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params) -> PyTree:
-    """Call the embedding, with `shared` if it takes it and it is given."""
-    passed = "shared" in _find_keywords(embed) and shared is not None
-    return embed(inputs, shared=shared) if passed else embed(inputs)
+def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params, key: Key) -> PyTree:
+    """Call the embedding, with `shared` and a key of its own, derived from that of the first stage,
+    if it takes them and they are given."""
+    rng = None if key is None else jax.random.fold_in(key, _EMBEDDING)
+    return _call_by_name(embed, inputs, shared=shared, rng=rng)
 
 
+# What is folded into the key of the first stage; a stage numbers its own draws from 0.
+_EMBEDDING = 2**31 - 1
 _BY_NAME = (
     ". The shared params of PipelineParams are passed by the name of a parameter `shared`, and "
     "keys by `rng`"
@@ -169,21 +171,21 @@ def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
     return frozenset({"shared", "rng"} & set(parameters))
 
 
-def _call_stage(
-    fn: StageFunction, keywords: frozenset[str], weights: Weights, x: PyTree, key: Key
-) -> PyTree:
+def _call_by_name(fn: Callable[..., Any], *arguments: PyTree, **options: PyTree) -> Any:
+    """Call a function with those options for which it has a parameter and that are not None."""
+    known = _find_keywords(fn)
+    passed = {k: v for k, v in options.items() if k in known and v is not None}
+    return fn(*arguments, **passed)
+
+
+def _call_stage(fn: StageFunction, weights: Weights, x: PyTree, key: Key) -> PyTree:
     """Call a stage with its weights and x, and with `shared` and `rng` if it takes them and they
     are given."""
-    options = {"shared": weights.shared, "rng": key}
-    passed = {k: v for k, v in options.items() if k in keywords and v is not None}
-    return fn(weights.stage, x, **passed)
+    return _call_by_name(fn, weights.stage, x, shared=weights.shared, rng=key)
 
 
-def _call_loss(
-    fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
-) -> Any:
+def _call_loss(fn: LossFn, outputs: PyTree, targets: PyTree, shared: Params) -> Any:
     """Call the loss, with `shared` if it takes it and it is given, and return it, checked and as
     arrays if it is a `Mean`."""
-    passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
-    loss: Any = fn(outputs, targets, **passed)
+    loss = _call_by_name(fn, outputs, targets, shared=shared)
     return check_mean("loss_fn", loss) if is_mean(loss) else loss

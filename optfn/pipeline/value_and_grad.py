@@ -112,8 +112,8 @@ def pipeline_value_and_grad(
         before the ticks, and their gradients are reduce-scattered after them (with a list of
         functions, by an all-reduce).
       embed: a function inputs -> x, which the first stage runs, such as the lookup of tokens; it
-        gets `shared` too, if it has a parameter of that name. Inputs may then differ from x. None:
-        inputs are x.
+        gets `shared` and `rng` too, if it has parameters of these names. Inputs may then differ
+        from x. None: inputs are x.
 
     The arguments of f:
       params: the result of `stack_stages`, with leaves (p·v, …) or (v, p, …); or a list of params
@@ -124,7 +124,7 @@ def pipeline_value_and_grad(
       targets: like `inputs`.
       rng: a random key, for dropout. A stage function gets
         fold_in(fold_in(rng, microbatch), stage), with the microbatches counted in the order of the
-        whole batch, over all data workers.
+        whole batch, over all data workers; `embed` gets fold_in(key of the first stage, 2³¹ − 1).
 
     Returns (of f): the loss, of a `Mean` both sums over all examples, and gradients with the
     structure and dtypes of params, which are summed in float32 or wider. Integer leaves get float0.
@@ -247,7 +247,7 @@ class _Pipeline:
         self.functions.check_keywords(has_shared, rng is not None)
         placement = dataclasses.replace(self.placement, marks=marks)
         weights = Weights(placement.weights(stages), shared)
-        arguments = (weights, (self.functions.carry_inputs(inputs, shared), targets), rng)
+        arguments = (weights, (self.functions.carry_inputs(inputs, shared, rng), targets), rng)
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
         out_specs = P(), (placement.gradient_specs(stages), P())
         run_on_device = partial(self._run_on_device, placement.shapes(stages))

@@ -63,7 +63,9 @@ def plan_users_loss(
     rest = program.shapes
     if model_state is not None:
         rest = rest[1]
-    has_aux = isinstance(rest, tuple) and len(rest) == 2 and not is_mean(rest)
+    is_pair = isinstance(rest, tuple) and len(rest) == 2 and not is_mean(rest)
+    # The model state may be a pair itself.
+    has_aux = is_pair and (model_state is None or tree.paths(rest) != tree.paths(model_state))
     if batch is None:
         examples = jax.ShapeDtypeStruct((parts,), jnp.float32)
         return PlannedLoss(lambda *given: loss_fn(*given[:-1], None), examples, has_aux, program)

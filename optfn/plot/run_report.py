@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from optfn.checkpoint.state_dict import summary
+from optfn.checkpoint.storage import try_to_write
 from optfn.core import checks
 from optfn.leaves.packed import unpack
 from optfn.plot.page import report
@@ -44,8 +46,12 @@ class RunReport:
         self.optimizer, self.summary = repr(step.tx), ""
         self.end = "after its last step"
         self.since = time.monotonic()
-        if self.path is not None:
-            checks.optional_module("matplotlib", "plot")  # fail now, not after hours
+        if self.path is not None:  # fail now, not after hours
+            checks.optional_module("matplotlib", "plot")
+            if jax.process_index() == 0:
+                try_to_write(self.path.parent)
+            if self.path.is_dir():
+                raise IsADirectoryError(f"report must be a file; {self.path} is a directory")
             self.summary = _summarize_state(step, state)
 
     def __enter__(self) -> "RunReport":
@@ -60,19 +66,25 @@ class RunReport:
 
     def _write(self, end: str) -> None:
         """Write the page, with the words `end` for how the run ended, but only with a path, in
-        process 0, and after the first loss."""
+        process 0, and after the first loss. What goes wrong is a warning: the run goes on."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])
-        report(
-            series,
-            self.path,
-            title=f"Training run: {self.path.stem}",
-            about={"steps": f"{steps:,}", "ended": end, "optimizer": self.optimizer},
-            summary=self.summary,
-            local_steps=self.local_steps,
-        )
+        # In a thread: matplotlib leaves cycles that refer to all frames below its own, and so to
+        # the run, whose state would stay on the devices until Python collects them.
+        with ThreadPoolExecutor(1) as thread:
+            drawn = thread.submit(
+                report,
+                series,
+                self.path,
+                title=f"Training run: {self.path.stem}",
+                about={"steps": f"{steps:,}", "ended": end, "optimizer": self.optimizer},
+                summary=self.summary,
+                local_steps=self.local_steps,
+            )
+        if (error := drawn.exception()) is not None:
+            checks.warn(f"report: {self.path} was not written: {type(error).__name__}: {error}")
 
     def __exit__(self, kind: type[BaseException] | None, error: object, *where: Any) -> None:
         if self.path is not None:

@@ -33,8 +33,10 @@ class Progress:
         per_call: int = 1,
         seen: Callable[[float], None] = lambda loss: None,
     ) -> None:
-        self.steps, self.done, self.per_call, self.shown = steps, done, per_call, shown
+        self.steps, self.done, self.per_call = steps, done, per_call
+        # None without a console, as under pythonw.
         self.file, self.seen = file or sys.stderr, seen
+        self.shown = shown and self.file is not None
         self.bar: Any = None
         self.every = max(1, steps // 10) if steps else 100
         self.last: tuple[int, dict[str, Any]] | None = None
@@ -43,7 +45,8 @@ class Progress:
         self.examples, self.since = 0, time.monotonic()  # since the speed was last shown
 
     def __enter__(self) -> "Progress":
-        if self.shown and self.file.isatty():
+        # A logger in the place of a stream may only write.
+        if self.shown and getattr(self.file, "isatty", bool)():
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -88,7 +91,7 @@ class Progress:
         unless `always` is given."""
         if self.bar is not None:
             self.bar.write(text, file=self.file)
-        elif self.shown or always:
+        elif self.shown or (always and self.file is not None):
             print(text, file=self.file, flush=True)
 
     def _count_shapes(self, batch: Batch) -> None:

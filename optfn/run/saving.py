@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.checkpoint.checkpoint import restore_newest, warn_of_rates, write_checkpoint
+from optfn.checkpoint.checkpoint import choose_form, restore_newest, warn_of_rates, write_checkpoint
 from optfn.checkpoint.directory import is_directory_default
 from optfn.checkpoint.frozen import FrozenParams
 from optfn.checkpoint.newest import OtherRun, list_checkpoints, remove_checkpoints
-from optfn.checkpoint.storage import is_remote, to_path
+from optfn.checkpoint.storage import is_remote, to_path, try_to_write
 from optfn.core import checks
 from optfn.mesh.layout import processes
 from optfn.mesh.state.reports import read_local
@@ -66,6 +66,7 @@ class Saver:
         restored = None if self.directory is None else self._restore_newest(self.directory, state)
         if restored is None:
             _warn_of_other_directories(self.directory)
+            _try_directory(self.directory, state)
             return state, history
         found, arrays = restored
         self.batches = position.decode_position(arrays)
@@ -196,6 +197,13 @@ def _warn_of_other_directories(directory: Path | None) -> None:
             f"checkpoint: {directory} has no checkpoint, and the run begins anew, but {saved[0]} "
             "has some, as of a run of several processes: pass that directory to continue it"
         )
+
+
+def _try_directory(directory: Path | None, state: TrainState) -> None:
+    """Try the directory of a new run, so that a place where nothing can be saved is an error before
+    the first step, or do nothing without one or for an object store."""
+    if directory is not None and not (choose_form(directory, state) and is_remote(directory)):
+        try_to_write(directory)
 
 
 def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:

@@ -112,27 +112,28 @@ class _Pass:
         return self
 
     def __next__(self) -> Batch:
-        if self.next == len(self.batches):
+        if self.next >= len(self.batches):
             raise StopIteration
         chosen = self.order[self.next * self.batches.size : (self.next + 1) * self.batches.size]
         self.next += 1
         return jax.tree.map(lambda x: x[chosen], self.batches.arrays)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the index of the next batch, and the values that decide the order."""
+        """Return the epoch, the index of the next batch, and the values that decide the batches."""
         return {"epoch": self.epoch, "next": self.next, **self._fixed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position, or raise a ValueError if examples, size or seed are others, and
-        so the order."""
+        """Continue at a position, or raise a ValueError if examples, size, seed or drop_last are
+        others, and so the batches of an epoch."""
         for name, x in self._fixed.items():
-            if state.get(name) != x:
+            if state.get(name, x) != x:
                 raise ValueError(f"{name} was {state.get(name)}, and is {x} now")
         self._set_order(state["epoch"])
         self.next = state["next"]
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """The values that decide the order of an epoch, by name."""
+        """The values that decide the batches of an epoch, by name."""
         source = self.batches
-        return {"examples": source.count, "size": source.size, "seed": source.seed}
+        rest = {name: getattr(source, name) for name in ("size", "seed", "drop_last")}
+        return {"examples": source.count, **rest}

@@ -95,8 +95,7 @@ def compose_step(
 
 def make_loss_form(options: StepArguments) -> LossForm:
     """Return the arguments and results of the loss function of a step."""
-    microbatches = options.microbatches if options.pass_step else None
-    return LossForm(options.model_state, options.has_aux, microbatches)
+    return LossForm(options.model_state, options.has_aux, options.pass_step)
 
 
 def compile_step(

@@ -280,7 +280,7 @@ def _make_inputs(
     key = None if key_of is None else key_of(state.step)
     workers = Axes() if layout is None else layout.worker_axes
     model_state = fold_worker_into_keys(state.model_state, workers)
-    return Inputs(state.params, model_state, batch, key, state.step, None)
+    return Inputs(state.params, model_state, batch, key, state.step, state.step, None)
 
 
 def constrain_params(params: Params, layout: Layout | None) -> Params:

@@ -6,6 +6,7 @@ average, and changes neither state nor params, so training can continue.
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -352,23 +353,20 @@ _COUNTERS = {"exponential_moving_average": "step", "model_average": "num_updates
 
 def find_averages(names: Collection[str]) -> list[str]:
     """Return the sorted names of the states of averages, those whose counter is among the names of
-    a checkpoint's arrays."""
-    return sorted(
-        name.removesuffix(f"/{counter}")
-        for label, counter in _COUNTERS.items()
-        for name in names
-        if f"/{name}".endswith(f"/{label}/{counter}")
-    )
+    a checkpoint's arrays. The second of a kind has a number, "exponential_moving_average_2"."""
+    ends = "|".join(f"{label}(_\\d+)?/{counter}" for label, counter in _COUNTERS.items())
+    counters = re.compile(rf"(.*/)?({ends})")
+    return sorted(name.rpartition("/")[0] for name in names if counters.fullmatch(name))
 
 
 def make_average_template(
-    name: str, arrays: Collection[str], params: Params, model_state: PyTree
+    kind: str, arrays: Collection[str], params: Params, model_state: PyTree
 ) -> OptState:
     """Return the state of an average at step 0, with zeros for the arrays that a checkpoint has of
     it, and all others masked.
 
     Args:
-      name: the name of the state, such as "exponential_moving_average".
+      kind: the word of its type, "exponential_moving_average" or "model_average".
       arrays: the names of its arrays, without the name in front.
       params: the params, masked where no average is wanted.
       model_state: the model state; None if it is not wanted.
@@ -389,7 +387,7 @@ def make_average_template(
         return zeros(first, model_state) if has_any and model_state is not None else None
 
     count = core.first_step()
-    if name.endswith("exponential_moving_average"):
+    if kind == "exponential_moving_average":
         weight = jnp.zeros((), numerics.scalar_dtype())
         average = zeros("average", params)
         return ExponentialMovingAverageState(count, weight, average, fields("statistics"))

@@ -11,7 +11,11 @@ from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.snapshot import Snapshot
 
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "empty": jnp.zeros((0, 2)), "n": jnp.int32(3)}
-BESIDE = {"history/loss": np.arange(3.0), "history/batches": np.frombuffer(b"[null]", np.uint8)}
+BESIDE = {
+    "history/loss": np.arange(3.0),
+    "history/batches": np.frombuffer(b"[null]", np.uint8),
+    "history/stopped": np.array("callback"),
+}
 
 
 @pytest.mark.parametrize("backend", [NpzFile(), OrbaxDirectory()], ids=["file", "directory"])
@@ -41,3 +45,11 @@ def test_a_backend_replaces_reads_and_removes_a_checkpoint(backend, tmp_path):
     whole = backend.read(kept, Snapshot.of(state), lambda name: True)
     for name, x in optfn.state_dict(state).items():
         np.testing.assert_array_equal(whole[name], x)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_history_of_other_objects_is_an_error_at_once(sharded, tmp_path):
+    state = optfn.make_train_step(lambda p, x: jnp.sum(p["w"]), optfn.adam(0.1)).init(PARAMS)
+    with pytest.raises(TypeError, match="numbers or text; 'note' has dtype object"):
+        optfn.save_checkpoint(tmp_path, state, {"note": {"a": 1}}, sharded=sharded)
+    assert list(tmp_path.iterdir()) == []

@@ -350,3 +350,29 @@ def test_a_key_that_orbax_cuts_is_refused_when_it_is_saved(key, tmp_path):
     assert not [*tmp_path.iterdir()]
     optfn.save_checkpoint(tmp_path, tree)
     chex.assert_trees_all_equal(optfn.restore_checkpoint(tmp_path, tree)[0], tree)
+
+
+def test_a_path_with_dots_is_that_of_the_directory(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    state = optfn.make_train_step(lambda w, x: jnp.sum(w), optfn.sgd(0.1)).init(jnp.ones(3))
+    path = optfn.save_checkpoint("../up", state, sharded=True)
+    assert path == tmp_path / "up" / "step_000000000"
+    for place in ("../up", tmp_path / "work" / ".." / "up"):
+        found, _ = optfn.restore_checkpoint(place, state)
+        np.testing.assert_array_equal(found.params, state.params)
+
+
+@pytest.mark.parametrize("name", ["layers=[64,64]", "a\\b"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(name, tmp_path):
+    """A run says so before its first step; files may lie there."""
+    state = optfn.make_train_step(lambda w, x: jnp.sum(w), optfn.sgd(0.1)).init(jnp.ones(3))
+    with pytest.raises(ValueError, match="must have no '\\['"):
+        optfn.save_checkpoint(tmp_path / name, state, sharded=True)
+    with pytest.raises(ValueError, match="must have no '\\['"):
+        optfn.minimize(
+            lambda w, x: 1 / 0, optfn.adam(0.1), jnp.ones((8, 4096)), [np.ones(8)],
+            mesh=data_mesh(), shard="params", checkpoint=tmp_path / name, progress=False,
+        )  # fmt: skip
+    optfn.save_checkpoint(tmp_path / name, state, sharded=False)
+    assert optfn.restore_checkpoint(tmp_path / name, state) is not None

@@ -2,9 +2,11 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optfn
@@ -129,3 +131,46 @@ def test_params_of_one_of_several_states_need_a_template_of_the_tree(tmp_path):
     with pytest.warns(UserWarning, match="carried over"):
         found, _ = optfn.restore_checkpoint(tmp_path, like, only="actor/.*")
     np.testing.assert_array_equal(found["actor"].params["w"], np.ones(3))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("label", ["params", "history", "model_state", "step"])
+def test_a_label_may_be_the_name_of_a_field(label, sharded, tmp_path):
+    params = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+    parts = {label: optfn.adam(0.1), "rest": optfn.sgd(0.1)}
+    tx = optax.partition(parts, {"a": label, "b": "rest"})
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["a"] * x) + jnp.sum(p["b"]), tx)
+    state, _ = step(step.init(params), jnp.float32(2))
+    optfn.save_checkpoint(tmp_path, state, {"loss": np.ones(1)}, sharded=sharded)
+    found, history = optfn.restore_checkpoint(tmp_path, step.init(params))
+    chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(state))
+    assert [*history] == ["loss"]
+    chex.assert_trees_all_equal(
+        *jax.device_get((optfn.load_params(tmp_path, params), state.params))
+    )
+    only = r"params/.*"
+    with pytest.warns(UserWarning, match=rf"opt_state/{label}/|{label}/scale_by_adam"):
+        part, _ = optfn.restore_checkpoint(tmp_path, step.init(params), only=only)
+    assert not int(jax.tree.leaves(part.opt_state)[0])
+
+
+def test_one_of_two_averages_of_a_kind(tmp_path):
+    fast, slow = (optfn.exponential_moving_average(decay) for decay in (0.5, 0.9))
+    step = optfn.make_train_step(
+        lambda p, x: jnp.sum(p["a"] * x), optfn.chain(optfn.sgd(0.1), fast, slow)
+    )
+    state = step.init({"a": jnp.ones(3)})
+    for x in range(3):
+        state, _ = step(state, jnp.float32(x))
+    optfn.save_checkpoint(tmp_path, state)
+    second = "exponential_moving_average_2"
+    with pytest.raises(ValueError, match=f"must tell one average .*'{second}'"):
+        optfn.load_params(tmp_path, state.params, average=True)
+    found = [
+        optfn.load_params(tmp_path, state.params, average=name)["a"]
+        for name in (second.removesuffix("_2"), second)
+    ]
+    params = np.array([1.0, 1 - 0.1, 1 - 0.3])  # after each step
+    for value, decay in zip(found, (0.5, 0.9), strict=True):
+        weights = decay ** np.arange(2, -1, -1)
+        np.testing.assert_allclose(value, np.average(params, weights=weights), rtol=1e-6)

@@ -10,6 +10,7 @@ import pytest
 
 import optfn
 from optfn import core
+from optfn.core import checks
 from optfn.optimizers.assembly import optimizer
 
 S = optfn.schedules
@@ -433,6 +434,18 @@ def test_an_optimizer_has_the_arguments_of_all():
         @optimizer
         def mine(learning_rate, *, grad_clip=None, regularization=None):
             return []
+
+
+def test_an_optional_package_is_missing_or_fails_to_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import a_module_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r'no_package is not installed: .*"\.\[plot\]"'):
+        checks.optional_module("no_package.inner", "plot")
+    words = "broken_package is installed, but importing broken_package fails: No module named 'a_m"
+    with pytest.raises(ImportError, match=words) as found:
+        checks.optional_module("broken_package", "plot")
+    # A divided state is then no file without a word.
+    assert not isinstance(found.value, ModuleNotFoundError)
 
 
 def test_the_state_of_a_frozen_leaf_is_no_state_for_a_trained_one():

@@ -19,12 +19,14 @@ CHOSEN = (
     "ln_f/weight", "ln_1/scale", "model/layers/input_layernorm/weight", "h/0/ln_2/weight",
     "post_attention_layernorm/weight", "final_norm/weight", "bn1/weight", "RMSNorm_0/scale",
     "q_norm/weight", "block/BatchNorm_3/bias", "layer_norm/~/offset", "gamma", "norms/0",
-    "layers/norm/w", "group_norm2/w",
+    "layers/norm/w", "group_norm2/w", "self_attn/in_proj_bias", "rnn/bias_ih_l0", "bias_hh",
+    "gru/bias_n", "norm_out/linear/bias", "norms/1/weight",
 )  # fmt: skip
 OTHERS = (
     "w", "layers/0/weight", "Dense_0/kernel", "embed/embedding", "normal/kernel", "normalizer/w",
     "balance/kernel", "lnx/w", "enormous/w", "wte/weight", "attention/query/kernel", "norma/w",
-    "b/w",
+    "b/w", "transformer_blocks/0/norm1/linear/weight", "norm_out/linear/weight", "biased/w",
+    "blocks/0/norm1/emb/timestep_embedder/linear_1/weight", "relative_bias/embedding",
 )  # fmt: skip
 
 

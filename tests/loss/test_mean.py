@@ -502,7 +502,7 @@ def test_a_plain_loss_has_no_weight_and_no_more_equations():
 
 @pytest.mark.optimized
 def test_the_pass_that_gives_the_weight_is_dropped():
-    """Under shard="params" a trace differentiates a `Mean` twice, and the program once."""
+    """Under shard="params" the weight is known before the loss is differentiated, once."""
 
     def program(loss):
         step = optfn.make_train_step(loss, adam(), mesh=mesh_of(8), shard="params")
@@ -514,6 +514,27 @@ def test_the_pass_that_gives_the_weight_is_dropped():
 
     for name in ("all-gather(", "reduce-scatter(", " dot("):
         assert program(loss_alone).count(name) == program(of_examples).count(name)
+
+
+@pytest.mark.parametrize("options", [{"shard": "params"}, {"shard_tables": True, "tables": "w"}])
+@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit])
+def test_a_side_effect_of_a_mean_happens_once(wrap, options):
+    seen = []
+
+    def total(params, rows):
+        jax.debug.callback(lambda x: seen.append(float(x)), jnp.sum(rows))
+        return jnp.sum(params["w"][rows] ** 2)
+
+    losses = [lambda p, rows: total(p, rows), lambda p, rows: Mean(total(p, rows), rows.size)]
+    found = []
+    for loss in losses:
+        step = optfn.make_train_step(wrap(loss), adam(), mesh=mesh_of(8), **options)
+        state, _ = step(step.init({"w": jnp.ones((64, 256))}), np.arange(16))
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+        found.append(sorted(seen))
+        seen.clear()
+    assert found[0] == found[1] == [4.0 * i + 1 for i in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,15 @@ def test_local_steps_count_each_for_itself():
     np.testing.assert_array_equal(state.params["w"], -15.0)  # 0 + 1 + … + 5
 
 
+def test_the_last_steps_of_int32_have_their_index():
+    step = optfn.make_train_step(
+        loss_fn, optfn.sgd(0.1), has_aux=True, pass_step=True, microbatches=4
+    )
+    state = step.init({"w": jnp.ones(4)})._replace(step=jnp.int32(2**31 - 2))
+    _, metrics = step(state, X[0])
+    assert metrics["aux"]["step"] == 2.0**31
+
+
 def test_a_run_that_goes_on_counts_on(tmp_path):
     def run(steps):
         _, history = optfn.minimize(

@@ -251,6 +251,8 @@ def test_bytes_of_sharded_layers():
     ("make", "error", "match"),
     [
         (lambda: sharded("params", gather=8), TypeError, "sharded: gather must be a compressor"),
+        (lambda: sharded("state", gather=False), TypeError, "sharded: gather must be a compressor"),
+        (lambda: sharded("params", reduce=0), TypeError, "sharded: reduce must be a compressor"),
         (lambda: sharded("state", reduce=quantize), TypeError, "sharded: reduce must be a compr"),
         (
             lambda: sharded("params", gather=power_sgd(2)),

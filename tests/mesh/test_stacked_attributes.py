@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_compilations
 from jax.sharding import PartitionSpec as P
 from problems import stacked_layers, trained
 
@@ -113,6 +114,26 @@ def test_layers_of_equinox_which_takes_no_mark_in_the_tree():
     alone = optfn.make_train_step(loss_fn, tx)
     _, expected = trained(alone, alone.init(arrays), X)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shard", ["state", "params"])
+def test_moments_of_8_bits_compile_a_step_once(shard):
+    """The scales of a leaf that no device divides come back as they went in."""
+
+    def loss(params, x):
+        return jnp.mean(scan_layers(lambda p, h: jnp.tanh(h @ p["w"] + p["b"]), params, x) ** 2)
+
+    step = optfn.make_train_step(
+        loss, optfn.adam(1e-3, moment_dtype="int8"), mesh=data_mesh(), shard=shard
+    )
+    layers = {"w": np.ones((4, 512, 512), np.float32), "b": np.zeros((4, 512), np.float32)}
+    state, x = step.init(optfn.Stacked(layers)), np.ones((16, 512), np.float32)
+    before = [x.sharding for x in jax.tree.leaves(state)]
+    state, _ = step(state, x)
+    assert [x.sharding for x in jax.tree.leaves(state)] == before
+    with count_compilations() as count:
+        step(state, x)
+    assert count.value == 0
 
 
 def test_more_stacked_axes_than_a_leaf_has_are_said():

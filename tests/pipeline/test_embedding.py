@@ -60,6 +60,38 @@ def pipeline(p, v, data=1, **options):
     )  # fmt: skip
 
 
+def test_the_embedding_draws_with_a_key_of_its_own():
+    """The mask of a microbatch is that of the key in the docs, and not that of the first stage."""
+
+    def masked(x, rng):
+        return x * jax.random.bernoulli(rng, 0.5, x.shape)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    f = pipeline_value_and_grad(
+        lambda w, x, rng: masked(x, rng) * w, lambda y, t: jnp.sum(y * t), mesh=mesh,
+        num_microbatches=2, embed=masked,
+    )  # fmt: skip
+    x, key = np.arange(1.0, 65, dtype=np.float32).reshape(4, 16), jax.random.key(5)
+    want = 0.0
+    for i in range(2):
+        keys = [jax.random.fold_in(jax.random.fold_in(key, i), stage) for stage in (0, 1)]
+        h = x[2 * i : 2 * i + 2]
+        for one in (jax.random.fold_in(keys[0], 2**31 - 1), *keys):
+            h = h * np.asarray(jax.random.bernoulli(one, 0.5, h.shape))
+        want += h.sum() / 2
+    assert want > 0
+    np.testing.assert_allclose(f(jnp.ones(2), x, np.ones_like(x), rng=key)[0], want, rtol=1e-6)
+
+
+def test_an_embedding_takes_the_inputs_alone():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    f = pipeline_value_and_grad(
+        block, lambda y, t: jnp.sum(y), mesh=mesh, num_microbatches=2, embed=lambda x, more: x
+    )
+    with pytest.raises(TypeError, match=r"embed is called with \(inputs\); it takes .*more"):
+        f(stack_stages(blocks(2)), np.ones((4, WIDTH), np.float32), np.ones(4))
+
+
 GRID = list(
     itertools.product([(2, 1), (4, 1), (2, 2)], ["1f1b", "gpipe", "zb"], ["input", "residual"])
 )

@@ -176,3 +176,20 @@ def test_the_batch_of_a_plan_is_that_of_all_devices():
     seen.clear()
     step.lower(params, batch)
     assert {*seen} == {((4, 8), jnp.dtype(jnp.bfloat16), ())}
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("kind", ["pair", "dict"])
+def test_a_model_state_may_be_a_pair(kind, has_aux):
+    """What a loss returns beside itself is a pair with aux only if it is not the model state."""
+    model_state = (np.ones(2), np.ones(3)) if kind == "pair" else {"m": np.ones(5)}
+
+    def loss(params, state, x):
+        return jnp.mean(x @ params["w"]), (state, jnp.ones(())) if has_aux else state
+
+    def plan(loss, **options):
+        params, x = {"w": jnp.ones((8, 8))}, jnp.ones((64, 8))
+        return plan_memory(optfn.sgd(0.1), params, data_mesh(8), loss_fn=loss, batch=x, **options)
+
+    more = plan(loss, model_state=model_state).sent - plan(lambda p, x: loss(p, 0, x)[0]).sent
+    assert more == 2 * 7 / 8 * 4 * (5 + has_aux)

@@ -1,5 +1,6 @@
 """The report of a run, and its log for TensorBoard: the numbers are those of the history."""
 
+import gc
 import json
 import re
 import shutil
@@ -185,6 +186,47 @@ def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
     assert [facts["steps"] for facts in seen] == [["1"], ["1"]]
     assert [facts["ended"] for facts in seen] == [["not yet"], ["by RuntimeError: power cut"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.html"]
+
+
+@pytest.mark.parametrize("kind", ["below a file", "a directory"])
+def test_a_place_without_reports_is_an_error_before_the_first_step(kind, tmp_path):
+    path, drawn = tmp_path / "taken", []
+    if kind == "a directory":
+        path.mkdir()
+    else:
+        path.write_text("")
+        path /= "run.html"
+    with pytest.raises(OSError, match="taken"):
+        run((drawn.append(1) or x for x in X), report=path)
+    assert not drawn
+
+
+def test_a_report_that_cannot_be_written_costs_no_state(tmp_path, monkeypatch):
+    """The directory goes away in the run; the error of the run itself is the caller's."""
+    place = tmp_path / "out"
+
+    def lose(n, state, metrics):
+        if n == 1:
+            place.rmdir()
+            place.write_text("")
+
+    with pytest.warns(UserWarning, match=r"report: .*run\.html was not written: \w+Error"):
+        state, history = run(report=place / "run.html", callback=lose)
+    assert int(state.step) == len(X) == len(history["loss"])
+    place.unlink()
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="was not written"):
+        run(report=place / "run.html", callback=lambda *given: lose(*given) or 1 / (2 - given[0]))
+
+
+def test_a_run_with_a_report_leaves_no_state_on_the_devices(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        run(report=tmp_path / "run.html")
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
 
 
 def test_a_run_without_a_step_has_no_report(tmp_path):

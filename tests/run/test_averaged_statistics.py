@@ -134,3 +134,17 @@ def test_what_has_nothing_to_average_is_an_error():
         step.init(PARAMS, STATE)
     with pytest.raises(ValueError, match="needs model_state=True"):
         optfn.make_train_step(loss, optfn.adam(0.1), average_model_state=True)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_that_resumes_with_another_evaluate_average_names_it(first, tmp_path):
+    def go(steps, evaluate_average):
+        optfn.minimize(
+            loss, optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average(0.8)), PARAMS,
+            X[:steps], model_state=STATE, checkpoint=tmp_path, progress=False,
+            evaluate=lambda p, s: 0.0, evaluate_average=evaluate_average,
+        )  # fmt: skip
+
+    go(2, first)
+    with pytest.raises(ValueError, match=r"statistics/mean.*with evaluate_average"):
+        go(4, not first)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import chex
 import jax
@@ -400,6 +401,26 @@ def test_the_bar_shows_small_losses_and_examples_per_second():
     assert "loss 1.2500e-06 error 0.50000" in file.getvalue()
     assert "examples/s" in file.getvalue()
     assert format_metrics({"loss": np.nan}) == "loss nan"
+
+
+@pytest.mark.parametrize("kind", ["none", "only writes"])
+def test_a_run_needs_no_console(kind, monkeypatch):
+    written = []
+    stream = types.SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr("sys.stderr", None if kind == "none" else stream)
+    loss = lambda w, x: jnp.mean((w - x) ** 2)  # noqa: E731
+    state, _ = optfn.minimize(loss, optfn.sgd(0.1), jnp.float32(1), [1.0, 2.0])
+    assert int(state.step) == 2
+    assert "".join(written).startswith("step 1 loss" if kind == "only writes" else "")
+
+
+@pytest.mark.parametrize("kind", ["below a file", "nothing can be written"])
+def test_a_place_without_checkpoints_is_an_error_before_the_first_step(kind, tmp_path):
+    (tmp_path / "taken").write_text("")
+    place, drawn = tmp_path / "taken" / "run" if kind == "below a file" else "/proc/run", []
+    with pytest.raises(OSError, match=r"taken|proc"):
+        run((drawn.append(1) or x for x in X[:3]), checkpoint=place)
+    assert not drawn
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,26 @@ def test_a_run_that_resumes_draws_no_used_batch(tmp_path):
     assert len(drawn) == 40 - 15
 
 
-def test_another_seed_is_said_when_a_run_resumes(tmp_path):
-    run(data(), tmp_path, 5)
-    with pytest.warns(UserWarning, match="seed was 0, and is 1 now"):
-        run(data(seed=1), tmp_path)
+@pytest.mark.filterwarnings("ignore:the run goes on with other data")
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        ({"seed": 1}, "seed was 0, and is 1 now"),
+        ({"size": 9}, "size was 8, and is 9 now"),
+        ({"drop_last": True}, "drop_last was False, and is True now"),
+    ],
+)
+def test_other_batches_are_said_when_a_run_resumes(other, match, tmp_path):
+    """The run stops at the end of an epoch, where another `drop_last` has fewer batches."""
+    run(data(drop_last=False), tmp_path, 11)
+    batches = data(**{"drop_last": False, **other})
+    seen = []
+    with pytest.warns(UserWarning, match=match):
+        optfn.minimize(
+            loss, optfn.adam(0.1), jnp.zeros(3), batches, epochs=4, checkpoint=tmp_path,
+            progress=False, callback=lambda step, state, metrics: seen.append(step) or step > 50,
+        )  # fmt: skip
+    assert seen == [*range(12, 4 * len(batches) + 1)]
 
 
 class Loader:

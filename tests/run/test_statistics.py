@@ -104,6 +104,72 @@ def test_a_key_is_that_of_the_batch():
     np.testing.assert_allclose(found["m"], np.mean(draws), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("decay", "steps"), [(0.9, 3), (0.9, 70), (0.99, 640), (0.999, 7000)])
+def test_an_average_may_be_corrected_for_its_start(decay, steps):
+    """As those of haiku: a hidden average, the corrected one, and how many there were."""
+
+    def loss_fn(params, state, x):
+        count = state["counter"] + 1
+        hidden = decay * state["hidden"] + (1 - decay) * jnp.mean(x, axis=0)
+        average = hidden / (1 - jnp.power(jnp.float32(decay), count))
+        return jnp.sum(params), {"hidden": hidden, "average": average, "counter": count}
+
+    start = {"hidden": jnp.full(4, 1 - decay**steps), "average": jnp.ones(4)}
+    state = {**start, "counter": jnp.int32(steps)}
+    found = optfn.estimate_statistics(loss_fn, jnp.ones(2), state, BATCHES)
+    want = np.average([x.mean(0) for x in BATCHES], axis=0, weights=[len(x) for x in BATCHES])
+    for name in ("hidden", "average"):
+        np.testing.assert_allclose(found[name], want, rtol=2e-3, atol=1e-4)
+    assert found["counter"] == steps
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e6, 1e9])
+def test_statistics_may_be_large_or_small(scale):
+    def loss_fn(params, state, x):
+        new = {"mean": jnp.mean(x, 0), "var": scale * jnp.var(x, 0)}
+        return jnp.sum(params), jax.tree.map(lambda s, x: 0.99 * s + 0.01 * x, state, new)
+
+    state = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
+    found = optfn.estimate_statistics(loss_fn, jnp.ones(2), state, BATCHES)
+    weights = [len(x) for x in BATCHES]
+    want = np.average([x.astype(float).var(0) for x in BATCHES], axis=0, weights=weights)
+    np.testing.assert_allclose(found["var"] / scale, want, rtol=1e-4)
+
+
+def test_narrow_statistics_of_many_batches():
+    def average(params, state, x):
+        return jnp.sum(params), {"m": 0.99 * state["m"] + 0.01 * x}
+
+    batches = np.linspace(1, 3, 400, dtype=np.float32).reshape(400, 1)
+    state = {"m": jnp.zeros(1, jnp.bfloat16)}
+    wide = lambda params, state, x: average(params, state, x.astype(state["m"].dtype))  # noqa: E731
+    found = optfn.estimate_statistics(wide, jnp.ones(2), state, batches)
+    assert found["m"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(found["m"].astype(np.float32), 2.0, rtol=1e-2)
+
+    def rounds(params, state, x):
+        loss, new = average(params, state, x)
+        return loss, {"m": new["m"].astype(jnp.bfloat16)}
+
+    with pytest.raises(ValueError, match="returns 'm' of the model state in bfloat16"):
+        optfn.estimate_statistics(rounds, jnp.ones(2), state, batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("sum", lambda s, x: {**s, "sum": s["sum"] + x}),
+        ("level", lambda s, x: {**s, "level": 0.5 * (s["level"] + s["sum"]) + 0.5 * x}),
+        ("var", lambda s, x: {**s, "var": 0.9 * s["var"] + 0.1 * (x - s["level"]) ** 2}),
+    ],
+)
+def test_other_rules_have_no_estimate(name, rule):
+    state = {"level": jnp.ones(4), "sum": jnp.ones(4), "var": jnp.ones(4)}
+    loss_fn = lambda params, state, x: (jnp.sum(params), rule(state, jnp.mean(x, 0)))  # noqa: E731
+    with pytest.raises(ValueError, match=f"does not average '{name}'"):
+        optfn.estimate_statistics(loss_fn, jnp.ones(2), state, BATCHES)
+
+
 def test_what_is_no_average_is_named():
     def loss_fn(params, state, x):
         u = state["u"] / jnp.linalg.norm(state["u"]) + 1.0

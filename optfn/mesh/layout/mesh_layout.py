@@ -260,7 +260,7 @@ class Layout:
             # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
             #    shard of x as of the gradient.
             if shape[leading:] == padded:
-                return _join_specs(over, P(*[None] * leading, *spec) if any(spec) else P())
+                return _join_specs(over, P(*[None] * leading, *spec))
             # 5. x has only the padded layers in common with it: a device keeps its layers' entries.
             if padded != p.shape and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
@@ -483,9 +483,10 @@ def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...
 
 def _join_specs(over: P, spec: P) -> P:
     """Return the spec of an array that is divided over workers by `over` and within each by `spec`,
-    or `spec` unchanged if `over` is P()."""
+    or `spec` unchanged if `over` is P(), and P() if neither divides it: JAX returns arrays with P()
+    from a step, and would compile the next one again for P(None)."""
     if not any(over):
-        return spec
+        return spec if any(spec) else P()
     first, *remaining = spec or (None,)
     return P(join_axes(over[0], first), *remaining)
 

@@ -166,10 +166,15 @@ def sharded(
     """
     names = check_axis_names("sharded: axis", axis, optional=True)
     compressors = {
-        "gather": gather and check_param_compressor("sharded: gather", gather),
-        "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
+        name: None if given is None else check(f"sharded: {name}", given)
+        for name, check, given in (
+            ("gather", check_param_compressor, gather),
+            ("reduce", check_gradient_compressor, reduce),
+        )
     }
-    if any(compressors.values()) and (not isinstance(kind, str) or whole is not None):
+    if any(x is not None for x in compressors.values()) and (
+        not isinstance(kind, str) or whole is not None
+    ):
         raise ValueError(
             f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
