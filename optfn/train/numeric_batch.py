@@ -24,8 +24,11 @@ def convert_batch(batch: Batch) -> Batch:
         JAX would ignore its mask or lacks its dtype.
       ValueError: a leaf has integers beyond 32 bits, which JAX would cut; or it has been donated.
     """
-    check_keys("the batch", batch)
-    leaves = jax.tree.leaves(batch)
+    try:
+        leaves = jax.tree.leaves(batch)
+    except ValueError:
+        check_keys("the batch", batch)
+        raise
     if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
         leaves = jax.tree.leaves(batch)
@@ -36,7 +39,9 @@ def convert_batch(batch: Batch) -> Batch:
             raise TypeError(
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
-        if isinstance(x, jax.Array) and not checks.is_traced(x) and x.is_deleted():
+        if isinstance(x, jax.Array):
+            if checks.has_tracer([x]) or not x.is_deleted():
+                continue
             raise ValueError(
                 f"{_name_leaf(batch, i)} has been deleted: an earlier call of the step has "
                 "overwritten the state that it belongs to. Put a copy into the batch, as by "

@@ -1,7 +1,7 @@
 """The state of a training run, and checks, copies and shardings of the arrays that begin it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -139,12 +139,13 @@ def copy_repeated(state: TrainState) -> TrainState:
     return jax.tree.map(once, state)
 
 
-def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
-    """Copy the arrays of a tree that are in a donated one too, since JAX refuses a buffer that a
-    call donates and reads, and return others unchanged."""
-    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
+def copy_shared(values: PyTree, donated: Sequence[Leaf]) -> PyTree:
+    """Copy the arrays of a tree that a call donates too, since JAX refuses a buffer that a call
+    donates and reads, and return others unchanged. Params of a target network are an example."""
+    read = {id(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)}
+    if read.isdisjoint(map(id, donated)):
         return values
-    known = {id(x) for x in jax.tree.leaves(donated)}
+    known = set(map(id, donated))
     return jax.tree.map(lambda x: copy(x) if id(x) in known else x, values)
 
 

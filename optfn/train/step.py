@@ -12,7 +12,7 @@ composed of the same functions (composition.py):
 import collections
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,19 @@ from optfn.wrappers.averaging import add_statistics, has_statistics
 _STEPS_AHEAD = 3
 
 
+class _Known(NamedTuple):
+    """What the structure of a state says, found once for all calls with it.
+
+    flags: the fields that end a run, each with the number of its leaf as the value.
+    lasting: the metrics of the flags that keep their value.
+    num_kept: how many leaves, the last ones, are the model state.
+    """
+
+    flags: list[reports.Flag]
+    lasting: set[str]
+    num_kept: int
+
+
 class TrainStep:
     """A compiled training step, as `make_train_step` returns it.
 
@@ -90,6 +103,7 @@ class TrainStep:
         mesh = None if layout is None else layout.mesh
         self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
         self._has_run = False
+        self._known: dict[Any, _Known] = {}
         # The structures of states whose counters are kept as the loss needs it.
         self._kept_apart: set[Any] = set()
         self._placed: Batch = None  # the batch that `place_batch` returned last
@@ -290,37 +304,69 @@ class TrainStep:
 
         `wait_on_cpus` must be called with the metrics before the next call.
         """
-        self.check_state(state)
-        flags = self._check_flags(state)
+        leaves, structure = jax.tree.flatten(state)
+        known = self._known.get(structure) or self._learn(state, structure)
+        is_traced = checks.has_tracer(leaves[:1])
+        flags = set() if is_traced else self._check_values(state, leaves, known)
         is_placed, self._placed = batch is self._placed, None
         if not is_placed:
             batch = convert_batch(batch)
-        state, batch = self._copy_shared(state, batch, is_placed=is_placed)
+        if self.options.donate and not is_traced:
+            if known.num_kept:
+                others = leaves[: -known.num_kept]
+                state = state._replace(model_state=copy_shared(state.model_state, others))
+            batch = batch if is_placed else copy_shared(batch, leaves)
         # Only at the first call: the comparison is a collective of all processes.
-        is_first = not self._has_run and not checks.is_traced(state.step)
-        if is_first and processes.is_on_all_processes(self.mesh):
+        if not (self._has_run or is_traced) and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
-        if not is_placed:
-            batch = self._split_batch(batch)
-        if self.layout is None and not checks.is_traced(state.step):
-            batch = parallel.copy_host_arrays(batch)
-        state = self._keep_apart(state, batch)
+        if not is_placed and (self.layout is not None or not is_traced):
+            batch = self._place(batch)
+        if self.local is not None:
+            state = self._keep_apart(state, batch)
         arguments = self.list_arguments(state, batch)
-        with (
-            name_foreign_state(state, (self.local or self.tx).init),
-            name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr),
-        ):
+        try:
             state, metrics = self.compiled(*arguments)
-        loss = metrics["loss"]
-        if not checks.is_traced(loss):
+        except Exception:
+            with (
+                name_foreign_state(state, (self.local or self.tx).init),
+                name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr),
+            ):
+                raise
+        if not is_traced:
             self._has_run = True
             self._flags.extend(metrics[name] for name in flags if name in metrics)
         return state, metrics
 
+    def _learn(self, state: TrainState, structure: Any) -> _Known:
+        """Check all that the structure of a state tells, and keep it for the next calls with it."""
+        self.check_state(state)
+        found = reports.find_flags(structure)
+        lasting = {x.metric for x in found if x.is_lasting}
+        kept = len(jax.tree.leaves(state.model_state))
+        known = self._known[structure] = _Known(found, lasting, kept)
+        return known
+
+    def _check_values(self, state: TrainState, leaves: list[Any], known: _Known) -> set[str]:
+        """Raise an error if the values of a state that a call gets must end the run, or if they
+        have been donated or lie on other devices, and return the metrics of the flags that keep
+        their value."""
+        self._check_step(state)
+        if self.local is not None:
+            check_rounds(state.opt_state, self.local, self.layout)
+        if known.flags:
+            self._check_flags([x._replace(value=leaves[x.value]) for x in known.flags])
+        return known.lasting
+
+    def _place(self, batch: Batch) -> Batch:
+        """Return a converted batch on the mesh, split over the data axes, or without a mesh with
+        its NumPy arrays copied."""
+        return parallel.copy_host_arrays(batch) if self.layout is None else self._split_batch(batch)
+
     def _keep_apart(self, state: TrainState, batch: Batch) -> TrainState:
-        """Return the state with a copy of all counters for each worker if the step has local steps
-        and a loss that is a `Mean`, and unchanged otherwise."""
-        if self.local is None or jax.tree.structure(state) in self._kept_apart:
+        """Return the state of local steps with a copy of all counters for each worker if the loss
+        is a `Mean`, and unchanged otherwise."""
+        assert self.local is not None
+        if jax.tree.structure(state) in self._kept_apart:
             return state
         metrics = jax.eval_shape(self.compiled, *self.list_arguments(state, batch))[1]
         state = self.local.keep_apart(state) if "weight" in metrics else state
@@ -344,24 +390,14 @@ class TrainStep:
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
         """Check and place a batch on the devices of a state as a call would, and remember it, so
         that the next call with it does neither again."""
-        batch = self._split_batch(self._copy_shared(state, convert_batch(batch))[1])
+        batch = convert_batch(batch)
+        if self.options.donate:
+            batch = copy_shared(batch, jax.tree.leaves(state))
+        batch = self._split_batch(batch)
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)
         self._placed = batch
         return batch
-
-    def _copy_shared(
-        self, state: TrainState, batch: Batch, *, is_placed: bool = False
-    ) -> tuple[TrainState, Batch]:
-        """Copy the arrays that a call would both donate and read, or return all unchanged if the
-        step donates nothing or the state is traced. Params of a target network are an example. A
-        batch that `place_batch` returned shares nothing."""
-        if not self.options.donate or checks.is_traced(state.step):
-            return state, batch
-        if state.model_state is not None:
-            others = state._replace(model_state=None)
-            state = state._replace(model_state=copy_shared(state.model_state, others))
-        return state, batch if is_placed else copy_shared(batch, state)
 
     def _split_batch(self, batch: Batch) -> Batch:
         """Return a batch on the mesh, split over the data axes, or unchanged without a mesh."""
@@ -381,25 +417,18 @@ class TrainStep:
         if not checks.is_traced(state.step):
             reports.raise_flags(reports.get_flags(state.opt_state))
 
-    def _check_flags(self, state: TrainState) -> set[str]:
+    def _check_flags(self, flags: list[reports.Flag]) -> None:
         """Raise the errors of `check`, where a flag that keeps its value is read from earlier
         calls, so that nothing waits for the last one.
 
         To read such a flag from the state of the last call would end the overlap of the host's work
         with the work of the devices. We read it from the metrics of earlier calls instead, as soon
         as these are ready or a few calls old.
-
-        Returns:
-          The metrics of these flags, by name.
         """
-        if checks.is_traced(state.step):
-            return set()
         is_set = False
         while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
             is_set |= bool(np.any(reports.read_local(self._flags.popleft())))
-        found = reports.get_flags(state.opt_state)
-        reports.raise_flags(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
-        return {x.metric for x in found if x.is_lasting}
+        reports.raise_flags(x for x in flags if is_set or not x.is_lasting or _is_ready(x.value))
 
     def check_state(self, state: object) -> None:
         """Raise a TypeError or a ValueError if this step does not take a state, as a call would."""
@@ -416,21 +445,26 @@ class TrainStep:
         if self.layout is not None and self.layout.tables is not None:
             params = unwrap_tables(state.params)
             check_tables(state.params, _find_tables(self.layout, params))
-        is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
+        check_rounds(state.opt_state, self.local, self.layout)
+        self._check_step(state)
+
+    def _check_step(self, state: TrainState) -> None:
+        """Raise a ValueError if a state has been donated, or is one of several, or is committed to
+        other devices than the mesh has. Its count of steps tells it."""
+        is_array = isinstance(state.step, jax.Array) and not checks.has_tracer([state.step])
         if is_array and state.step.is_deleted():
             raise ValueError(
                 "the state has been used up: an earlier call of the step has overwritten it. "
                 "Continue with the state that this call returned, or make the step with "
                 "donate=False"
             )
-        if jnp.shape(state.step):
+        if np.ndim(state.step):
             raise ValueError(
                 f"the step trains one state, whose step is a scalar; got a state whose step has "
-                f"shape {jnp.shape(state.step)}, as a population has: call "
+                f"shape {np.shape(state.step)}, as a population has: call "
                 "jax.vmap(step, in_axes=(0, None))(state, batch) in a loop of your own, or pass "
                 "one member to fit"
             )
-        check_rounds(state.opt_state, self.local, self.layout)
         if is_array and self.layout is not None:
             self._check_devices(state.step)
 

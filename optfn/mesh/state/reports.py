@@ -71,14 +71,14 @@ class Flag(NamedTuple):
 def get_flags(opt_state: OptState) -> list[Flag]:
     """Return the fields that end a run once they are not 0, with their values."""
     leaves, structure = jax.tree.flatten(opt_state)
-    return [flag._replace(value=leaves[flag.value]) for flag in _find_flags(structure)]
+    return [flag._replace(value=leaves[flag.value]) for flag in find_flags(structure)]
 
 
 def set_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
     """Return the state with each flag that ends a run replaced by the metric of its name, or raise
     a KeyError if `metrics` lacks it."""
     leaves, structure = jax.tree.flatten(opt_state)
-    for flag in _find_flags(structure):
+    for flag in find_flags(structure):
         leaves[flag.value] = metrics[flag.metric]
     return jax.tree.unflatten(structure, leaves)
 
@@ -107,7 +107,7 @@ def read_local(x: Any) -> np.ndarray[Any, Any]:
 
 
 @functools.cache
-def _find_flags(structure: PyTreeDef) -> list[Flag]:
+def find_flags(structure: PyTreeDef) -> list[Flag]:
     """Return the flags of a structure, with leaf positions as values."""
     # Positions instead of arrays: the cache must not keep a state alive.
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
