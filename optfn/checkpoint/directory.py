@@ -24,9 +24,9 @@ from optfn.checkpoint.directory_arrays import read_directory
 from optfn.checkpoint.finiteness import select_judged
 from optfn.checkpoint.snapshot import ABOUT, VERSION, Snapshot
 from optfn.checkpoint.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
-from optfn.core import checks
 from optfn.core.tree import list_names
 from optfn.core.types import PyTree
+from optfn.interop import packages
 from optfn.mesh.layout.fingerprint import begin_fingerprints, begin_finite_check, fingerprints
 from optfn.mesh.state.bits import list_dtypes
 from optfn.mesh.state.per_worker import Divided, PerWorker
@@ -54,7 +54,7 @@ def is_directory_default(state: PyTree) -> bool:
 def _import_orbax() -> Any:
     """Import and return orbax.checkpoint, or raise an ImportError that names the extra to
     install."""
-    return checks.optional_module("orbax.checkpoint", "orbax")
+    return packages.optional_module("orbax.checkpoint", "orbax")
 
 
 @functools.cache

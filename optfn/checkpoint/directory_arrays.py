@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from optfn.checkpoint.storage import is_remote
-from optfn.core import checks
 from optfn.core.types import Leaf
+from optfn.interop import packages
 from optfn.mesh.layout import processes
 
 # An array of fewer bytes is read as a whole by each process, whatever the sharding of the result.
@@ -67,7 +67,7 @@ def _read_all(
 ) -> dict[str, Leaf]:
     """Read the selected arrays of a directory by name, and wait for those under way whenever they
     exceed `_AT_ONCE` bytes."""
-    ts = checks.optional_module("tensorstore", "orbax")
+    ts = packages.optional_module("tensorstore", "orbax")
     context = ts.Context(_CACHE)
     base = f"{path}/" if is_remote(path) else {"driver": "file", "path": f"{path.absolute()}/"}
     kvstore = {"driver": "ocdbt", "base": base}

@@ -10,6 +10,7 @@ import numpy as np
 
 from optfn.checkpoint.snapshot import Snapshot
 from optfn.core import checks
+from optfn.interop import packages
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
@@ -79,7 +80,7 @@ def to_path(directory: object) -> Path:
         path = Path(directory).absolute()
         # tensorstore takes no ".."; links are left alone otherwise.
         return path.resolve() if ".." in path.parts else path
-    epath = checks.optional_module("etils.epath", "orbax")
+    epath = packages.optional_module("etils.epath", "orbax")
     try:
         path = epath.Path(os.fspath(directory))
         path.exists()  # the packages for a store are imported when it is first used

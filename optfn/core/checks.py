@@ -4,7 +4,6 @@ The values of Python and NumPy numbers are checked at once. A JAX array may be t
 shape and dtype are checked; its value never decides a branch.
 """
 
-import importlib
 import inspect
 import math
 import os
@@ -206,23 +205,3 @@ def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise TypeError(f"{name} must be a path; got {show(value)}")
     return Path(value)
-
-
-def optional_module(name: str, extra: str) -> Any:
-    """Import and return a module of an optional package, or raise an ImportError, with the extra to
-    install if the package is missing.
-
-    Raises:
-      ModuleNotFoundError: the package is not installed; the error names the extra.
-      ImportError: it is installed, and importing it fails.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise ModuleNotFoundError(
-                f'{package(name)} is not installed: pip install ".[{extra}]" in a clone of optfn'
-            ) from error
-        raise ImportError(
-            f"{package(name)} is installed, but importing {name} fails: {error}"
-        ) from error

@@ -190,7 +190,7 @@ def zeros_like(
         raise TypeError(f"dtype must be floating point, such as bfloat16; got {jnp.dtype(dtype)}")
 
     def zeros(p: jax.Array) -> jax.Array:
-        wide = numerics.accumulator_dtype(numerics.real_dtype(p.dtype) if real else p.dtype)
+        wide = numerics.accumulator_dtype(jnp.finfo(p.dtype).dtype if real else p.dtype)
         # full_like and a broadcast: the accumulator then gets the sharding of p.
         filled = jnp.full_like(p, fill, dtype=wide if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
@@ -264,4 +264,4 @@ def root_of_sum(squares: Sequence[jax.Array]) -> jax.Array:
         return jnp.zeros((), jnp.float32)
     # Of float32 and float64 leaves, so that neither is rounded.
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
-    return jnp.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())
+    return numerics.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())

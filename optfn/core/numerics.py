@@ -44,11 +44,6 @@ def accumulator_bytes(x: jax.Array) -> int:
     return x.size * accumulator_dtype(x.dtype).itemsize
 
 
-def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of |x| for x of `dtype`."""
-    return jnp.finfo(dtype).dtype
-
-
 def scalar_dtype() -> np.dtype[Any]:
     """Return the dtype of scalars such as rates: float64 with `jax_enable_x64`, else float32.
 
@@ -66,7 +61,7 @@ def scalar(value: Number, like: jax.Array) -> Scalar:
     """
     if isinstance(value, int | float):
         return value
-    return jnp.asarray(value).astype(real_dtype(like.dtype))
+    return jnp.asarray(value).astype(jnp.finfo(like.dtype).dtype)
 
 
 def abs_squared(x: jax.Array) -> jax.Array:
@@ -93,6 +88,12 @@ def bias_correction(decay: Number, step: jax.Array) -> jax.Array:
     return -jnp.expm1(step.astype(scalar_dtype()) * log_decay)
 
 
+# √x, whose derivative at 0 is 0: the infinite one makes the derivative of a step NaN where a
+# gradient has always been 0.
+sqrt = jax.custom_jvp(jnp.sqrt)
+sqrt.defjvps(lambda t, y, x: jnp.where(y > 0, t / (2 * jnp.where(y > 0, y, 1)), 0))
+
+
 def sum_of_squares(x: jax.Array) -> jax.Array:
     """Return ∑|x|² as a scalar."""
     return jnp.sum(abs_squared(x))
@@ -100,7 +101,7 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 
 def norm(x: jax.Array) -> jax.Array:
     """Return the L2 norm of one tensor, ‖x‖ = √∑|x|², as a scalar."""
-    return jnp.sqrt(sum_of_squares(x))
+    return sqrt(sum_of_squares(x))
 
 
 def power(x: jax.Array, exponent: Number) -> jax.Array:
@@ -108,7 +109,7 @@ def power(x: jax.Array, exponent: Number) -> jax.Array:
     itself."""
     if isinstance(exponent, int | float):
         if exponent == 0.5:
-            return jnp.sqrt(x)
+            return sqrt(x)
         if exponent == 1.0:
             return x
     return jnp.power(x, scalar(exponent, x))

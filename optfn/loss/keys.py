@@ -15,6 +15,14 @@ from optfn.loss.loss_form import Inputs
 from optfn.mesh.collectives.axes import Axes, axis_size
 
 
+def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
+    """Return `jax.random.fold_in(key, number)`, of a key that is split before if it is one of
+    unsafe_rbg: its folds of several numbers do not depend on their order, and equal ones cancel."""
+    if jax.random.key_impl(key) == "unsafe_rbg":
+        key = jax.random.split(key, 1)[0]
+    return jax.random.fold_in(key, number)
+
+
 def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
     """Return the model state with the index of the worker folded into each typed key, or unchanged
     if there is only one worker, and with other leaves unchanged.
@@ -31,7 +39,7 @@ def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
     def fold(x: Leaf) -> Leaf:
         if not tree.is_key(x):
             return x
-        folded = jax.vmap(lambda key: jax.random.fold_in(key, worker))(x.reshape(-1))
+        folded = jax.vmap(lambda key: fold_in(key, worker))(x.reshape(-1))
         return folded.reshape(x.shape)
 
     return jax.tree.map(fold, model_state)
@@ -43,7 +51,7 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
     model_state = fold_worker_into_keys(inputs.model_state, names)
     if inputs.key is None:
         return inputs._replace(model_state=model_state)
-    key = jax.random.fold_in(inputs.key, lax.axis_index(names))
+    key = fold_in(inputs.key, lax.axis_index(names))
     return inputs._replace(model_state=model_state, key=key)
 
 

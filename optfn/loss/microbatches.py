@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
 from optfn.loss.jaxprs.equations import Equations
+from optfn.loss.keys import fold_in
 from optfn.loss.loss_form import Inputs, Values
 from optfn.loss.mean import average_by_weight, nonzero
 from optfn.loss.objective import Objective
@@ -191,7 +192,7 @@ def _select_microbatch(
 ) -> Inputs:
     """Return the inputs of one of `count` microbatches, with its number folded into the key, if
     there is one, and the count of microbatches since step 0 as the number of its packets."""
-    key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+    key = None if inputs.key is None else fold_in(inputs.key, number)
     packet = inputs.packet * count + number
     return inputs._replace(model_state=model_state, batch=microbatch, key=key, packet=packet)
 

@@ -18,6 +18,7 @@ from jax import lax
 from optfn.core import numerics
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
+from optfn.loss.keys import fold_in
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash
@@ -54,7 +55,7 @@ def make_work_item(microbatches: Microbatches, index: Index, stage: Index) -> Wo
     key = microbatches.rng
     if key is not None:
         # Counted over all data workers: the masks do not depend on how the batch is split.
-        key = jax.random.fold_in(jax.random.fold_in(key, microbatches.first + index), stage)
+        key = fold_in(fold_in(key, microbatches.first + index), stage)
     return WorkItem(stage, model_input, target, key)
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from optfn.core import checks
 from optfn.core.types import LossFn, Params, PyTree
 from optfn.loss.jaxprs.pullback import Key
+from optfn.loss.keys import fold_in
 from optfn.loss.mean import check_mean, is_mean
 from optfn.pipeline.model import ModelFunctions, Weights
 from optfn.pipeline.plan import Plan
@@ -149,7 +150,7 @@ def _embed_first(
 def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params, key: Key) -> PyTree:
     """Call the embedding, with `shared` and a key of its own, derived from that of the first stage,
     if it takes them and they are given."""
-    rng = None if key is None else jax.random.fold_in(key, _EMBEDDING)
+    rng = None if key is None else fold_in(key, _EMBEDDING)
     return _call_by_name(embed, inputs, shared=shared, rng=rng)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import jax
 
 from optfn.core import checks
+from optfn.interop import packages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,7 +218,7 @@ class Plan:
         The numbers count microbatches. Later chunks of layers on a device are paler.
         """
         if axes is None:
-            pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+            pyplot = packages.optional_module("matplotlib.pyplot", "plot")
             size = (8, 1.1 + 0.3 * self.num_stages)
             axes = pyplot.subplots(figsize=size, layout="constrained")[1]
         widths = {"F": 1, "B": 1 if self.splits_backward else 2, "W": 1}

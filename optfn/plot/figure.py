@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from optfn.core import checks
+from optfn.interop import packages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Ax
       size: width and height of a new figure in inches.
     """
     if ax is None:
-        pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+        pyplot = packages.optional_module("matplotlib.pyplot", "plot")
         ax = pyplot.subplots(figsize=size, layout="constrained")[1]
     elif not hasattr(ax, "plot"):
         raise TypeError(f"ax must be axes of matplotlib; got {checks.show(ax)}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from optfn._version import __version__
 from optfn.core import checks
+from optfn.interop import packages
 from optfn.plot.run import RunHistory, check_history
 from optfn.plot.run import history as draw_history
 
@@ -164,10 +165,10 @@ def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _draw_svg(series: RunHistory, local_steps: int) -> str:
     """Return the curves as an SVG element whose ink follows the color of the page."""
-    matplotlib = checks.optional_module("matplotlib", "plot")
+    matplotlib = packages.optional_module("matplotlib", "plot")
     settings = dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none", "text.usetex": False}
     with matplotlib.rc_context(settings):
-        figure: Figure = checks.optional_module("matplotlib.figure", "plot").Figure(
+        figure: Figure = packages.optional_module("matplotlib.figure", "plot").Figure(
             figsize=(8, 1), layout="constrained"
         )
         draw_history(series, local_steps=local_steps, figure=figure)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 
 from optfn.core import checks
+from optfn.interop import packages
 from optfn.plot.figure import check_mapping, draw_curve, scale_axis, style_axes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _compare_losses(
     """Draw the losses of several runs, with colors in the order of the runs."""
     named = {k: check_history(x) for k, x in check_mapping("history", histories).items()}
     ax = style_axes(ax)
-    colors = checks.optional_module("matplotlib", "plot").colormaps["viridis"]
+    colors = packages.optional_module("matplotlib", "plot").colormaps["viridis"]
     for i, (name, series) in enumerate(named.items()):
         color = colors(0.9 * i / max(len(named) - 1, 1))
         draw_curve(ax, *_points(series, "loss", local_steps), name, color=color)
@@ -132,7 +133,7 @@ def history(
     """
     panels = _make_panels(check_history(history), checks.count("local_steps", local_steps))
     if figure is None:
-        pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+        pyplot = packages.optional_module("matplotlib.pyplot", "plot")
         figure = pyplot.figure(figsize=(7, 1 + 1.9 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for draw, ax in zip(panels, rows, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 from optfn.checkpoint.state_dict import summary
 from optfn.checkpoint.storage import try_to_write
 from optfn.core import checks
+from optfn.interop import packages
 from optfn.leaves.packed import unpack
 from optfn.plot.page import report
 from optfn.train.state import TrainState
@@ -47,7 +48,7 @@ class RunReport:
         self.end = "after its last step"
         self.since = time.monotonic()
         if self.path is not None:  # fail now, not after hours
-            checks.optional_module("matplotlib", "plot")
+            packages.optional_module("matplotlib", "plot")
             if jax.process_index() == 0:
                 try_to_write(self.path.parent)
             if self.path.is_dir():

@@ -58,12 +58,12 @@ class Saved(NamedTuple):
 
     position: the position of this process.
     checksum: the checksum of the last batch of this process, by `find_checksum`.
-    rng: the numbers of the key of `rng=`.
+    rng: the numbers of the key of `rng=`, and the name of its implementation.
     """
 
     position: Position | None = None
     checksum: int | None = None
-    rng: list[int] | None = None
+    rng: list[int | str] | None = None
 
 
 NOTHING = Saved()
@@ -73,7 +73,7 @@ def encode_position(
     position: TakenPosition | None,
     is_shared: bool,
     checksum: int | None = None,
-    rng: list[int] | None = None,
+    rng: list[int | str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return a dict of one entry of a checkpoint, with the position, checksum and key of each
     process, or {} if there are none of these.
@@ -82,7 +82,7 @@ def encode_position(
       position: the position of this process. You get a warning if JSON does not keep it.
       is_shared: whether all processes call this; the entry then has what all of them have.
       checksum: the checksum of the last batch of this process.
-      rng: the numbers of the key of `rng=`.
+      rng: the numbers of the key of `rng=`, and the name of its implementation.
     """
     text, refused = position or TakenPosition("")
     if refused:

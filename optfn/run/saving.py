@@ -51,7 +51,7 @@ class Saver:
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches = position.NOTHING
-        self._rng = None if self.directory is None else _list_key_numbers(step.options.rng)
+        self._rng = None if self.directory is None else _describe_key(step.options.rng)
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
         """Return the saved state and history, or the given state and an empty history if none are
@@ -206,11 +206,13 @@ def _try_directory(directory: Path | None, state: TrainState) -> None:
         try_to_write(directory)
 
 
-def _list_key_numbers(rng: bool | int | jax.Array) -> list[int] | None:
-    """Return the data of the key of `rng=` as a list of integers, which a checkpoint can keep, or
-    None without a key."""
+def _describe_key(rng: bool | int | jax.Array) -> list[int | str] | None:
+    """Return the data of the key of `rng=` and the name of its implementation as a list that a
+    checkpoint can keep, or None without a key."""
     key = make_key(rng)
-    return None if key is None else np.ravel(read_local(jax.random.key_data(key))).tolist()
+    if key is None:
+        return None
+    return [*np.ravel(read_local(jax.random.key_data(key))).tolist(), str(jax.random.key_impl(key))]
 
 
 class _Clock:

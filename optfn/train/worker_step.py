@@ -18,7 +18,7 @@ from optfn import core
 from optfn.core import checks, errors, leafwise, tree
 from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
-from optfn.loss.keys import fold_worker_into_keys, restore_unchanged_keys
+from optfn.loss.keys import fold_in, fold_worker_into_keys, restore_unchanged_keys
 from optfn.loss.loss_form import Inputs, Values
 from optfn.loss.objective import Objective, make_value_fn
 from optfn.mesh.collectives.axes import Axes, is_spec, restrict_spec
@@ -58,8 +58,8 @@ def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
         return None
 
     def key_of(step: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(first, step)
-        return jax.random.fold_in(key, lax.axis_index(workers)) if workers else key
+        key = fold_in(first, step)
+        return fold_in(key, lax.axis_index(workers)) if workers else key
 
     return key_of
 

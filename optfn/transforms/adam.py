@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from optfn import core
 from optfn.core import checks, leafwise, numerics
@@ -57,7 +56,7 @@ def adam_direction(
     m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
 ) -> jax.Array:
     """Return scale·m/(root·√v + eps), which is NaN or ∞ where the denominator is 0."""
-    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
+    denominator = numerics.scalar(root, v) * numerics.sqrt(v) + numerics.scalar(eps, v)
     return numerics.scalar(scale, v) * m / denominator
 
 

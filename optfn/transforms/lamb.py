@@ -31,7 +31,7 @@ def lamb_direction(
 ) -> jax.Array:
     """Return r/scale, where r = scale·m/(√v + eps) + wd·p."""
     wd = numerics.scalar(weight_decay / scale, v)
-    return m / (jnp.sqrt(v) + numerics.scalar(eps, v)) + wd * p
+    return m / (numerics.sqrt(v) + numerics.scalar(eps, v)) + wd * p
 
 
 @core.transform(needs_params=True, complex_leaves=True)

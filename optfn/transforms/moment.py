@@ -137,7 +137,7 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
     """Return (g/(√m + eps), m) with m = m + |g|², where the quotient is g if its divisor is 0."""
     m = m + numerics.abs_squared(g)
     # Where all gradients so far were 0, the direction is 0 and not NaN.
-    divisor = jnp.sqrt(m) + numerics.scalar(eps, g)
+    divisor = numerics.sqrt(m) + numerics.scalar(eps, g)
     return g / jnp.where(divisor == 0, 1, divisor), m
 
 
@@ -179,7 +179,7 @@ def decayed_adagrad_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (g/(√m + eps), m) with m = d·m + (1 − d)|g|², where 0/0 is NaN."""
     m = numerics.moving_average(m, numerics.abs_squared(g), decay)
-    return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
+    return g / (numerics.sqrt(m) + numerics.scalar(eps, g)), m
 
 
 @core.transform(complex_leaves=True)

@@ -69,7 +69,7 @@ def orthogonalize(
     With fewer columns than rows it is x = a·x + x·(b·A + c·A²), A = xᴴ·x, the same without a
     transposed copy. Singular values of x/‖x‖ that are far below 1/∏a stay small.
     """
-    norms = jnp.sqrt(jnp.sum(numerics.abs_squared(x), axis=(-2, -1), keepdims=True))
+    norms = numerics.sqrt(jnp.sum(numerics.abs_squared(x), axis=(-2, -1), keepdims=True))
     y = x / (norms + numerics.scalar(eps, norms))
     y = y if dtype is None else y.astype(dtype)
     is_tall = y.shape[-2] > y.shape[-1]

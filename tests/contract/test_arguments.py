@@ -10,7 +10,7 @@ import pytest
 
 import optfn
 from optfn import core
-from optfn.core import checks
+from optfn.interop import packages
 from optfn.optimizers.assembly import optimizer
 
 S = optfn.schedules
@@ -440,10 +440,10 @@ def test_an_optional_package_is_missing_or_fails_to_be_imported(tmp_path, monkey
     (tmp_path / "broken_package.py").write_text("import a_module_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r'no_package is not installed: .*"\.\[plot\]"'):
-        checks.optional_module("no_package.inner", "plot")
+        packages.optional_module("no_package.inner", "plot")
     words = "broken_package is installed, but importing broken_package fails: No module named 'a_m"
     with pytest.raises(ImportError, match=words) as found:
-        checks.optional_module("broken_package", "plot")
+        packages.optional_module("broken_package", "plot")
     # A divided state is then no file without a word.
     assert not isinstance(found.value, ModuleNotFoundError)
 

@@ -14,14 +14,16 @@ NAMES = [k for k, v in (registry.OPTIMIZERS | registry.WRAPPERS).items() if not 
 
 
 def after(entry, x):
-    """Return a loss of the params after two steps with gradients that depend on x."""
-    tx, params = entry.make(), {"w": 1.5 + jnp.sin(x), "z": jnp.float32(0.5)}
+    """Return a loss of the params after two steps with gradients that depend on x, some of which
+    are 0, as of a dead unit."""
+    tx, params = entry.make(), {"w": 1.5 + jnp.sin(x), "z": jnp.float32(0.5), "dead": x[:2]}
     state = tx.init(params)
+    live = {"w": jnp.array([1.0, 0.0, 1.0]), "z": 1.0, "dead": 0.0}
     for k in range(2):
-        grads = jax.tree.map(lambda p, k=k: 0.3 * (k + 1) * p + 0.2, params)
+        grads = jax.tree.map(lambda p, q, k=k: q * (0.3 * (k + 1) * p + 0.2), params, live)
         updates, state = tx.update(grads, state, params, **dict(entry.extra))
         params = optfn.apply_updates(params, updates)
-    return jnp.sum(params["w"] ** 2) + params["z"]
+    return jnp.sum(params["w"] ** 2) + params["z"] + jnp.sum(params["dead"])
 
 
 SUITE = (

@@ -137,3 +137,25 @@ def test_dropout_of_nnx_with_microbatches_on_a_mesh():
     rngs = nnx.merge(graphdef, state.params, state.model_state).dropout.rngs
     np.testing.assert_array_equal(data(rngs.key[...]), data(Net().dropout.rngs.key[...]))
     assert int(rngs.count[...]) == STEPS * WAYS[way][0].get("microbatches", 1)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("shard", [None, "params"])
+def test_each_step_worker_and_microbatch_has_a_key_of_its_own(impl, shard):
+    """The folds of unsafe_rbg commute, so that step 3 of worker 5 would be step 5 of worker 3."""
+    seen = []
+
+    def loss(w, ids, key):
+        data = jax.random.key_data(key)
+        jax.debug.callback(lambda x: seen.append(tuple(np.ravel(x).tolist())), data)
+        return jnp.sum(w[ids])
+
+    step = optfn.make_train_step(
+        loss, optfn.sgd(0.0), rng=jax.random.key(7, impl=impl), mesh=data_mesh(8),
+        microbatches=4, shard=shard,
+    )  # fmt: skip
+    state = step.init(jnp.zeros(64))
+    for _ in range(4):
+        state, _ = step(state, np.arange(64))
+    jax.effects_barrier()
+    assert len(seen) == len({*seen}) == 8 * 4 * 4

@@ -219,14 +219,16 @@ def test_a_report_that_cannot_be_written_costs_no_state(tmp_path, monkeypatch):
 
 
 def test_a_run_with_a_report_leaves_no_state_on_the_devices(tmp_path):
+    found = []
     gc.collect()
     gc.disable()
     try:
-        before = len(jax.live_arrays())
-        run(report=tmp_path / "run.html")
-        assert len(jax.live_arrays()) == before
+        for _ in range(3):  # the first one may make constants
+            run(report=tmp_path / "run.html")
+            found.append(len(jax.live_arrays()))
     finally:
         gc.enable()
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_run_without_a_step_has_no_report(tmp_path):

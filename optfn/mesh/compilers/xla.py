@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from optfn.core import tree
-from optfn.core.numerics import abs_squared
+from optfn.core.numerics import abs_squared, sqrt
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.compilers.groups import manual_axes, map_groups, varying_axes
 
@@ -60,7 +60,7 @@ def row_norms(x: jax.Array) -> jax.Array:
     length = math.prod(x.shape[1:])
     squares = abs_squared(x)
     in_lanes = length >= LONG_ROW and length % LANES == 0
-    return jnp.sqrt(call_for_platform(_sums_by_lanes if in_lanes else _sums, _sums, squares))
+    return sqrt(call_for_platform(_sums_by_lanes if in_lanes else _sums, _sums, squares))
 
 
 def _sums(x: jax.Array) -> jax.Array:
