@@ -1,0 +1,170 @@
+"""Programs, drawn by hypothesis, and more often than not from the corners of what can be asked for."""
+
+from hypothesis import strategies as st
+
+from reference_run import known
+from reference_run.program import Program
+from reference_run.source import WAYS
+
+EXAMPLES = 8
+ONES = [1.0] * EXAMPLES
+RULES = [
+    ("sgd", {}), ("momentum", {"momentum": 0.9}), ("momentum", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {}), ("adam", {"eps_hat": False}), ("adamw", {}), ("adamw", {"weight_decay": 0.3}),
+    ("lars", {"momentum": 0.9, "lars_coeff": 0.1}), ("adagrad", {}), ("decayed_adagrad", {}),
+    ("adadelta", {}), ("rmsprop", {}), ("rmsprop", {"momentum": 0.5, "centered": True}),
+    ("adamax", {}), ("ftrl", {"l1": 0.01}), ("lamb", {}), ("lamb", {"bias_correction": True}),
+    ("muon", {}), ("asgd", {"batch_num": 2}), ("optax.sgd", {}), ("optax.adam", {}),
+    ("optax.adamw", {}), ("optax.lion", {}), ("optax.rmsprop", {}), ("optax.adagrad", {}),
+    ("optax.nadam", {}), ("optax.adabelief", {}), ("optax.amsgrad", {}),
+]  # fmt: skip
+COMMON_RULES = RULES[:6]
+ATTRS = [
+    {"trainable": False}, {"trainable": False}, {"learning_rate": 0.5}, {"learning_rate": 0.0},
+    {"need_clip": False}, {"regularization": ("l2", 0.2)},
+]  # fmt: skip
+
+
+@st.composite
+def structures(draw):
+    """Draw what a compiled step depends on: way, loss, optimizer."""
+    pick, chance = picker(draw)
+    way = pick(*WAYS) if chance(0.75) else pick("one", "packed", "state", "params")
+    partition, links = None, []
+    rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
+    leaves = ["w", "b", "s"] + ["empty"] * chance(0.15) + ["count"] * chance(0.15)
+    attrs = {pick("b", "s", "w"): pick(*ATTRS) for _ in range(pick(0, 0, 1, 1, 2))}
+    schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
+    if chance(0.2):
+        around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [], [["ema", 0.5]])
+        partition, attrs = {"leaves": pick(["b"], ["w", "b"], ["s"]), "links": around}, {}
+    else:
+        links = draw(chain_members())
+    return Program(
+        way=way, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
+        dtype=pick("float64", "float64", "float32"), loss=pick("plain", "mean", "mean", "mean"),
+        aux=chance(0.3), model_state=chance(0.3), key=chance(0.2), pass_step=chance(0.15),
+        rate=0.05, schedule=None if any(x[0] == "plateau" for x in links) else schedule,
+        clip=pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3)),
+        regularization=pick(None, None, None, ("l2", 0.1), ("l1", 0.1)),
+        links=[*links, *draw(wrappers(rule))],
+        evaluate={"every": None, "patience": None, "keep_best": False, "mode": pick("min", "max"),
+                  "average": chance(0.5), "values": None},
+        batches=[{"seed": 0, "weights": ONES}],
+    )  # fmt: skip
+
+
+@st.composite
+def chain_members(draw):
+    """Draw what stands behind the rule: a plateau, an average."""
+    pick, chance = picker(draw)
+    links = []
+    if chance(0.35):
+        monitor = pick([], ["evaluation"])
+        links.append(["plateau", pick(0, 1), *monitor])
+    if chance(0.5):
+        links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
+    return links
+
+
+@st.composite
+def wrappers(draw, rule):
+    """Draw the wrappers, from the inside outwards."""
+    pick, chance = picker(draw)
+    links = [["record_metrics"]] if chance(0.2) else []
+    for _ in range(pick(0, 1, 1, 2, 2, 3)):
+        links.append(pick(["accumulate", 1], ["accumulate", 2], ["accumulate", 3], ["skip_nonfinite"], ["skip_nonfinite"], ["skip_spikes", 2.0, 3], ["loss_scale", 2]))
+    if rule[0] == "sgd" and chance(0.25):
+        links.append(["trace"])
+    return links
+
+
+@st.composite
+def runs(draw, p):
+    """Draw data, and a run over it, for a structure."""
+    pick, chance = picker(draw)
+    batches = draw(batch_lists(p))
+    epochs = pick(None, None, 1, 2, 3)
+    has_average = bool(p.names("ema", "model_average"))
+    evaluate = None
+    watched = any(len(x) > 2 for x in p.names("plateau"))
+    if watched or chance(0.6):
+        values = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, 2.0, float("nan")]), min_size=3, max_size=9)
+        average = has_average and p.evaluate["average"]
+        evaluate = p.evaluate | {
+            "every": pick(*([] if watched else [None]), 1, 2, 3, *(["epoch"] * 2 if epochs else [])),
+            "patience": pick(None, None, 1, 2), "keep_best": chance(0.5),
+            "average": average, "values": None if average and chance(0.7) else draw(values) if chance(0.7) else None,
+        }  # fmt: skip
+    loader = pick("list", "list", "list", "generator") if not epochs else "list"
+    if epochs and chance(0.25):
+        loader = ["shuffled", EXAMPLES, pick(0, 1), True]
+    made = known.replace(
+        p, batches=batches, epochs=epochs, evaluate=evaluate, loader=loader,
+        save_every=pick(1, 2, 3, 100), keep=pick(1, 2, 3), prefetch=pick(0, 1),
+    )  # fmt: skip
+    return known.replace(made, parts=draw(ways_on(made)))
+
+
+@st.composite
+def ways_on(draw, p):
+    """Draw the calls of the loop: where each ends, and how the next goes on."""
+    pick, chance = picker(draw)
+    parts, at, whole = [], 0, p.num_calls
+    for _ in range(pick(0, 0, 1, 1, 2)):
+        if at < whole - 1:
+            at = draw(st.integers(at + 1, whole - 1))
+            parts.append(pick({"kill": at}, {"kill": at}, {"steps": at}, {"steps": at}, {"callback": at}))
+    parts.append(pick({}, {}, {"steps": whole}))
+    for part in parts[1:]:
+        if chance(0.25):
+            part["way"] = pick(*(k for k in WAYS if "exchange" not in k))
+        if chance(0.1) and not p.schedule and not p.names("plateau"):
+            part["rate"] = 2 * p.rate
+    return parts
+
+
+@st.composite
+def batch_lists(draw, p):
+    """Draw the batches of a run."""
+    pick, chance = picker(draw)
+    has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
+    is_calm, scale = chance(0.2), 1e-7 if chance(0.04) else 1.0
+    often = 0.35 if has_guard else 0.15 if chance(0.1) else 0.0
+    batches = []
+    for _ in range(pick(1, 2, 3, 4, 6, 8)):
+        weights = ONES if is_calm else draw(weights_of_batch())
+        batch = {"seed": draw(st.integers(0, 99)), "weights": [scale * w for w in weights]}
+        if chance(often):
+            batch["bad"] = pick("nan", "nan", "nan", "huge")
+        batches.append(batch)
+    if chance(0.1):
+        batches[-1]["weights"] = batches[-1]["weights"][:4]
+    return batches
+
+
+@st.composite
+def weights_of_batch(draw):
+    """Draw the weights of the examples: often 0 for one, for a worker, for all."""
+    pick, _ = picker(draw)
+    i = draw(st.integers(0, EXAMPLES - 1))
+    zero = [0.0] * EXAMPLES
+    one = [float(k == i) for k in range(EXAMPLES)]
+    return pick(
+        ONES, ONES, ONES, zero, zero, one, [1 - x for x in one],
+        [float(k // 2 != i // 2) for k in range(EXAMPLES)],
+        [0.0] * 4 + [1.0] * 4, [float(k % 4) for k in range(EXAMPLES)],
+        [0.25 * (k * i % 5) for k in range(EXAMPLES)],
+    )  # fmt: skip
+
+
+def picker(draw):
+    """Return functions that draw one of some values, and an event of a probability."""
+
+    def pick(*values):
+        return draw(st.sampled_from(values))
+
+    def chance(probability):
+        return draw(st.integers(0, 99)) < 100 * probability
+
+    return pick, chance

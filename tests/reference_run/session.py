@@ -1,0 +1,139 @@
+"""A run over many drawn programs: what failed, shrunk and shown, and what was reached."""
+
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+
+import hypothesis
+import optfn
+from hypothesis import strategies as st
+
+from reference_run import draws, known, product, shrink, source
+from reference_run.program import Program, to_json
+
+KEPT = Path(__file__).with_name("failures.json")
+GOALS = (
+    "an update", "a guard that skips", "a call without weight", "a run that resumes", "a checkpoint",
+    "a broken checkpoint", "an end by patience", "a best state that is not the last",
+)  # fmt: skip
+
+
+class Enough(KeyboardInterrupt):
+    """So many programs have been drawn, or the time is over. Hypothesis lets it through."""
+
+
+class Session:
+    """Draws programs until there are enough, and prints what it finds."""
+
+    def __init__(self, options):
+        self.options, self.begin = options, time.monotonic()
+        self.count, self.structures = 0, 0
+        self.failures, self.reached = [], collections.Counter()
+        self.refusals = collections.Counter()
+        self.kinds = {}
+
+    def run(self):
+        print(f"optfn in {Path(optfn.__file__).parents[1]}", flush=True)
+        if self.options.kept:
+            for case in read_kept():
+                self.try_program(case)
+        else:
+            self.draw()
+        return self.report()
+
+    def draw(self):
+        """Draw structures, and for each some runs, whose step is compiled once."""
+
+        @hypothesis.seed(self.options.seed)
+        @hypothesis.settings(
+            max_examples=10**6, database=None, deadline=None,
+            phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        @hypothesis.given(st.data())
+        def draw_some(data):
+            structure = data.draw(draws.structures())
+            self.structures += 1
+            for _ in range(self.options.each):
+                p = data.draw(draws.runs(structure))
+                if not known.unsaid(p) and not (self.options.avoid and known.faults(p)):
+                    self.try_program(p)
+
+        try:
+            draw_some()
+        except Enough:
+            pass
+
+    def try_program(self, p: Program):
+        """Compare the two runs of a program."""
+        bad, reached = self.check(p)
+        self.count += 1
+        self.reached.update(reached)
+        if bad:
+            self.fail(p, bad)
+        is_over = time.monotonic() - self.begin > self.options.seconds
+        if not self.options.kept and (self.count >= self.options.programs or is_over):
+            raise Enough
+        if self.failures and self.options.first:
+            raise Enough
+
+    def check(self, p: Program):
+        """Return the differences of a program's runs; a refusal must be the one that is listed."""
+        words = known.refusal(p)
+        bad, reached = product.check(p)
+        is_refused = bool(bad) and bad[0][0] in ("raised ValueError", "raised TypeError")
+        if words and is_refused and words in bad[0][2]:
+            self.refusals[words] += 1
+            return [], {"a refusal"}
+        if words:
+            return [("trained although refused", words, bad[:1])], reached
+        return bad, reached
+
+    def fail(self, p: Program, bad):
+        """Note a failure; the first of a kind is shrunk and shown."""
+        field = bad[0][0].split("/")[0].rstrip("0123456789 ")
+        kind = (field, *known.faults(p))
+        self.failures.append((self.count, field, p))
+        self.kinds.setdefault(kind, []).append(self.count)
+        if len(self.kinds[kind]) > 1 or self.options.first:
+            return
+
+        def fails(q):
+            found, _ = self.check(q)
+            return any(x[0].split("/")[0].rstrip("0123456789 ") == field for x in found)
+
+        if self.options.shrink:
+            p = shrink.shrink(p, fails, self.options.shrink)
+            bad = self.check(p)[0] or bad
+        print(f"\n--- program {self.count} fails: {field}; it meets {known.faults(p) or 'no known fault'}")
+        print(json.dumps(to_json(p)))
+        for name, wanted, found in bad[:4]:
+            print(f"  {name}: wanted {text(wanted)}, found {text(found)}")
+        sys.stdout.flush()
+
+    def report(self):
+        """Print what was found; return whether anything failed."""
+        seconds = time.monotonic() - self.begin
+        for kind, programs in sorted(self.kinds.items(), key=lambda x: x[1][0]):
+            print(f"{len(programs)} × {' | '.join(kind)}, first after {programs[0]}")
+        print(", ".join(f"{n} × {k}" for k, n in self.reached.most_common()))
+        if missing := [x for x in GOALS if not self.reached[x]]:
+            print("never reached:", ", ".join(missing))
+        print(f"{self.structures} structures, {seconds:.0f} s, {60 * self.count / seconds:.0f} a minute")
+        if self.options.json:
+            first = [[n, field, known.faults(p), to_json(p)] for n, field, p in self.failures]
+            Path(self.options.json).write_text(json.dumps({"count": self.count, "failures": first}))
+        print(f"{self.count} programs, {len(self.failures)} failures, {self.refusals.total()} refusals of {len(self.refusals)} kinds")  # fmt: skip
+        return bool(self.failures)
+
+
+def text(x):
+    """Return a value in one line."""
+    shown = " ".join(str(x.tolist() if hasattr(x, "tolist") else x).split())
+    return shown if len(shown) < 300 else shown[:300] + "…"
+
+
+def read_kept():
+    """Return the programs of failures that were found before."""
+    return [Program(**x) for x in json.loads(KEPT.read_text())] if KEPT.exists() else []

@@ -1,0 +1,256 @@
+"""A program as Python that a user could have written: the text that is run is the text shown."""
+
+import dataclasses
+import inspect
+
+from reference_run import model
+from reference_run.program import Program, first_params, make_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a run is divided: options of the step as Python, its workers and microbatches."""
+
+    options: str = ""
+    workers: int = 0
+    microbatches: int = 1
+
+    @property
+    def parts(self):
+        """What the number of examples must be a multiple of."""
+        return max(self.workers, 1) * self.microbatches
+
+
+_MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
+WAYS = {
+    "one": Way(),
+    "microbatches": Way("microbatches=4", 0, 4),
+    "packed": Way("packed=True"),
+    "packed, microbatches": Way("packed=True, microbatches=2", 0, 2),
+    "mesh": Way(_MESH, 4),
+    "mesh, microbatches": Way(f"{_MESH}, microbatches=2", 4, 2),
+    "mesh, packed": Way(f"{_MESH}, packed=True", 4),
+    "state": Way(f'{_MESH}, shard="state"', 4),
+    "state, packed": Way(f'{_MESH}, shard="state", packed=True', 4),
+    "state, microbatches": Way(f'{_MESH}, shard="state", microbatches=2', 4, 2),
+    "params": Way(f'{_MESH}, shard="params"', 4),
+    "params, microbatches": Way(f'{_MESH}, shard="params", microbatches=2', 4, 2),
+    "gather once": Way(
+        f'{_MESH}, shard=optfn.distributed.sharded("params", gather_once=True), microbatches=2', 4, 2
+    ),
+    "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
+    "compiler": Way(f'{_MESH}, partitioner="compiler"', 0),
+    "compiler, params": Way(f'{_MESH}, partitioner="compiler", shard="params"', 0),
+    "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
+    "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
+    "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
+    "grid, exchange": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
+    "exchange": Way(_MESH, 4),
+    "exchange, microbatches": Way(f"{_MESH}, microbatches=2", 4, 2),
+}
+# All entries are sent, so that the trajectory is that of one device.
+_EXCHANGE = "exchange(top_k(1.0), axis_name={axis!r}, min_size=1)"
+_AXES = {"grid, exchange": "slow", "exchange": "data", "exchange, microbatches": "data"}
+_SCHEDULES = {
+    "inverse_time": "optfn.schedules.inverse_time({rate}, 2, 0.5)",
+    "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
+    "piecewise": "optfn.schedules.piecewise([2], [{rate}, {rate} / 2])",
+}
+_AROUND = {
+    "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
+    "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau({rate}, decay_rate=0.5, patience={0}{more}))",
+    "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
+    "model_average": "optfn.chain({tx}, optfn.model_average(1.0, min_average_window={0}, max_average_window={0}))",
+    "accumulate": "optfn.accumulate({tx}, {0})",
+    "skip_nonfinite": "optfn.skip_nonfinite({tx})",
+    "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0})",
+    "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1})",
+    "record_metrics": "optfn.record_metrics({tx})",
+}  # fmt: skip
+_HEADER = """\
+import collections, os, tempfile
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax, jax.numpy as jnp, numpy as np, optax, optfn
+from jax.sharding import Mesh, PartitionSpec as P
+from optfn.distributed import exchange, top_k
+jax.config.update("jax_enable_x64", True)
+nan = np.nan
+"""
+
+
+def call(name, *arguments, **options):
+    """Return the text of a call."""
+    return f"{name}({', '.join([*arguments, *(f'{k}={v}' for k, v in options.items() if v)])})"
+
+
+def rule_text(p: Program) -> str:
+    """Return the text of the optimizer without what is around it."""
+    name, options = p.rule
+    rate = "1.0" if p.names("plateau") else repr(p.rate)
+    if p.schedule:
+        rate = _SCHEDULES[p.schedule].format(rate=rate)
+    options = {k: repr(v) for k, v in options.items()}
+    if name.startswith("optax."):
+        return call(name, rate, **options)
+    attrs = {k: attr_text(x) for k, x in p.attrs.items()}
+    listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
+    return call(
+        f"optfn.{name}", rate, **options, grad_clip=p.clip and clip_text(p.clip),
+        regularization=p.regularization and decay_text(p.regularization),
+        param_attrs=attrs and listed,
+    )  # fmt: skip
+
+
+def clip_text(clip):
+    return f"optfn.clip_by_{clip[0]}({clip[1]})"
+
+
+def decay_text(decay):
+    return f"optfn.{decay[0]}_decay({decay[1]})"
+
+
+def attr_text(attr):
+    shown = {k: decay_text(x) if k == "regularization" else repr(x) for k, x in attr.items()}
+    return call("optfn.ParamAttr", **shown)
+
+
+def wrap(p: Program, tx: str, links) -> str:
+    """Return the text of a transformation with links around it."""
+    for name, *arguments in links:
+        more = ""
+        if name == "plateau" and len(arguments) > 1:
+            mode = p.evaluate["mode"] if p.evaluate else "min"
+            more = f', monitor="evaluation", mode="{mode}"'
+        tx = _AROUND[name].format(*arguments, tx=tx, rate=p.rate, more=more)
+    return tx
+
+
+def optimizer_text(p: Program, way: str) -> str:
+    """Return the text of the whole optimizer."""
+    tx = rule_text(p)
+    if p.partition:
+        labels = {k: "own" if k in p.partition["leaves"] else "rest" for k in p.leaves}
+        own = wrap(p, tx, p.partition["links"])
+        tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {labels})'
+    if way in _AXES:
+        tx = f"optfn.chain({_EXCHANGE.format(axis=_AXES[way])}, {tx})"
+    return wrap(p, tx, p.links)
+
+
+def loss_text(p: Program) -> str:
+    """Return the text of the loss."""
+    names = {"model_state": p.model_state, "batch": True, "key": p.key, "step": p.pass_step}
+    lines = [f"def loss_fn(params, {', '.join(k for k, v in names.items() if v)}):"]
+    lines += ["x, y, weights = batch"]
+    used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
+    lines += [f"used = {used}", "seen = jnp.where((used != 0)[:, None], x, 0)", "out = outputs(params, seen)"]
+    if p.model_state:
+        lines += ['out = out + 0.1 * model_state["mean"][0]']
+    if p.key:
+        lines += ['out_ = out * jax.random.uniform(key, out.shape, "float32", minval=0.5)']
+    each = f"errors({'out_' if p.key else 'out'}, y)" + (" * (1 + 0.1 * step)" if p.pass_step else "")
+    lines += [f"each = jnp.where(used != 0, {each}, 0)"]
+    mean = "optfn.Mean(jnp.sum(used * {0}), jnp.sum(used))"
+    results = [mean.format("each") if p.is_weighted else "jnp.mean(each)"]
+    further = []
+    if p.model_state:
+        mean_text = '0.9 * model_state["mean"] + 0.1 * jnp.mean(x, 0)'
+        further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1}}']
+    if p.aux:
+        further += [f'{{"abs": jnp.mean(jnp.abs(out)), "big": jnp.sum(each > 1), "mean": {mean.format("out")}}}']
+    results += further if len(further) < 2 else [f"({', '.join(further)})"]
+    return "\n    ".join([*lines, f"return {', '.join(results)}"])
+
+
+def step_text(p: Program, way: str) -> str:
+    """Return the text that makes the step and its first state: what is compiled once."""
+    literals = {k: f"np.array({x.tolist()}, {str(x.dtype)!r})" for k, x in first_params(p).items()}
+    literals = {k: f"np.zeros({x.shape}, {p.dtype!r})" if not x.size else literals[k] for k, x in first_params(p).items()}
+    params = ", ".join(f"{k!r}: {x}" for k, x in literals.items())
+    options = WAYS[way].options
+    flags = {
+        "has_aux": p.aux, "model_state": p.model_state, "rng": 7 if p.key else None,
+        "pass_step": p.pass_step,
+        "average_model_state": p.model_state and bool(p.evaluate and p.evaluate["average"]),
+    }  # fmt: skip
+    state = ', {"mean": np.zeros(4, %r), "seen": np.int32(0)}' % p.dtype if p.model_state else ""
+    lines = [inspect.getsource(model.outputs), inspect.getsource(model.errors), loss_text(p), ""]
+    if "grid" in options:
+        lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
+    lines += [f"tx = {optimizer_text(p, way)}"]
+    lines += ["step = " + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)]
+    return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
+
+
+_KILLED = '''
+class Killed(Exception):
+    pass
+
+class Until:
+    """The batches of a run that dies before call k."""
+    def __init__(self, batches, k):
+        self.batches, self.k, self.epoch = batches, k, 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+    def __iter__(self):
+        for i, batch in enumerate(self.batches, self.epoch * PER_EPOCH):
+            if i == self.k:
+                raise Killed
+            yield batch
+'''
+
+
+def data_text(p: Program) -> str:
+    """Return the text that makes batches, evaluation and directory."""
+    lines = [inspect.getsource(make_batch), "batches = ["]
+    for b in p.batches:
+        bad = f", {b['bad']!r}" if b.get("bad") else ""
+        more = "" if p.dtype == "float64" else f", dtype={p.dtype!r}"
+        lines += [f"    make_batch({b['seed']}, {b['weights']}{bad}{more}),"]
+    lines += ["]"]
+    if isinstance(p.loader, list | tuple):
+        _, size, seed, drop_last = p.loader
+        lines += ["arrays = tuple(map(np.concatenate, zip(*batches)))"]
+        lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
+    if p.evaluate and p.evaluate["values"]:
+        lines += [f"values, given = {p.evaluate['values']}, []", "def evaluate(params, *model_state):"]
+        lines += ["    given.append(values[len(given) % len(values)])", "    return given[-1]"]
+    elif p.evaluate:
+        lines += ["def evaluate(params, *model_state):"]
+        lines += ["    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"]
+    if any(part.get("kill") is not None for part in p.parts):
+        lines += [_KILLED.replace("PER_EPOCH", str(p.num_calls // (p.epochs or 1)))]
+    return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
+
+
+def fit_text(p: Program, part: dict) -> str:
+    """Return the text of one call of the loop."""
+    e, kill = p.evaluate, part.get("kill")
+    data = "iter(batches)" if p.loader == "generator" else "batches"
+    options = {
+        "steps": part.get("steps"), "epochs": p.epochs, "checkpoint": "directory",
+        "save_every": p.save_every, "keep": p.keep, "progress": "False",
+        "prefetch": None if p.prefetch else "0",
+    }  # fmt: skip
+    if e:
+        options |= {"evaluate": "evaluate", "evaluate_every": e["every"] and repr(e["every"]), "patience": e["patience"]}
+        options |= {"mode": repr(e["mode"]), "keep_best": e["keep_best"], "evaluate_average": e["average"]}
+    if part.get("callback"):
+        options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
+    data = data if kill is None else f"Until({data}, {kill})"
+    text = "state, history = " + call("optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options)
+    return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
+
+
+def whole_text(p: Program) -> str:
+    """Return a program as a file that can be run by itself."""
+    lines, made = [_HEADER, data_text(p)], None
+    for part in p.parts:
+        own = dataclasses.replace(p, rate=part.get("rate", p.rate))
+        step = step_text(own, part.get("way", p.way))
+        lines += ([] if step == made else [step]) + [fit_text(p, part)]
+        made = step
+    end = "print(state and jax.device_get((state.params, state.opt_state)))\nprint(history)"
+    return "\n".join([*lines, end])
