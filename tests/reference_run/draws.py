@@ -32,21 +32,26 @@ def structures(draw):
     way = pick(*WAYS) if chance(0.75) else pick("one", "packed", "state", "params")
     partition, links = None, []
     rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
-    leaves = ["w", "b", "s"] + ["empty"] * chance(0.15) + ["count"] * chance(0.15)
+    is_foreign = rule[0].startswith("optax.")
+    leaves = ["w", "b", "s"] + ["empty"] * chance(0.15)
+    leaves += ["count"] * (chance(0.15) and not is_foreign)
     attrs = {pick("b", "s", "w"): pick(*ATTRS) for _ in range(pick(0, 0, 1, 1, 2))}
+    attrs = {} if is_foreign else attrs
+    clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
+    decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1))
     schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
-    if chance(0.2):
-        around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [], [["ema", 0.5]])
+    if chance(0.2) and "exchange" not in way and ("packed" not in way or chance(0.3)):
+        around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [])
         partition, attrs = {"leaves": pick(["b"], ["w", "b"], ["s"]), "links": around}, {}
     else:
         links = draw(chain_members())
     return Program(
         way=way, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
         dtype=pick("float64", "float64", "float32"), loss=pick("plain", "mean", "mean", "mean"),
-        aux=chance(0.3), model_state=chance(0.3), key=chance(0.2), pass_step=chance(0.15),
+        aux=chance(0.3), model_state=chance(0.3) and WAYS[way].microbatches == 1,
+        key=chance(0.2) and "grid" not in way and way != "compiler, microbatches", pass_step=chance(0.15),
         rate=0.05, schedule=None if any(x[0] == "plateau" for x in links) else schedule,
-        clip=pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3)),
-        regularization=pick(None, None, None, ("l2", 0.1), ("l1", 0.1)),
+        clip=None if is_foreign else clip, regularization=None if is_foreign else decay,
         links=[*links, *draw(wrappers(rule))],
         evaluate={"every": None, "patience": None, "keep_best": False, "mode": pick("min", "max"),
                   "average": chance(0.5), "values": None},
@@ -71,9 +76,17 @@ def chain_members(draw):
 def wrappers(draw, rule):
     """Draw the wrappers, from the inside outwards."""
     pick, chance = picker(draw)
-    links = [["record_metrics"]] if chance(0.2) else []
+    links, guard = [["record_metrics"]] if chance(0.2) else [], None
+    guards = [["skip_nonfinite"], ["skip_nonfinite"], ["loss_scale", 2]]
     for _ in range(pick(0, 1, 1, 2, 2, 3)):
-        links.append(pick(["accumulate", 1], ["accumulate", 2], ["accumulate", 3], ["skip_nonfinite"], ["skip_nonfinite"], ["skip_spikes", 2.0, 3], ["loss_scale", 2]))
+        has_spikes = ["skip_spikes", 2.0, 3] in links
+        more = [["accumulate", 1], ["accumulate", 2], ["accumulate", 3]]
+        if guard is None:
+            more += guards
+        if not has_spikes and guard != ["loss_scale", 2]:
+            more += [["skip_spikes", 2.0, 3]]
+        links.append(pick(*more))
+        guard = links[-1] if links[-1] in guards else guard
     if rule[0] == "sgd" and chance(0.25):
         links.append(["trace"])
     return links
@@ -130,13 +143,15 @@ def batch_lists(draw, p):
     pick, chance = picker(draw)
     has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
     is_calm, scale = chance(0.2), 1e-7 if chance(0.04) else 1.0
+    if p.clip and not has_guard:
+        scale = 1.0
     often = 0.35 if has_guard else 0.15 if chance(0.1) else 0.0
     batches = []
     for _ in range(pick(1, 2, 3, 4, 6, 8)):
         weights = ONES if is_calm else draw(weights_of_batch())
         batch = {"seed": draw(st.integers(0, 99)), "weights": [scale * w for w in weights]}
         if chance(often):
-            batch["bad"] = pick("nan", "nan", "nan", "huge")
+            batch["bad"] = pick("nan", "nan", "huge") if known.takes_huge(p) else "nan"
         batches.append(batch)
     if chance(0.1):
         batches[-1]["weights"] = batches[-1]["weights"][:4]

@@ -56,16 +56,17 @@ def unsaid(p: Program) -> str:
         "plateau with evaluation needs one": any(len(x) > 2 for x in p.names("plateau")) and not (p.evaluate and p.evaluate["every"]),
         "epochs that are due need epochs": bool(p.evaluate and p.evaluate["every"] == "epoch" and not p.epochs),
         "a generator ends": p.loader == "generator" and bool(p.epochs),
-        "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not (p.links and p.dtype == "float32" and _guards_rule(p)),
+        "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not takes_huge(p),
         "a clip of a NaN": has_bad and not guards and p.clip is not None,
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
     }  # fmt: skip
     return next((k for k, v in reasons.items() if v), "")
 
 
-def _guards_rule(p: Program) -> bool:
-    """Tell whether a guard stands right around a rule whose moments have squares."""
-    return p.links[0][0] in ("skip_nonfinite",) and not p.clip and not p.partition
+def takes_huge(p: Program) -> bool:
+    """Tell whether a guard stands right around a rule, which may keep squares of gradients."""
+    guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite"
+    return guarded and p.dtype == "float32" and not p.clip and not p.partition
 
 
 # Programs that optfn refuses: a predicate, and words of the error and of the documentation.
@@ -73,7 +74,7 @@ def refusal(p: Program) -> str:
     """Return words of the error that a program must end with; "" if it trains."""
     packed = any("packed" in way for way in ways_of(p))
     reasons = {
-        "packed": packed and (p.partition is not None or p.rule[0] == "muon"),
+        "packed": packed and p.partition is not None,
     }
     return next((k for k, v in reasons.items() if v), "")
 
@@ -88,7 +89,8 @@ def faults(p: Program) -> list[str]:
     accumulates = bool(p.names("accumulate"))
     has_average = bool(p.names("ema", "model_average"))
     values = (p.evaluate or {}).get("values") or [1.0]
-    has_nan = any(map(math.isnan, values)) or any(b.get("bad") for b in p.batches)
+    has_bad = any(b.get("bad") for b in p.batches)
+    has_nan = any(map(math.isnan, values)) or has_bad
     met = {
         "01 first value NaN": bool(p.names("plateau")) and has_nan,
         "02 small weights": accumulates and p.is_weighted and any(0 < w < 1e-4 for w in weights),
@@ -100,6 +102,8 @@ def faults(p: Program) -> list[str]:
         "22 nested accumulations": p.is_weighted and len(p.names("accumulate")) > 1,
         "24 model state of an empty call": p.model_state and accumulates and is_empty,
         "25 checkpoint of an empty call": is_empty,
+        "27 a checkpoint with a NaN in its state": has_bad and (accumulates or bool(p.names("skip_spikes"))),
+        "28 labels of packed params": packed and p.partition is not None,
         "30 packed and frozen": packed and bool(frozen(p)) and (has_average or bool(p.names("record_metrics"))),
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
     }  # fmt: skip

@@ -89,8 +89,8 @@ class Partition:
         own = program.partition["leaves"]
         rest = [k for k in names if k not in own]
         self.labels = [
-            (rest, Rule(program, rest)),
-            (own, wrap(program, Rule(program, own), program.partition["links"])),
+            (rest, make_rule(program, rest)),
+            (own, wrap(program, make_rule(program, own), program.partition["links"])),
         ]
 
     def update(self, g, p, w, value):
@@ -323,9 +323,14 @@ def wrap(program, link, wrappers):
 def make_optimizer(program):
     """Return the outermost link of a program."""
     names = [k for k in program.leaves if k != "count"]
-    is_foreign = program.rule[0].startswith("optax.")
-    kind = Partition if program.partition else OptaxRule if is_foreign else Rule
+    kind = Partition if program.partition else make_rule
     return wrap(program, kind(program, names), program.links)
+
+
+def make_rule(program, names):
+    """Return the rule of some leaves."""
+    kind = OptaxRule if program.rule[0].startswith("optax.") else Rule
+    return kind(program, names)
 
 
 def links_of(link):

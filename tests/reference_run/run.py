@@ -112,9 +112,9 @@ class Loop:
         if rates and not p.partition:
             metrics["learning_rate"] = rates[0]
         inside = links.links_of(optimizer)
-        if guards := links.guards_of(optimizer):
-            metrics["skipped"] = max(x.skipped for x in guards)
         for x in inside:
+            if isinstance(x, links.SkipNonfinite):
+                metrics["skipped"] = x.skipped
             if isinstance(x, links.RecordMetrics):
                 metrics |= x.norms
             if isinstance(x, links.LossScale):

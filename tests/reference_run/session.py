@@ -32,7 +32,7 @@ class Session:
         self.count, self.structures = 0, 0
         self.failures, self.reached = [], collections.Counter()
         self.refusals = collections.Counter()
-        self.kinds = {}
+        self.left_out, self.kinds = collections.Counter(), {}
 
     def run(self):
         print(f"optfn in {Path(optfn.__file__).parents[1]}", flush=True)
@@ -57,7 +57,9 @@ class Session:
             self.structures += 1
             for _ in range(self.options.each):
                 p = data.draw(draws.runs(structure))
-                if not known.unsaid(p) and not (self.options.avoid and known.faults(p)):
+                reason = known.unsaid(p)
+                self.left_out[reason] += bool(reason)
+                if not reason and not (self.options.avoid and known.faults(p)):
                     self.try_program(p)
 
         try:
@@ -118,6 +120,7 @@ class Session:
         for kind, programs in sorted(self.kinds.items(), key=lambda x: x[1][0]):
             print(f"{len(programs)} × {' | '.join(kind)}, first after {programs[0]}")
         print(", ".join(f"{n} × {k}" for k, n in self.reached.most_common()))
+        print("left out:", ", ".join(f"{n} × {k}" for k, n in self.left_out.most_common() if n))
         if missing := [x for x in GOALS if not self.reached[x]]:
             print("never reached:", ", ".join(missing))
         print(f"{self.structures} structures, {seconds:.0f} s, {60 * self.count / seconds:.0f} a minute")
