@@ -37,7 +37,7 @@ def unsaid(p: Program) -> str:
     has_bad = any(b.get("bad") for b in p.batches)
     guards = [x for x in names if x in ("skip_nonfinite", "loss_scale")]
     reasons = {
-        "the parts of a batch must be equal": any(n % WAYS[w].parts or (n % 4 and w not in ("one", "packed")) for n in sizes for w in ways),
+        "the parts of a batch must be equal": any(n % WAYS[w].parts or n % WAYS[w].devices for n in sizes for w in ways),
         "it has no call, or ends before it begins": not calls or ends != sorted(set(ends)) or max(ends, default=0) > calls,
         "a killed run ends before its last call": any(x.get("kill") == calls for x in p.parts),
         "rules of optax know no attributes, clips, integers": is_foreign and bool(p.attrs or p.clip or p.regularization or "count" in p.leaves),

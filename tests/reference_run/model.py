@@ -80,4 +80,5 @@ def differentiate(p, params, batch, model_state, step, num_workers, num_microbat
         "mean": np.sum(weights * out) / np.sum(weights) if np.sum(weights) else np.nan,
     }
     grads = {k: np.asarray(g) for k, g in grads.items()}
-    return (float(value) if weight else np.nan), grads, float(weight), aux
+    # Each call of a plain loss counts alike, whatever its examples are.
+    return (float(value) if weight else np.nan), grads, float(weight) if p.is_weighted else 1.0, aux

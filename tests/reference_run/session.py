@@ -109,6 +109,8 @@ class Session:
             p = shrink.shrink(p, fails, self.options.shrink)
             bad = self.check(p)[0] or bad
         print(f"\n--- program {self.count} fails: {field}; it meets {known.faults(p) or 'no known fault'}")
+        if self.options.shrink:
+            print(source.whole_text(p))
         print(json.dumps(to_json(p)))
         for name, wanted, found in bad[:4]:
             print(f"  {name}: wanted {text(wanted)}, found {text(found)}")

@@ -16,6 +16,11 @@ class Way:
     microbatches: int = 1
 
     @property
+    def devices(self):
+        """How many devices it takes."""
+        return 4 if "mesh" in self.options else 1
+
+    @property
     def parts(self):
         """What the number of examples must be a multiple of."""
         return max(self.workers, 1) * self.microbatches
