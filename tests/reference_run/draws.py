@@ -18,6 +18,10 @@ RULES = [
     ("optax.adamw", {}), ("optax.lion", {}), ("optax.rmsprop", {}), ("optax.adagrad", {}),
     ("optax.nadam", {}), ("optax.adabelief", {}), ("optax.amsgrad", {}),
 ]  # fmt: skip
+DGC = [
+    ("dgc_momentum", {"momentum": 0.5, "rampup_begin_step": n, "sparsity": s, "nesterov": nesterov})
+    for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
+]
 COMMON_RULES = RULES[:6]
 ATTRS = [
     {"trainable": False}, {"trainable": False}, {"learning_rate": 0.5}, {"learning_rate": 0.0},
@@ -45,9 +49,18 @@ def structures(draw):
         partition, attrs = {"leaves": pick(["b"], ["w", "b"], ["s"]), "links": around}, {}
     else:
         links = draw(chain_members())
+    compressor = None
+    if "exchange" in way:
+        compressor = pick("top_k(1.0)", "top_k(0.3)", "top_k(0.3)", "quantize(4)", "quantize(1)")
+        if "grid" in way:
+            compressor = "top_k(1.0)"
+        elif chance(0.3):
+            rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
+    if rule[0] == "dgc_momentum":
+        attrs, links = {}, [x for x in links if x[0] != "plateau"]
     return Program(
-        way=way, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
-        dtype=pick("float64", "float64", "float32"), loss=pick("plain", "mean", "mean", "mean"),
+        way=way, compressor=compressor, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
+        dtype=pick("float32", *["float64"] * 2 * (not compressor)), loss=pick("plain", "mean", "mean", "mean"),
         aux=chance(0.3), model_state=chance(0.3) and WAYS[way].microbatches == 1,
         key=chance(0.2) and "grid" not in way and way != "compiler, microbatches", pass_step=chance(0.15),
         rate=0.05, schedule=None if any(x[0] == "plateau" for x in links) else schedule,

@@ -29,7 +29,7 @@ def unsaid(p: Program) -> str:
     """Return why a program is left out: it is wrong, or what it must do is said nowhere."""
     ways, names = ways_of(p), [x[0] for x in p.links]
     is_foreign = p.rule[0].startswith("optax.")
-    exchanges = any("exchange" in way for way in ways)
+    exchanges = p.exchanges
     sizes = [len(b["weights"]) for b in p.batches] if isinstance(p.loader, str) else [8]
     ends = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback") if x.get(k)]
     calls = p.num_calls if p.batches and all(sizes) else 0
@@ -47,7 +47,10 @@ def unsaid(p: Program) -> str:
         "an average stands in the chain": any(names.index(x) > (names.index(first[0]) if first else 99) for x in ("ema", "model_average") if x in names),
         "model state goes through microbatches in turn": p.model_state and any(WAYS[w].microbatches > 1 for w in ways),
         "keys are those of a way": p.key and (len({(WAYS[w].workers, WAYS[w].microbatches) for w in ways}) > 1 or any("grid" in w or w == "compiler, microbatches" for w in ways)),
-        "an exchange gives zeros for what is not finite": exchanges and has_bad and not guards,
+        "workers exchange by a compressor or by DGC": exchanges != any("exchange" in way for way in ways),
+        "what is sent of a divided leaf is chosen in each of its parts": any("grid" in w for w in ways) and (p.compressor or "top_k(1.0)") != "top_k(1.0)",
+        "DGC selects in each part, too": any("grid" in w for w in ways) and p.rule[0] == "dgc_momentum",
+        "DGC knows no more than its arguments": p.rule[0] == "dgc_momentum" and bool(p.clip or p.regularization or p.schedule or p.attrs or p.names("plateau") or p.dtype == "float64" or "trace" in names or (has_bad and not guards)),
         "an exchange is part of the state": exchanges and len(ways) > 1,
         "norms are those of the workers": exchanges and "record_metrics" in names,
         "exchanges are inside the labels of a partition": exchanges and p.partition is not None,
@@ -97,7 +100,7 @@ def faults(p: Program) -> list[str]:
         "03 plateau in accumulate": accumulates and any(len(x) == 2 for x in p.names("plateau")),
         "09 patience at the end": bool(p.evaluate and p.evaluate["patience"]),
         "10 evaluation at the end": bool(p.evaluate and len(p.parts) > 1 and (p.evaluate["keep_best"] or p.names("plateau"))),
-        "20 exchange of nothing": "exchange" in p.way and is_empty,
+        "20 exchange of nothing": p.exchanges and is_empty,
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
         "22 nested accumulations": p.is_weighted and len(p.names("accumulate")) > 1,
         "24 model state of an empty call": p.model_state and accumulates and is_empty,
@@ -105,6 +108,7 @@ def faults(p: Program) -> list[str]:
         "27 a checkpoint with a NaN in its state": has_bad and (accumulates or bool(p.names("skip_spikes"))),
         "28 labels of packed params": packed and p.partition is not None,
         "30 packed and frozen": packed and bool(frozen(p)) and (has_average or bool(p.names("record_metrics"))),
+        "71 DGC of packed params": packed and p.rule[0] == "dgc_momentum",
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
     }  # fmt: skip
     return [k for k, v in met.items() if v]

@@ -10,6 +10,7 @@ import copy
 
 import numpy as np
 import optax
+from reference_exchange import quantize, top_k
 from references import RULES, clip, penalty
 
 SKIPPED, WAITING = "skipped", "waiting"
@@ -80,6 +81,93 @@ class OptaxRule(Rule):
         state = tx.init(own) if self.state is None else self.state
         u, self.state = tx.update({k: g[k] for k in self.names}, state, own)
         return {k: np.asarray(x) for k, x in u.items()}
+
+
+class Exchange:
+    """Workers send their own gradients, along the leading axis, by a compressor, and keep the rest.
+
+    Scalars, and leaves wider than float32, are sent whole. If a gradient is not finite, all get 0.
+    """
+
+    def __init__(self, program, inner, compressor):
+        self.inner, self.residual, self.has_kept = inner, {}, False
+        self.is_wide = program.dtype == "float64"
+        self.frozen = frozen_of(program)
+        self.compress = COMPRESSORS[compressor]
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return self.inner.update(mean_of_workers(g), p, w, value)
+        if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
+            return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
+        before, sent = self.residual, dict(g)
+        for k in g:
+            if not (p[k].ndim == 0 or p[k].size == 0 or self.is_wide or k in self.frozen):
+                total = (g[k] + before.get(k, 0)).astype(np.float32)
+                sent[k] = np.stack([self.compress(x) for x in total]).astype(np.float64)
+                self.residual = self.residual | {k: total - sent[k]}
+                self.has_kept |= bool(np.any(self.residual[k]))
+        u = self.inner.update(mean_of_workers(sent), p, w, value)
+        if u == SKIPPED:
+            self.residual = before
+        return u
+
+
+COMPRESSORS = {
+    "top_k(1.0)": lambda x: x,
+    "top_k(0.3)": lambda x: top_k(x, 0.3),
+    "quantize(4)": lambda x: quantize(x, 4),
+    "quantize(1)": lambda x: quantize(x, 1),
+}
+
+
+class DeepGradientCompression:
+    """dgc_momentum: momentum on what each worker has summed, of which it sends the largest."""
+
+    def __init__(self, program, names):
+        self.rate, self.options = program.rate, program.rule[1]
+        self.names = [k for k in names if k not in frozen_of(program)]
+        self.step, self.u, self.v, self.has_kept = 0, {}, {}, False
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return SKIPPED
+        updates = {k: 0 * x for k, x in p.items() if k in g}
+        begin, mu = self.options["rampup_begin_step"], self.options["momentum"]
+        for k in self.names:
+            u, v = self.u.get(k, 0 * g[k]), self.v.get(k, 0 * g[k])
+            if self.step < begin or p[k].ndim == 0 or p[k].size == 0:
+                mean = 0 * g[k] + g[k].mean(0)
+                self.u[k] = mu * u + mean
+                nesterov = self.options.get("nesterov", False)
+                direction = (mean + mu * self.u[k] if nesterov else self.u[k])[0]
+            else:
+                direction, self.u[k], self.v[k] = self.send(g[k], u, v, mu)
+            updates[k] = np.asarray(-self.rate * direction)
+        self.step += 1
+        return updates
+
+    def send(self, g, u, v, mu):
+        """Return the mean of what workers send, and what each keeps."""
+        nesterov = self.options.get("nesterov", False)
+        u = mu * (u + g) if nesterov else mu * u + g
+        v = v + (u + g if nesterov else u)
+        sparsity = self.options["sparsity"]
+        place = (self.step - self.options["rampup_begin_step"]) * len(sparsity)
+        density = 1 - sparsity[min(place, len(sparsity) - 1)]
+        sent = np.stack([top_k(x.astype(np.float32), density, None) for x in v]).astype(np.float64)
+        self.has_kept |= bool(np.any(v[sent == 0]))
+        return sent.mean(0), np.where(sent != 0, 0, u), np.where(sent != 0, 0, v)
+
+
+def mean_of_workers(g):
+    """Return the mean gradient of the workers."""
+    return {k: np.asarray(x.mean(0)) for k, x in g.items()}
+
+
+def frozen_of(program):
+    """Return the leaves that are not trained."""
+    return [k for k, x in program.attrs.items() if not x.get("trainable", True)]
 
 
 class Partition:
@@ -288,7 +376,7 @@ class RecordMetrics:
 
     def __init__(self, program, inner):
         self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
-        self.frozen = [k for k, x in program.attrs.items() if not x.get("trainable", True)]
+        self.frozen = frozen_of(program)
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)
@@ -323,8 +411,13 @@ def wrap(program, link, wrappers):
 def make_optimizer(program):
     """Return the outermost link of a program."""
     names = [k for k in program.leaves if k != "count"]
-    kind = Partition if program.partition else make_rule
-    return wrap(program, kind(program, names), program.links)
+    if program.rule[0] == "dgc_momentum":
+        link = DeepGradientCompression(program, names)
+    else:
+        link = (Partition if program.partition else make_rule)(program, names)
+    if program.compressor:
+        link = Exchange(program, link, program.compressor)
+    return wrap(program, link, program.links)
 
 
 def make_rule(program, names):

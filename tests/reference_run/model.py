@@ -44,41 +44,47 @@ def noise(step, num_workers, num_microbatches, count):
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_example):
+def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_example, owners):
     x, y, weights = batch
     used = weights if is_weighted else jnp.ones_like(weights)
     x = jnp.where((used != 0)[:, None], x, 0)  # what has no weight makes no NaN
+    weight = jnp.sum(used)
 
-    def loss(params):
+    def loss(params, own):  # of the examples of one worker; the mean over workers is the loss
         out = outputs({**params, **fixed}, x)
         if model_state is not None:
             out = out + 0.1 * model_state["mean"][0]
         each = jnp.where(used != 0, errors(out * by_example, y) * factor, 0)
-        weight = jnp.sum(used)
-        value = jnp.sum(used * each) / jnp.where(weight == 0, 1, weight)
-        return value, (each, out, weight)
+        value = jnp.sum(jnp.where(own, used * each, 0)) / jnp.where(weight == 0, 1, weight)
+        return len(owners) * value, (each, out)
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    (values, rest), grads = jax.vmap(jax.value_and_grad(loss, has_aux=True), (None, 0))(
+        params, owners
+    )
+    return jnp.mean(values), grads, jax.tree.map(lambda a: a[0], rest), weight
 
 
-def differentiate(p, params, batch, model_state, step, num_workers, num_microbatches):
-    """Return the loss of a call, its gradients, weight and aux; NaN and 0 for a mean of nothing."""
-    floats, fixed = {}, {}
-    for k, x in params.items():
-        (fixed if k == "count" else floats)[k] = x
+def differentiate(p, params, batch, model_state, step, way):
+    """Return the loss of a call, each worker's own gradients, the weight, and aux.
+
+    A gradient has the worker as its leading axis, and the mean over it is that of the whole batch.
+    A mean of nothing is NaN, with weight 0. Each call of a plain loss counts alike.
+    """
+    floats = {k: x for k, x in params.items() if k != "count"}
+    fixed = {k: x for k, x in params.items() if k == "count"}
     x, y, w = (np.asarray(a, np.float64) for a in batch)
     factor = 1 + 0.1 * step if p.pass_step else 1.0
-    each = noise(step, num_workers, num_microbatches, len(x)) if p.key else np.ones(len(x))
-    (value, rest), grads = jax.device_get(
-        _differentiate(floats, fixed, (x, y, w), model_state, p.is_weighted, factor, each)
+    each = noise(step, way.workers, way.microbatches, len(x)) if p.key else np.ones(len(x))
+    owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
+    value, grads, (losses, out), weight = jax.device_get(
+        _differentiate(floats, fixed, (x, y, w), model_state, p.is_weighted, factor, each, owners)
     )
-    errors_, out, weight = rest
     weights = w if p.is_weighted else np.ones_like(w)
     aux = {
         "abs": np.mean(np.abs(out)),
-        "big": np.sum(errors_ > 1),
+        "big": np.sum(losses > 1),
         "mean": np.sum(weights * out) / np.sum(weights) if np.sum(weights) else np.nan,
     }
     grads = {k: np.asarray(g) for k, g in grads.items()}
-    # Each call of a plain loss counts alike, whatever its examples are.
-    return (float(value) if weight else np.nan), grads, float(weight) if p.is_weighted else 1.0, aux
+    value = float(value) if weight else np.nan
+    return value, grads, float(weight) if p.is_weighted else 1.0, aux

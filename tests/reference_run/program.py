@@ -20,6 +20,7 @@ class Program:
     aux, model_state, key, pass_step: whether the loss gives or takes these.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
+    compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, and the links around that.
@@ -45,6 +46,7 @@ class Program:
     rule: Any = ("sgd", {})
     rate: float = 0.05
     schedule: str | None = None
+    compressor: str | None = None
     clip: Any = None
     regularization: Any = None
     attrs: Any = dataclasses.field(default_factory=dict)
@@ -63,6 +65,11 @@ class Program:
         """Return the links of these names, those of a part of the params among them."""
         inner = self.partition["links"] if self.partition else []
         return [link for link in (*inner, *self.links) if link[0] in links]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the optimizer takes each worker's own gradients."""
+        return bool(self.compressor) or self.rule[0] == "dgc_momentum"
 
     @property
     def is_weighted(self) -> bool:

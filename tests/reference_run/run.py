@@ -9,10 +9,10 @@ from reference_run import model
 from reference_run.program import Program, batches_of, first_params
 
 
-def run(p: Program, workers: dict) -> dict:
+def run(p: Program, ways: dict) -> dict:
     """Return what a user can read at the end of each call of the loop, the last one's alone.
 
-    workers: by the name of a way, how many workers and microbatches it has.
+    ways: by name, how a run is divided: its workers and microbatches.
     """
     begin = {
         "n": 0, "calls": [], "evaluations": [], "optimizer": links.make_optimizer(p),
@@ -21,7 +21,7 @@ def run(p: Program, workers: dict) -> dict:
     }  # fmt: skip
     disk, best, given, reached, result = {}, [], [0], set(), {}
     for part in p.parts:
-        loop = Loop(p, part, copy.deepcopy(begin), disk, best, given, workers, reached)
+        loop = Loop(p, part, copy.deepcopy(begin), disk, best, given, ways, reached)
         result = loop.run()
     return result | {"reached": reached}
 
@@ -34,10 +34,10 @@ class Loop:
     given: how many values the evaluation has given so far.
     """
 
-    def __init__(self, p, part, begin, disk, best, given, workers, reached):
+    def __init__(self, p, part, begin, disk, best, given, ways, reached):
         self.p, self.part, self.disk, self.best, self.given = p, part, disk, best, given
         self.evaluate, self.reached = p.evaluate, reached
-        self.workers = workers[part.get("way", p.way)]
+        self.way = ways[part.get("way", p.way)]
         whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
         self.state = copy.deepcopy(disk[max(whole)]) if disk else begin
         self.per_epoch = len(batches_of(p, 0))
@@ -80,10 +80,11 @@ class Loop:
         """Make one call of the step."""
         p, state, n = self.p, self.state, self.n
         batch = batches_of(p, n // self.per_epoch)[n % self.per_epoch]
-        count = self.workers
         value, grads, weight, aux = model.differentiate(
-            p, state["params"], batch, state["model_state"], n, count.workers, count.microbatches
+            p, state["params"], batch, state["model_state"], n, self.way
         )
+        if not p.exchanges:
+            grads = links.mean_of_workers(grads)
         optimizer = state["optimizer"]
         guards = links.guards_of(optimizer)
         before = [x.skipped for x in guards]
@@ -98,6 +99,8 @@ class Loop:
         state |= {"n": n + 1, "calls": [*state["calls"], metrics], "is_finite": is_finite}
         self.reached |= {"an update"} if links.is_update(u) else set()
         self.reached |= {"a guard that skips"} if is_skipped else set()
+        if any(getattr(x, "has_kept", False) for x in links.links_of(optimizer)):
+            self.reached.add("a residual that is not 0")
         self.reached |= {"a call without weight"} if not weight else set()
 
     def metrics(self, value, weight, aux):

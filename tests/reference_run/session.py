@@ -93,24 +93,24 @@ class Session:
         return bad, reached
 
     def fail(self, p: Program, bad):
-        """Note a failure; the first of a kind is shrunk and shown."""
-        field = bad[0][0].split("/")[0].rstrip("0123456789 ")
-        kind = (field, *known.faults(p))
+        """Note a failure; one that no failure before explains is shrunk and shown."""
+        field, met = field_of(bad), frozenset(known.faults(p))
         self.failures.append((self.count, field, p))
-        self.kinds.setdefault(kind, []).append(self.count)
-        if len(self.kinds[kind]) > 1 or self.options.first:
+        explained = [k for k in self.kinds if k[0] == field and (k[1] <= met if k[1] else not met)]
+        if explained:
+            self.kinds[explained[0]].append(self.count)
             return
 
         def fails(q):
             found, _ = self.check(q)
-            return any(x[0].split("/")[0].rstrip("0123456789 ") == field for x in found)
+            return bool(found) and field_of(found) == field
 
-        if self.options.shrink:
+        if self.options.shrink and not self.options.first:
             p = shrink.shrink(p, fails, self.options.shrink)
-            bad = self.check(p)[0] or bad
-        print(f"\n--- program {self.count} fails: {field}; it meets {known.faults(p) or 'no known fault'}")
-        if self.options.shrink:
-            print(source.whole_text(p))
+            bad, met = self.check(p)[0] or bad, frozenset(known.faults(p))
+        self.kinds.setdefault((field, met), []).append(self.count)
+        print(f"\n--- program {self.count} fails: {field}; it meets {sorted(met) or 'no known fault'}")
+        print(source.whole_text(p) if self.options.shrink else "")
         print(json.dumps(to_json(p)))
         for name, wanted, found in bad[:4]:
             print(f"  {name}: wanted {text(wanted)}, found {text(found)}")
@@ -120,7 +120,8 @@ class Session:
         """Print what was found; return whether anything failed."""
         seconds = time.monotonic() - self.begin
         for kind, programs in sorted(self.kinds.items(), key=lambda x: x[1][0]):
-            print(f"{len(programs)} × {' | '.join(kind)}, first after {programs[0]}")
+            names = [kind[0], *sorted(kind[1])]
+            print(f"{len(programs)} × {' | '.join(names)}, first after {programs[0]}")
         print(", ".join(f"{n} × {k}" for k, n in self.reached.most_common()))
         print("left out:", ", ".join(f"{n} × {k}" for k, n in self.left_out.most_common() if n))
         if missing := [x for x in GOALS if not self.reached[x]]:
@@ -131,6 +132,11 @@ class Session:
             Path(self.options.json).write_text(json.dumps({"count": self.count, "failures": first}))
         print(f"{self.count} programs, {len(self.failures)} failures, {self.refusals.total()} refusals of {len(self.refusals)} kinds")  # fmt: skip
         return bool(self.failures)
+
+
+def field_of(bad):
+    """Return what differs first, without the name of a leaf or the number of a step."""
+    return bad[0][0].split("/")[0].rstrip("0123456789 ")
 
 
 def text(x):

@@ -9,11 +9,15 @@ from reference_run.program import Program, first_params, make_batch
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a run is divided: options of the step as Python, its workers and microbatches."""
+    """How a run is divided: options of the step as Python, its workers and microbatches.
+
+    exchanging: how many workers exchange gradients by the optimizer.
+    """
 
     options: str = ""
     workers: int = 0
     microbatches: int = 1
+    exchanging: int = 1
 
     @property
     def devices(self):
@@ -49,13 +53,17 @@ WAYS = {
     "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
     "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
     "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
-    "grid, exchange": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
-    "exchange": Way(_MESH, 4),
-    "exchange, microbatches": Way(f"{_MESH}, microbatches=2", 4, 2),
+    "mesh, exchange": Way(_MESH, 4, 1, 4),
+    "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
+    "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
+    "grid, state, exchange": Way(
+        f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4, 1, 2
+    ),
+    "grid, params, exchange": Way(
+        f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4, 1, 2
+    ),
 }
-# All entries are sent, so that the trajectory is that of one device.
-_EXCHANGE = "exchange(top_k(1.0), axis_name={axis!r}, min_size=1)"
-_AXES = {"grid, exchange": "slow", "exchange": "data", "exchange, microbatches": "data"}
+_EXCHANGE = 'optfn.chain(exchange({0}, axis_name={1!r}, min_size=2), {tx})'
 _SCHEDULES = {
     "inverse_time": "optfn.schedules.inverse_time({rate}, 2, 0.5)",
     "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
@@ -77,7 +85,7 @@ import collections, os, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
 from jax.sharding import Mesh, PartitionSpec as P
-from optfn.distributed import exchange, top_k
+from optfn.distributed import exchange, quantize, top_k
 jax.config.update("jax_enable_x64", True)
 nan = np.nan
 """
@@ -88,7 +96,7 @@ def call(name, *arguments, **options):
     return f"{name}({', '.join([*arguments, *(f'{k}={v}' for k, v in options.items() if v)])})"
 
 
-def rule_text(p: Program) -> str:
+def rule_text(p: Program, way: str) -> str:
     """Return the text of the optimizer without what is around it."""
     name, options = p.rule
     rate = "1.0" if p.names("plateau") else repr(p.rate)
@@ -97,6 +105,8 @@ def rule_text(p: Program) -> str:
     options = {k: repr(v) for k, v in options.items()}
     if name.startswith("optax."):
         return call(name, rate, **options)
+    if name == "dgc_momentum":
+        options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
     attrs = {k: attr_text(x) for k, x in p.attrs.items()}
     listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
     return call(
@@ -132,14 +142,19 @@ def wrap(p: Program, tx: str, links) -> str:
 
 def optimizer_text(p: Program, way: str) -> str:
     """Return the text of the whole optimizer."""
-    tx = rule_text(p)
+    tx = rule_text(p, way)
     if p.partition:
         labels = {k: "own" if k in p.partition["leaves"] else "rest" for k in p.leaves}
         own = wrap(p, tx, p.partition["links"])
         tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {labels})'
-    if way in _AXES:
-        tx = f"optfn.chain({_EXCHANGE.format(axis=_AXES[way])}, {tx})"
+    if p.compressor:
+        tx = _EXCHANGE.format(p.compressor, axis_of(way), tx=tx)
     return wrap(p, tx, p.links)
+
+
+def axis_of(way: str) -> str:
+    """Return the axis over which an optimizer exchanges gradients."""
+    return "slow" if "grid" in way else "data"
 
 
 def loss_text(p: Program) -> str:
