@@ -60,7 +60,7 @@ def unsaid(p: Program) -> str:
         "epochs that are due need epochs": bool(p.evaluate and p.evaluate["every"] == "epoch" and not p.epochs),
         "a generator ends": p.loader == "generator" and bool(p.epochs),
         "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not takes_huge(p),
-        "a clip of a NaN": has_bad and not guards and p.clip is not None,
+        "what a clip or a threshold makes of NaN": has_bad and not guards and (p.clip is not None or p.rule[0] == "ftrl"),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
     }  # fmt: skip
     return next((k for k, v in reasons.items() if v), "")
@@ -108,6 +108,7 @@ def faults(p: Program) -> list[str]:
         "27 a checkpoint with a NaN in its state": has_bad and (accumulates or bool(p.names("skip_spikes"))),
         "28 labels of packed params": packed and p.partition is not None,
         "30 packed and frozen": packed and bool(frozen(p)) and (has_average or bool(p.names("record_metrics"))),
+        "72 norms of frozen leaves inside a wrapper": bool(frozen(p)) and bool(p.names("record_metrics")),
         "71 DGC of packed params": packed and p.rule[0] == "dgc_momentum",
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
     }  # fmt: skip
