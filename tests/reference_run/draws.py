@@ -56,19 +56,24 @@ def structures(draw):
             compressor = "top_k(1.0)"
         elif chance(0.3):
             rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
+    more = {}
+    if "local" in way:
+        more = {"local_steps": 2, "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]])}
+        links, partition = [], None
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
     return Program(
         way=way, compressor=compressor, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
         dtype=pick("float32", *["float64"] * 2 * (not compressor)), loss=pick("plain", "mean", "mean", "mean"),
-        aux=chance(0.3), model_state=chance(0.3) and WAYS[way].microbatches == 1,
-        key=chance(0.2) and "grid" not in way and way != "compiler, microbatches", pass_step=chance(0.15),
+        aux=chance(0.3) and "local" not in way,
+        model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
+        key=chance(0.2) and "grid" not in way and "local" not in way and way != "compiler, microbatches", pass_step=chance(0.15) and "local" not in way,
         rate=0.05, schedule=None if any(x[0] == "plateau" for x in links) else schedule,
         clip=None if is_foreign else clip, regularization=None if is_foreign else decay,
-        links=[*links, *draw(wrappers(rule))],
+        links=[*links, *draw(wrappers(rule))] if not more else draw(wrappers_of_workers(more["outer"])),
         evaluate={"every": None, "patience": None, "keep_best": False, "mode": pick("min", "max"),
                   "average": chance(0.5), "values": None},
-        batches=[{"seed": 0, "weights": ONES}],
+        batches=[{"seed": 0, "weights": ONES}], **more,
     )  # fmt: skip
 
 
@@ -106,6 +111,15 @@ def wrappers(draw, rule):
 
 
 @st.composite
+def wrappers_of_workers(draw, outer):
+    """Draw the wrappers of the optimizer that takes local steps."""
+    pick, _ = picker(draw)
+    return pick([], [["skip_nonfinite"]]) if outer is not None else pick(
+        [], [["skip_nonfinite"]], [["accumulate", 2]], [["accumulate", 3]]
+    )
+
+
+@st.composite
 def runs(draw, p):
     """Draw data, and a run over it, for a structure."""
     pick, chance = picker(draw)
@@ -136,15 +150,16 @@ def runs(draw, p):
 def ways_on(draw, p):
     """Draw the calls of the loop: where each ends, and how the next goes on."""
     pick, chance = picker(draw)
-    parts, at, whole = [], 0, p.num_calls
+    parts, at, each = [], 0, p.local_steps
+    whole = p.num_steps // each
     for _ in range(pick(0, 0, 1, 1, 2)):
         if at < whole - 1:
             at = draw(st.integers(at + 1, whole - 1))
-            parts.append(pick({"kill": at}, {"kill": at}, {"steps": at}, {"steps": at}, {"callback": at}))
-    parts.append(pick({}, {}, {"steps": whole}))
+            parts.append({pick("kill", "kill", "steps", "steps", "callback"): at * each})
+    parts.append(pick({}, {}, {"steps": whole * each}))
     for part in parts[1:]:
         if chance(0.25):
-            part["way"] = pick(*(k for k in WAYS if "exchange" not in k))
+            part["way"] = pick(*(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1)))
         if chance(0.1) and not p.schedule and not p.names("plateau"):
             part["rate"] = 2 * p.rate
     return parts

@@ -32,7 +32,7 @@ def unsaid(p: Program) -> str:
     exchanges = p.exchanges
     sizes = [len(b["weights"]) for b in p.batches] if isinstance(p.loader, str) else [8]
     ends = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback") if x.get(k)]
-    calls = p.num_calls if p.batches and all(sizes) else 0
+    calls = p.num_steps if p.batches and all(sizes) else 0
     first = [x for x in names if x in ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")]
     has_bad = any(b.get("bad") for b in p.batches)
     guards = [x for x in names if x in ("skip_nonfinite", "loss_scale")]
@@ -47,6 +47,11 @@ def unsaid(p: Program) -> str:
         "an average stands in the chain": any(names.index(x) > (names.index(first[0]) if first else 99) for x in ("ema", "model_average") if x in names),
         "model state goes through microbatches in turn": p.model_state and any(WAYS[w].microbatches > 1 for w in ways),
         "keys are those of a way": p.key and (len({(WAYS[w].workers, WAYS[w].microbatches) for w in ways}) > 1 or any("grid" in w or w == "compiler, microbatches" for w in ways)),
+        "local steps are a way": (p.local_steps > 1) != all("local" in w for w in ways) or any(("local" in w) != ("local" in p.way) for w in ways),
+        "local steps without more": p.local_steps > 1 and bool(p.aux or p.model_state or p.key or p.pass_step or p.partition or set(names) - {"accumulate", "skip_nonfinite"} or p.exchanges or any(len(b["weights"]) != 8 for b in p.batches)),
+        "an outer step of nothing": p.local_steps > 1 and ((has_bad and (not guards or p.outer is not None)) or (p.outer is not None and "accumulate" in names)),
+        "an outer optimizer has rounds": p.outer is not None and p.local_steps == 1,
+        "rates of workers that count apart": p.local_steps > 1 and p.schedule is not None and p.is_weighted,
         "workers exchange by a compressor or by DGC": exchanges != any("exchange" in way for way in ways),
         "what is sent of a divided leaf is chosen in each of its parts": any("grid" in w for w in ways) and (p.compressor or "top_k(1.0)") != "top_k(1.0)",
         "DGC selects in each part, too": any("grid" in w for w in ways) and p.rule[0] == "dgc_momentum",
@@ -100,6 +105,7 @@ def faults(p: Program) -> list[str]:
         "03 plateau in accumulate": accumulates and any(len(x) == 2 for x in p.names("plateau")),
         "09 patience at the end": bool(p.evaluate and p.evaluate["patience"]),
         "10 evaluation at the end": bool(p.evaluate and len(p.parts) > 1 and (p.evaluate["keep_best"] or p.names("plateau"))),
+        "11 counts of workers in local steps": p.local_steps > 1 and p.is_weighted and 0 in weights,
         "20 exchange of nothing": p.exchanges and is_empty,
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
         "22 nested accumulations": p.is_weighted and len(p.names("accumulate")) > 1,

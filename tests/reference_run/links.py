@@ -7,6 +7,7 @@ accumulation has taken the call, and there is no update yet.
 """
 
 import copy
+import dataclasses
 
 import numpy as np
 import optax
@@ -168,6 +169,24 @@ def mean_of_workers(g):
 def frozen_of(program):
     """Return the leaves that are not trained."""
     return [k for k, x in program.attrs.items() if not x.get("trainable", True)]
+
+
+class LocalSteps:
+    """The optimizers of workers that take steps alone, and the outer one of their rounds."""
+
+    def __init__(self, program):
+        names = [k for k in program.leaves if k != "count"]
+        inner = dataclasses.replace(program, outer=None)
+        self.workers = [wrap(inner, make_rule(inner, names), program.links) for _ in range(WORKERS)]
+        options = {"rule": ("momentum", {"momentum": 0.5}), "rate": 0.7}
+        if program.outer is None:
+            options = {"rule": ("sgd", {}), "rate": 1.0}
+        plain = {"schedule": None, "clip": None, "regularization": None, "attrs": {}, "links": ()}
+        rule = Rule(dataclasses.replace(program, **options, **plain), names)
+        self.outer = wrap(program, rule, program.outer or ())
+
+
+WORKERS = 4
 
 
 class Partition:
@@ -410,6 +429,8 @@ def wrap(program, link, wrappers):
 
 def make_optimizer(program):
     """Return the outermost link of a program."""
+    if program.local_steps > 1:
+        return LocalSteps(program)
     names = [k for k in program.leaves if k != "count"]
     if program.rule[0] == "dgc_momentum":
         link = DeepGradientCompression(program, names)
@@ -428,15 +449,20 @@ def make_rule(program, names):
 
 def links_of(link):
     """Return a link and all inside it, from the outside inwards."""
-    inside = [x for _, x in link.labels] if isinstance(link, Partition) else [link.inner] if hasattr(link, "inner") else []
+    inside = [link.inner] if hasattr(link, "inner") else []
+    if isinstance(link, Partition):
+        inside = [x for _, x in link.labels]
+    if isinstance(link, LocalSteps):
+        inside = [*link.workers, link.outer]
     return [link, *(y for x in inside for y in links_of(x))]
 
 
 def rates_of(link):
     """Return the learning rates of the last update, those of optax's optimizers left out."""
     links = links_of(link)
-    found = [x.rate for x in links if isinstance(x, Plateau)] or [x.rate for x in links if isinstance(x, Rule)]
-    return [x for x in found if x is not None]
+    plateaus = [x.rate for x in links if isinstance(x, Plateau)]
+    rules = [x.rate for x in links if isinstance(x, Rule | DeepGradientCompression)]
+    return [x for x in plateaus or rules if x is not None]
 
 
 def guards_of(link):

@@ -20,6 +20,8 @@ class Program:
     aux, model_state, key, pass_step: whether the loss gives or takes these.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
+    local_steps: how many steps each worker takes alone in a call, a round.
+    outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
     compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
@@ -46,6 +48,8 @@ class Program:
     rule: Any = ("sgd", {})
     rate: float = 0.05
     schedule: str | None = None
+    local_steps: int = 1
+    outer: Any = None
     compressor: str | None = None
     clip: Any = None
     regularization: Any = None
@@ -64,7 +68,7 @@ class Program:
     def names(self, *links: str) -> list[Any]:
         """Return the links of these names, those of a part of the params among them."""
         inner = self.partition["links"] if self.partition else []
-        return [link for link in (*inner, *self.links) if link[0] in links]
+        return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
 
     @property
     def exchanges(self) -> bool:
@@ -77,9 +81,9 @@ class Program:
         return self.loss == "mean"
 
     @property
-    def num_calls(self) -> int:
-        """How many calls a run makes that nothing ends."""
-        return len(batches_of(self, 0)) * (self.epochs or 1)
+    def num_steps(self) -> int:
+        """How many steps a run makes that nothing ends: calls, or local steps."""
+        return len(batches_of(self, 0)) * (self.epochs or 1) * self.local_steps
 
 
 def to_json(p: Program) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Loop:
         self.way = ways[part.get("way", p.way)]
         whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
         self.state = copy.deepcopy(disk[max(whole)]) if disk else begin
-        self.per_epoch = len(batches_of(p, 0))
+        self.per_epoch = len(batches_of(p, 0)) * p.local_steps
         best[:] = [x for x in best if x[0] <= self.n]
 
     @property
@@ -49,7 +49,7 @@ class Loop:
 
     def run(self):
         p, part, begin = self.p, self.part, self.n
-        last = min(p.num_calls, part.get("steps") or p.num_calls)
+        last = min(p.num_steps, part.get("steps") or p.num_steps)
         is_stopped = False
         if begin:
             self.reached.add("a run that resumes")
@@ -61,11 +61,14 @@ class Loop:
                 self.best[:] = [x for x in self.best if x[2]]
             if self.has_given_up():
                 return {"raised": "FloatingPointError"}
-            self.call()
+            if p.local_steps > 1:
+                self.call_round()
+            else:
+                self.call()
             if self.is_due():
                 self.note(True)
             is_stopped = self.n == part.get("callback")
-            if not is_stopped and not self.gave_up() and self.n % p.save_every == 0:
+            if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
                 self.save()
         if self.has_given_up():
             return {"raised": "FloatingPointError"}
@@ -79,9 +82,8 @@ class Loop:
     def call(self):
         """Make one call of the step."""
         p, state, n = self.p, self.state, self.n
-        batch = batches_of(p, n // self.per_epoch)[n % self.per_epoch]
         value, grads, weight, aux = model.differentiate(
-            p, state["params"], batch, state["model_state"], n, self.way
+            p, state["params"], (batch := self.batch()), state["model_state"], n, self.way
         )
         if not p.exchanges:
             grads = links.mean_of_workers(grads)
@@ -103,6 +105,37 @@ class Loop:
             self.reached.add("a residual that is not 0")
         self.reached |= {"a call without weight"} if not weight else set()
 
+    def batch(self):
+        """Return the batch of the next call."""
+        place = self.n % self.per_epoch // self.p.local_steps
+        return batches_of(self.p, self.n // self.per_epoch)[place]
+
+    def call_round(self):
+        """Let each worker take local steps on equal pieces of its examples; then the outer step."""
+        p, state, optimizer = self.p, self.state, self.state["optimizer"]
+        own = [np.split(x, len(optimizer.workers) * p.local_steps) for x in self.batch()]
+        pieces, ends, total, weights = iter(zip(*own, strict=True)), [], 0.0, 0.0
+        for worker in optimizer.workers:
+            params = state["params"]
+            for i in range(p.local_steps):
+                value, grads, weight, _ = model.differentiate(
+                    p, params, next(pieces), None, self.n + i, self.way
+                )
+                u = worker.update(links.mean_of_workers(grads), params, weight, value)
+                params = params | {k: params[k] + x for k, x in u.items()} if links.is_update(u) else params
+                total, weights = total + (weight * value if weight else 0), weights + weight
+            ends.append(params)
+        if weights:
+            start = state["params"]
+            drift = {k: start[k] - np.mean([x[k] for x in ends], 0) for k in start if k != "count"}
+            u = optimizer.outer.update(drift, start, 1.0, 0.0)
+            state["params"] = start | {k: start[k] + x for k, x in u.items()}
+        value = total / weights if weights else np.nan
+        metrics = self.metrics(value, weights, {})
+        is_finite = not weights or np.isfinite(value) or bool(links.guards_of(optimizer))
+        state |= {"n": self.n + p.local_steps, "calls": [*state["calls"], metrics], "is_finite": is_finite}
+        self.reached |= {"an update", "a round of local steps"}
+
     def metrics(self, value, weight, aux):
         """Return the metrics of a call."""
         p, optimizer = self.p, self.state["optimizer"]
@@ -117,7 +150,7 @@ class Loop:
         inside = links.links_of(optimizer)
         for x in inside:
             if isinstance(x, links.SkipNonfinite):
-                metrics["skipped"] = x.skipped
+                metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
             if isinstance(x, links.RecordMetrics):
                 metrics |= x.norms
             if isinstance(x, links.LossScale):
@@ -126,10 +159,14 @@ class Loop:
             metrics["epoch"] = self.n // self.per_epoch + 1
         return metrics
 
+    def has_passed(self, every):
+        """Tell whether the last call has passed a multiple of a number of steps."""
+        return self.n // every > (self.n - self.p.local_steps) // every
+
     def is_due(self):
         """Tell whether an evaluation is due after the last call."""
         every = self.evaluate and self.evaluate["every"]
-        return bool(every) and self.n % (self.per_epoch if every == "epoch" else every) == 0
+        return bool(every) and self.has_passed(self.per_epoch if every == "epoch" else every)
 
     def judge(self, values):
         """Return how many of the last values in a row were no better than the best before them."""

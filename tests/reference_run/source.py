@@ -56,6 +56,8 @@ WAYS = {
     "mesh, exchange": Way(_MESH, 4, 1, 4),
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
     "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
+    "local steps": Way(_MESH),
+    "local steps, packed": Way(f"{_MESH}, packed=True"),
     "grid, state, exchange": Way(
         f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4, 1, 2
     ),
@@ -198,6 +200,10 @@ def step_text(p: Program, way: str) -> str:
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
     lines += [f"tx = {optimizer_text(p, way)}"]
+    if p.local_steps > 1:
+        options += f", local_steps={p.local_steps}"
+        if p.outer is not None:
+            options += f", outer={wrap(p, 'optfn.momentum(0.7, 0.5)', p.outer)}"
     lines += ["step = " + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)]
     return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
 
@@ -241,7 +247,7 @@ def data_text(p: Program) -> str:
         lines += ["def evaluate(params, *model_state):"]
         lines += ["    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"]
     if any(part.get("kill") is not None for part in p.parts):
-        lines += [_KILLED.replace("PER_EPOCH", str(p.num_calls // (p.epochs or 1)))]
+        lines += [_KILLED.replace("PER_EPOCH", str(p.num_steps // (p.epochs or 1) // p.local_steps))]
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
 
 
@@ -259,7 +265,7 @@ def fit_text(p: Program, part: dict) -> str:
         options |= {"mode": repr(e["mode"]), "keep_best": e["keep_best"], "evaluate_average": e["average"]}
     if part.get("callback"):
         options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
-    data = data if kill is None else f"Until({data}, {kill})"
+    data = data if kill is None else f"Until({data}, {kill // p.local_steps})"
     text = "state, history = " + call("optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options)
     return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
 
