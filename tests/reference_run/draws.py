@@ -143,7 +143,8 @@ def runs(draw, p):
         p, batches=batches, epochs=epochs, evaluate=evaluate, loader=loader,
         save_every=pick(1, 2, 3, 100), keep=pick(1, 2, 3), prefetch=pick(0, 1),
     )  # fmt: skip
-    return known.replace(made, parts=draw(ways_on(made)))
+    parts = draw(ways_on(made))
+    return known.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
 
 
 @st.composite

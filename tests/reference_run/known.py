@@ -66,6 +66,7 @@ def unsaid(p: Program) -> str:
         "a generator ends": p.loader == "generator" and bool(p.epochs),
         "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not takes_huge(p),
         "what a clip or a threshold makes of NaN": has_bad and not guards and (p.clip is not None or p.rule[0] == "ftrl"),
+        "what goes on has been saved": not p.saves and len(p.parts) > 1,
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
     }  # fmt: skip
     return next((k for k, v in reasons.items() if v), "")
@@ -110,8 +111,8 @@ def faults(p: Program) -> list[str]:
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
         "22 nested accumulations": p.is_weighted and len(p.names("accumulate")) > 1,
         "24 model state of an empty call": p.model_state and accumulates and is_empty,
-        "25 checkpoint of an empty call": is_empty,
-        "27 a checkpoint with a NaN in its state": has_bad and (accumulates or bool(p.names("skip_spikes"))),
+        "25 checkpoint of an empty call": is_empty and p.saves,
+        "27 a checkpoint with a NaN in its state": p.saves and has_bad and (accumulates or bool(p.names("skip_spikes"))),
         "28 labels of packed params": packed and p.partition is not None,
         "30 packed and frozen": packed and bool(frozen(p)) and (has_average or bool(p.names("record_metrics"))),
         "72 norms of frozen leaves inside a wrapper": bool(frozen(p)) and bool(p.names("record_metrics")),

@@ -75,8 +75,8 @@ class OptaxRule(Rule):
         if w == 0:
             return SKIPPED
         name, options = self.p.rule
-        schedule = lambda i: SCHEDULES[self.p.schedule](self.p.rate, int(i))  # noqa: E731
-        tx = getattr(optax, name.removeprefix("optax."))(schedule(self.count), **options)
+        rate = self.rate_of(self.count)
+        tx = getattr(optax, name.removeprefix("optax."))(rate, **options)
         self.count += 1
         own = {k: p[k] for k in self.names}
         state = tx.init(own) if self.state is None else self.state

@@ -34,7 +34,7 @@ class Program:
       of the params.
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies) or
       `callback` (the call after which it ends), and perhaps another `way` or `rate`.
-    save_every, keep, prefetch: of the loop.
+    saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     """
 
     way: str = "one"
@@ -61,6 +61,7 @@ class Program:
     epochs: int | None = None
     evaluate: Any = None
     parts: Any = ({},)
+    saves: bool = True
     save_every: int = 100
     keep: int = 2
     prefetch: int = 1

@@ -201,6 +201,8 @@ class Loop:
 
     def save(self):
         """Write a checkpoint, and remove those that are broken, or older than those kept."""
+        if not self.p.saves:
+            return
         disk, state = self.disk, copy.deepcopy(self.state)
         state["is_finite"] &= all_finite(state["params"]) and all_finite(state["optimizer"])
         for n in [n for n in disk if not disk[n]["is_finite"]]:

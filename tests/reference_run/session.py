@@ -55,12 +55,16 @@ class Session:
         def draw_some(data):
             structure = data.draw(draws.structures())
             self.structures += 1
-            for _ in range(self.options.each):
+            tried = 0
+            for _ in range(3 * self.options.each):
                 p = data.draw(draws.runs(structure))
                 reason = known.unsaid(p)
                 self.left_out[reason] += bool(reason)
                 if not reason and not (self.options.avoid and known.faults(p)):
                     self.try_program(p)
+                    tried += 1
+                if tried == self.options.each:
+                    break
 
         try:
             draw_some()

@@ -30,7 +30,7 @@ def smaller_runs(p: Program):
             yield replace(p, parts=with_item(p.parts, i, {}))
     if p.evaluate:
         yield replace(p, evaluate=None)
-    for k, v in (("epochs", None), ("loader", "list"), ("save_every", 100), ("keep", 2), ("prefetch", 1)):
+    for k, v in (("epochs", None), ("loader", "list"), ("saves", False), ("save_every", 100), ("keep", 2), ("prefetch", 1)):
         if getattr(p, k) != v:
             yield replace(p, **{k: v})
     for i in reversed(range(len(p.batches))):

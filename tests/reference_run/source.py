@@ -256,10 +256,11 @@ def fit_text(p: Program, part: dict) -> str:
     e, kill = p.evaluate, part.get("kill")
     data = "iter(batches)" if p.loader == "generator" else "batches"
     options = {
-        "steps": part.get("steps"), "epochs": p.epochs, "checkpoint": "directory",
-        "save_every": p.save_every, "keep": p.keep, "progress": "False",
+        "steps": part.get("steps"), "epochs": p.epochs, "progress": "False",
         "prefetch": None if p.prefetch else "0",
     }  # fmt: skip
+    if p.saves:
+        options |= {"checkpoint": "directory", "save_every": p.save_every, "keep": p.keep}
     if e:
         options |= {"evaluate": "evaluate", "evaluate_every": e["every"] and repr(e["every"]), "patience": e["patience"]}
         options |= {"mode": repr(e["mode"]), "keep_best": e["keep_best"], "evaluate_average": e["average"]}
