@@ -23,6 +23,7 @@ def parse(arguments):
     parser.add_argument("--avoid", action="store_true", help="leave out what meets a known fault")
     parser.add_argument("--tree", help="the checkout of optfn that is tried")
     parser.add_argument("--kept", action="store_true", help="only the failures that are kept")
+    parser.add_argument("--keep", action="store_true", help="keep what fails in failures.json")
     parser.add_argument("--json", help="a file for the outcome")
     parser.add_argument("--first", action="store_true", help="end at the first failure")
     return parser.parse_args(arguments)

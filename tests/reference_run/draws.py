@@ -25,7 +25,7 @@ DGC = [
 COMMON_RULES = RULES[:6]
 ATTRS = [
     {"trainable": False}, {"trainable": False}, {"learning_rate": 0.5}, {"learning_rate": 0.0},
-    {"need_clip": False}, {"regularization": ("l2", 0.2)},
+    {"need_clip": False}, {"regularization": ("l2", 0.2)}, {"regularization": ("matrices", 0.3)},
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def structures(draw):
     attrs = {pick("b", "s", "w"): pick(*ATTRS) for _ in range(pick(0, 0, 1, 1, 2))}
     attrs = {} if is_foreign else attrs
     clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
-    decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1))
+    decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1), ("matrices", 0.2))
     schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
     if chance(0.2) and "exchange" not in way and ("packed" not in way or chance(0.3)):
         around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [])
@@ -62,8 +62,9 @@ def structures(draw):
         links, partition = [], None
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
+    rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     return Program(
-        way=way, compressor=compressor, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
+        rows=rows, way=way, compressor=compressor, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
         dtype=pick("float32", *["float64"] * 2 * (not compressor)), loss=pick("plain", "mean", "mean", "mean"),
         aux=chance(0.3) and "local" not in way,
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
@@ -138,7 +139,7 @@ def runs(draw, p):
         }  # fmt: skip
     loader = pick("list", "list", "list", "generator") if not epochs else "list"
     if epochs and chance(0.25):
-        loader = ["shuffled", EXAMPLES, pick(0, 1), True]
+        loader = ["shuffled", EXAMPLES, pick(0, 1), chance(0.6)]
     made = known.replace(
         p, batches=batches, epochs=epochs, evaluate=evaluate, loader=loader,
         save_every=pick(1, 2, 3, 100), keep=pick(1, 2, 3), prefetch=pick(0, 1),
@@ -161,6 +162,8 @@ def ways_on(draw, p):
     for part in parts[1:]:
         if chance(0.25):
             part["way"] = pick(*(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1)))
+        if chance(0.4) and not isinstance(p.loader, str):
+            part["drop_last"] = not p.loader[3]
         if chance(0.1) and not p.schedule and not p.names("plateau"):
             part["rate"] = 2 * p.rate
     return parts
@@ -181,7 +184,7 @@ def batch_lists(draw, p):
         if chance(often):
             batch["bad"] = pick("nan", "nan", "huge") if known.takes_huge(p) else "nan"
         batches.append(batch)
-    if chance(0.1):
+    if chance(0.4 if p.rows > 1 else 0.1):
         batches[-1]["weights"] = batches[-1]["weights"][:4]
     return batches
 

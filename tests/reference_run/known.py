@@ -30,7 +30,10 @@ def unsaid(p: Program) -> str:
     ways, names = ways_of(p), [x[0] for x in p.links]
     is_foreign = p.rule[0].startswith("optax.")
     exchanges = p.exchanges
-    sizes = [len(b["weights"]) for b in p.batches] if isinstance(p.loader, str) else [8]
+    sizes = [len(b["weights"]) for b in p.batches]
+    drops = [x["drop_last"] for x in p.parts if "drop_last" in x]
+    if not isinstance(p.loader, str) and all([p.loader[3], *drops]):
+        sizes = [p.loader[1]]
     ends = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback") if x.get(k)]
     calls = p.num_steps if p.batches and all(sizes) else 0
     first = [x for x in names if x in ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")]
@@ -66,6 +69,9 @@ def unsaid(p: Program) -> str:
         "a generator ends": p.loader == "generator" and bool(p.epochs),
         "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not takes_huge(p),
         "what a clip or a threshold makes of NaN": has_bad and not guards and (p.clip is not None or p.rule[0] == "ftrl"),
+        "an example has several rows in a batch of batches": p.rows > 1 and not isinstance(p.loader, str),
+        "only shuffled batches have a remainder": bool(drops) and isinstance(p.loader, str),
+        "a patterned decay is one of the whole tree": p.regularization is not None and p.regularization[0] == "matrices" and p.partition is not None,
         "what goes on has been saved": not p.saves and len(p.parts) > 1,
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
     }  # fmt: skip
@@ -82,9 +88,8 @@ def takes_huge(p: Program) -> bool:
 def refusal(p: Program) -> str:
     """Return words of the error that a program must end with; "" if it trains."""
     packed = any("packed" in way for way in ways_of(p))
-    reasons = {
-        "packed": packed and p.partition is not None,
-    }
+    patterned = "matrices" in str((p.attrs, p.regularization))
+    reasons = {"packed": packed and (p.partition is not None or patterned)}
     return next((k for k, v in reasons.items() if v), "")
 
 
@@ -106,6 +111,9 @@ def faults(p: Program) -> list[str]:
         "03 plateau in accumulate": accumulates and any(len(x) == 2 for x in p.names("plateau")),
         "09 patience at the end": bool(p.evaluate and p.evaluate["patience"]),
         "10 evaluation at the end": bool(p.evaluate and len(p.parts) > 1 and (p.evaluate["keep_best"] or p.names("plateau"))),
+        "08 another drop_last": any("drop_last" in x for x in p.parts),
+        "12 a rule in the attributes of packed params": packed and "matrices" in str(p.attrs),
+        "15 rows of an example in microbatches": p.rows > 1 and "compiler, microbatches" in ways_of(p),
         "11 counts of workers in local steps": p.local_steps > 1 and p.is_weighted and 0 in weights,
         "20 exchange of nothing": p.exchanges and is_empty,
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,

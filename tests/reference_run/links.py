@@ -56,12 +56,19 @@ class Rule:
         u = {k: 0 * p[k] for k in self.names}
         for k in trained:
             own = attrs[k].get("regularization", self.p.regularization)
-            total = g[k] if own is None else g[k] + penalty(p[k], *own)
+            total = g[k] if own is None else g[k] + decay(p[k], *own)
             lr = self.rate * attrs[k].get("learning_rate", 1.0)
             state = self.states.get(k, {})
             new, self.states[k] = RULES[name](p[k], total, state, self.count, lr, **options)
             u[k] = np.asarray(new - p[k])
         return u
+
+
+def decay(p, kind, coeff):
+    """Return the penalty of a leaf; "matrices" is optax's decay of the leaves that are no vectors."""
+    if kind == "matrices":
+        return coeff * p if p.ndim > 1 else 0 * p
+    return penalty(p, kind, coeff)
 
 
 class OptaxRule(Rule):

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import os
 import re
 import shutil
+import signal
 import warnings
 
 import jax
@@ -19,6 +19,7 @@ from reference_run import source
 from reference_run.program import Program, first_params
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
+SECONDS = 60  # of one program, with the compilation of its step
 TOLERANCES = {"float64": 2e-5, "float32": 5e-4}
 
 
@@ -26,30 +27,40 @@ TOLERANCES = {"float64": 2e-5, "float32": 5e-4}
 def compiled(text: str) -> dict:
     """Return the names that the text of a step defines. One step serves all programs of it."""
     names: dict = {}
-    exec(compile(source._HEADER.partition("import jax")[1] + _after_header() + text, "step", "exec"), names)
+    header = source.HEADER[source.HEADER.index("import jax") :]  # this process has its devices
+    exec(header + text, names)
     return names
-
-
-def _after_header() -> str:
-    return source._HEADER.partition("import jax")[2]
 
 
 def execute(p: Program) -> dict:
     """Run a program, and return what a user can read at its end."""
-    names: dict = {}
-    ended = {}
-    made = dict(compiled(source.step_text(p, p.way)))
-    exec("import tempfile\n" + source.data_text(p), made)
-    names = made
+    names = dict(compiled(source.step_text(p, p.way)))
+    exec("import tempfile\n" + source.data_text(p), names)
     try:
         for part in p.parts:
             own = dataclasses.replace(p, rate=part.get("rate", p.rate))
-            names |= {k: compiled(source.step_text(own, part.get("way", p.way)))[k] for k in ("step", "start")}
+            made = compiled(source.step_text(own, part.get("way", p.way)))
+            names |= {k: made[k] for k in ("step", "start")}
             exec(source.fit_text(p, part), names)
-            ended = part
-        return observe(p, ended, names)
+        return observe(p, part, names)
     finally:
         shutil.rmtree(names["directory"], ignore_errors=True)
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    """End what takes longer by a TimeoutError: a run that never ends is a failure as others are."""
+
+    def stop(*_):
+        raise TimeoutError(f"the run has not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def on_host(tree):
@@ -128,7 +139,8 @@ def check(p: Program) -> tuple[list, set]:
         want = reference.run(p, source.WAYS)
         reached = want.pop("reached", set())
         try:
-            got = execute(p)
+            with at_most(SECONDS):
+                got = execute(p)
         except FloatingPointError:
             got = {"raised": "FloatingPointError", "disk": {}}
         except Exception as error:

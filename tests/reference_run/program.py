@@ -27,13 +27,14 @@ class Program:
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, and the links around that.
     links: the wrappers, and the members of the chain, from the inside outwards.
+    rows: how many rows of x an example has; the model sees their mean.
     batches: for each its seed, the weights of its examples, and what is "bad" in it.
     loader: "list", "generator", or ["shuffled", size, seed, drop_last].
     epochs: passes over the batches, or None.
     evaluate: every, patience, keep_best, mode, average, and the values that it gives, if not those
       of the params.
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies) or
-      `callback` (the call after which it ends), and perhaps another `way` or `rate`.
+      `callback` (the call after which it ends), and perhaps another `way`, `rate` or `drop_last`.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     """
 
@@ -56,6 +57,7 @@ class Program:
     attrs: Any = dataclasses.field(default_factory=dict)
     partition: Any = None
     links: Any = ()
+    rows: int = 1
     batches: Any = ()
     loader: Any = "list"
     epochs: int | None = None
@@ -101,13 +103,13 @@ def first_params(p: Program) -> dict[str, np.ndarray]:
     return {k: x if k == "count" else x.astype(p.dtype) for k, x in values.items() if k in p.leaves}
 
 
-def make_batch(seed, weights, bad=None, dtype="float64"):
+def make_batch(seed, weights, bad=None, dtype="float64", rows=1):
     """A batch of examples with weights. The first that counts may be bad."""
     rng = np.random.default_rng(seed)
     w = np.array(weights)
-    x, y = rng.normal(size=(len(w), 4)), rng.normal(size=len(w))
+    x, y = rng.normal(size=(rows * len(w), 4)), rng.normal(size=len(w))
     if bad == "nan":
-        x[np.argmax(w > 0)] = np.nan
+        x[rows * np.argmax(w > 0)] = np.nan
     if bad == "huge":
         y[np.argmax(w > 0)] = 1e20
     return x.astype(dtype), y.astype(dtype), w.astype(dtype)
@@ -115,7 +117,7 @@ def make_batch(seed, weights, bad=None, dtype="float64"):
 
 def batches_of(p: Program, epoch: int) -> list[tuple[np.ndarray, ...]]:
     """Return the batches of an epoch, from 0, in their order."""
-    made = [make_batch(b["seed"], b["weights"], b.get("bad"), p.dtype) for b in p.batches]
+    made = [make_batch(b["seed"], b["weights"], b.get("bad"), p.dtype, p.rows) for b in p.batches]
     if not isinstance(p.loader, list | tuple):
         return made
     _, size, seed, drop_last = p.loader

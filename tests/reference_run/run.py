@@ -1,6 +1,7 @@
 """The reference run: the loop over the calls of a program, its evaluations and checkpoints."""
 
 import copy
+import dataclasses
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class Loop:
     """
 
     def __init__(self, p, part, begin, disk, best, given, ways, reached):
+        if "drop_last" in part:
+            p = dataclasses.replace(p, loader=[*p.loader[:3], part["drop_last"]])
         self.p, self.part, self.disk, self.best, self.given = p, part, disk, best, given
         self.evaluate, self.reached = p.evaluate, reached
         self.way = ways[part.get("way", p.way)]

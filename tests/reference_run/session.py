@@ -37,8 +37,9 @@ class Session:
     def run(self):
         print(f"optfn in {Path(optfn.__file__).parents[1]}", flush=True)
         if self.options.kept:
-            for case in read_kept():
-                self.try_program(case)
+            for p in read_kept():
+                if not (self.options.avoid and known.faults(p)):
+                    self.try_program(p)
         else:
             self.draw()
         return self.report()
@@ -113,6 +114,8 @@ class Session:
             p = shrink.shrink(p, fails, self.options.shrink)
             bad, met = self.check(p)[0] or bad, frozenset(known.faults(p))
         self.kinds.setdefault((field, met), []).append(self.count)
+        if self.options.keep:
+            keep(p)
         print(f"\n--- program {self.count} fails: {field}; it meets {sorted(met) or 'no known fault'}")
         print(source.whole_text(p) if self.options.shrink else "")
         print(json.dumps(to_json(p)))
@@ -147,6 +150,13 @@ def text(x):
     """Return a value in one line."""
     shown = " ".join(str(x.tolist() if hasattr(x, "tolist") else x).split())
     return shown if len(shown) < 300 else shown[:300] + "…"
+
+
+def keep(p: Program):
+    """Keep a failure for later runs, the last fifty of them."""
+    cases = [to_json(x) for x in read_kept() if x != p]
+    lines = [json.dumps(x) for x in [*cases, to_json(p)][-50:]]
+    KEPT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def read_kept():

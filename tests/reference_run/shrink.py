@@ -7,7 +7,7 @@ from reference_run import known
 from reference_run.program import Program
 
 replace = dataclasses.replace
-STRUCTURE = ("aux", "model_state", "key", "pass_step", "schedule", "clip", "regularization", "partition", "attrs", "rule", "dtype", "loss", "way")
+STRUCTURE = ("rows", "aux", "model_state", "key", "pass_step", "schedule", "clip", "regularization", "partition", "attrs", "rule", "dtype", "loss", "way")
 
 
 def without(items, i):
@@ -23,7 +23,7 @@ def smaller_runs(p: Program):
     for i in range(len(p.parts) - 1):
         yield replace(p, parts=without(p.parts, i))
     for i, part in enumerate(p.parts):
-        for key in ("way", "rate"):
+        for key in ("way", "rate", "drop_last"):
             if key in part:
                 yield replace(p, parts=with_item(p.parts, i, {k: v for k, v in part.items() if k != key}))
         if i == len(p.parts) - 1 and part:

@@ -82,7 +82,7 @@ _AROUND = {
     "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1})",
     "record_metrics": "optfn.record_metrics({tx})",
 }  # fmt: skip
-_HEADER = """\
+HEADER = """\
 import collections, os, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
@@ -123,6 +123,8 @@ def clip_text(clip):
 
 
 def decay_text(decay):
+    if decay[0] == "matrices":  # a rule of another library, which asks for the shapes of leaves
+        return f"optax.add_decayed_weights({decay[1]}, mask=matrices)"
     return f"optfn.{decay[0]}_decay({decay[1]})"
 
 
@@ -164,6 +166,8 @@ def loss_text(p: Program) -> str:
     names = {"model_state": p.model_state, "batch": True, "key": p.key, "step": p.pass_step}
     lines = [f"def loss_fn(params, {', '.join(k for k, v in names.items() if v)}):"]
     lines += ["x, y, weights = batch"]
+    if p.rows > 1:
+        lines += [f"x = jnp.mean(x.reshape(-1, {p.rows}, 4), 1)"]
     used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
     lines += [f"used = {used}", "seen = jnp.where((used != 0)[:, None], x, 0)", "out = outputs(params, seen)"]
     if p.model_state:
@@ -199,6 +203,8 @@ def step_text(p: Program, way: str) -> str:
     lines = [inspect.getsource(model.outputs), inspect.getsource(model.errors), loss_text(p), ""]
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
+    if "matrices" in str((p.attrs, p.regularization)):
+        lines += ["def matrices(params):", "    return jax.tree.map(lambda x: x.ndim > 1, params)"]
     lines += [f"tx = {optimizer_text(p, way)}"]
     if p.local_steps > 1:
         options += f", local_steps={p.local_steps}"
@@ -234,6 +240,7 @@ def data_text(p: Program) -> str:
     for b in p.batches:
         bad = f", {b['bad']!r}" if b.get("bad") else ""
         more = "" if p.dtype == "float64" else f", dtype={p.dtype!r}"
+        more += f", rows={p.rows}" if p.rows > 1 else ""
         lines += [f"    make_batch({b['seed']}, {b['weights']}{bad}{more}),"]
     lines += ["]"]
     if isinstance(p.loader, list | tuple):
@@ -255,6 +262,9 @@ def fit_text(p: Program, part: dict) -> str:
     """Return the text of one call of the loop."""
     e, kill = p.evaluate, part.get("kill")
     data = "iter(batches)" if p.loader == "generator" else "batches"
+    if "drop_last" in part:
+        _, size, seed, _ = p.loader
+        data = f"optfn.shuffled(arrays, {size}, seed={seed}, drop_last={part['drop_last']})"
     options = {
         "steps": part.get("steps"), "epochs": p.epochs, "progress": "False",
         "prefetch": None if p.prefetch else "0",
@@ -273,7 +283,7 @@ def fit_text(p: Program, part: dict) -> str:
 
 def whole_text(p: Program) -> str:
     """Return a program as a file that can be run by itself."""
-    lines, made = [_HEADER, data_text(p)], None
+    lines, made = [HEADER, data_text(p)], None
     for part in p.parts:
         own = dataclasses.replace(p, rate=part.get("rate", p.rate))
         step = step_text(own, part.get("way", p.way))
