@@ -164,7 +164,7 @@ def ways_on(draw, p):
             part["way"] = pick(*(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1)))
         if chance(0.4) and not isinstance(p.loader, str):
             part["drop_last"] = not p.loader[3]
-        if chance(0.1) and not p.schedule and not p.names("plateau"):
+        if chance(0.1) and not p.rule[0].startswith("optax.") and not p.schedule and not p.names("plateau"):
             part["rate"] = 2 * p.rate
     return parts
 

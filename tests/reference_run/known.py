@@ -70,6 +70,7 @@ def unsaid(p: Program) -> str:
         "huge gradients overflow, but for a guard": any(b.get("bad") == "huge" for b in p.batches) and not takes_huge(p),
         "what a clip or a threshold makes of NaN": has_bad and not guards and (p.clip is not None or p.rule[0] == "ftrl"),
         "an example has several rows in a batch of batches": p.rows > 1 and not isinstance(p.loader, str),
+        "another rate is that of a state of optfn's, when it goes on": any("rate" in x for x in p.parts) and (is_foreign or "rate" in p.parts[0]),
         "only shuffled batches have a remainder": bool(drops) and isinstance(p.loader, str),
         "a patterned decay is one of the whole tree": p.regularization is not None and p.regularization[0] == "matrices" and p.partition is not None,
         "what goes on has been saved": not p.saves and len(p.parts) > 1,

@@ -38,9 +38,9 @@ def try_mutation(options, name, file, old, new):
         tree = Path(folder)
         shutil.copytree(Path(options.base) / "optfn", tree / "optfn")
         text = (tree / file).read_text()
-        if text.count(old) != 1:
+        if old and text.count(old) != 1:
             return [name, f"{old!r} stands {text.count(old)} times in {file}", 0, ""]
-        (tree / file).write_text(text.replace(old, new))
+        (tree / file).write_text(text.replace(old, new) if old else text)
         found = draw(tree, options, "--first", *(["--avoid"] if options.avoid else []))
     return [name, *outcome(found, found["failures"])]
 
@@ -78,13 +78,14 @@ def main(arguments=None):
         for row in try_faults(options, options.unmended):
             print("|", " | ".join(map(str, row)), "|", flush=True)
         return
-    mutations = [m for m in json.loads(MUTATIONS.read_text()) if options.only in m[0]]
+    mutations = [["none", "optfn/__init__.py", "", ""]] if not options.only else []
+    mutations += [m for m in json.loads(MUTATIONS.read_text()) if options.only in m[0]]
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         rows = [pool.submit(try_mutation, options, *m) for m in mutations]
         for row in rows:
             print("|", " | ".join(map(str, row.result())), "|", flush=True)
     found = sum(row.result()[1] == "found" for row in rows)
-    print(f"\n{found} of {len(rows)} mutations are found", flush=True)
+    print(f"\n{found} of {len(rows) - (not options.only)} mutations are found", flush=True)
 
 
 if __name__ == "__main__":
