@@ -1,32 +1,59 @@
-"""Programs, drawn by hypothesis, and more often than not from the corners of what can be asked for."""
+"""Programs, drawn by hypothesis, often from the corners of what can be asked for."""
+
+import dataclasses
 
 from hypothesis import strategies as st
 
-from reference_run import known
+from reference_run import limits
 from reference_run.program import Program
 from reference_run.source import WAYS
 
 EXAMPLES = 8
 ONES = [1.0] * EXAMPLES
 RULES = [
-    ("sgd", {}), ("momentum", {"momentum": 0.9}), ("momentum", {"momentum": 0.9, "nesterov": True}),
-    ("adam", {}), ("adam", {"eps_hat": False}), ("adamw", {}), ("adamw", {"weight_decay": 0.3}),
-    ("lars", {"momentum": 0.9, "lars_coeff": 0.1}), ("adagrad", {}), ("decayed_adagrad", {}),
-    ("adadelta", {}), ("rmsprop", {}), ("rmsprop", {"momentum": 0.5, "centered": True}),
-    ("adamax", {}), ("ftrl", {"l1": 0.01}), ("lamb", {}), ("lamb", {"bias_correction": True}),
-    ("muon", {}), ("asgd", {"batch_num": 2}), ("optax.sgd", {}), ("optax.adam", {}),
-    ("optax.adamw", {}), ("optax.lion", {}), ("optax.rmsprop", {}), ("optax.adagrad", {}),
-    ("optax.nadam", {}), ("optax.adabelief", {}), ("optax.amsgrad", {}),
-]  # fmt: skip
+    ("sgd", {}),
+    ("momentum", {"momentum": 0.9}),
+    ("momentum", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {}),
+    ("adam", {"eps_hat": False}),
+    ("adamw", {}),
+    ("adamw", {"weight_decay": 0.3}),
+    ("lars", {"momentum": 0.9, "lars_coeff": 0.1}),
+    ("adagrad", {}),
+    ("decayed_adagrad", {}),
+    ("adadelta", {}),
+    ("rmsprop", {}),
+    ("rmsprop", {"momentum": 0.5, "centered": True}),
+    ("adamax", {}),
+    ("ftrl", {"l1": 0.01}),
+    ("lamb", {}),
+    ("lamb", {"bias_correction": True}),
+    ("muon", {}),
+    ("asgd", {"batch_num": 2}),
+    ("optax.sgd", {}),
+    ("optax.adam", {}),
+    ("optax.adamw", {}),
+    ("optax.lion", {}),
+    ("optax.rmsprop", {}),
+    ("optax.adagrad", {}),
+    ("optax.nadam", {}),
+    ("optax.adabelief", {}),
+    ("optax.amsgrad", {}),
+]
 DGC = [
     ("dgc_momentum", {"momentum": 0.5, "rampup_begin_step": n, "sparsity": s, "nesterov": nesterov})
     for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
 ]
 COMMON_RULES = RULES[:6]
 ATTRS = [
-    {"trainable": False}, {"trainable": False}, {"learning_rate": 0.5}, {"learning_rate": 0.0},
-    {"need_clip": False}, {"regularization": ("l2", 0.2)}, {"regularization": ("matrices", 0.3)},
-]  # fmt: skip
+    {"trainable": False},
+    {"trainable": False},
+    {"learning_rate": 0.5},
+    {"learning_rate": 0.0},
+    {"need_clip": False},
+    {"regularization": ("l2", 0.2)},
+    {"regularization": ("matrices", 0.3)},
+]
 
 
 @st.composite
@@ -58,24 +85,49 @@ def structures(draw):
             rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
     more = {}
     if "local" in way:
-        more = {"local_steps": 2, "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]])}
+        more = {
+            "local_steps": 2,
+            "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]]),
+        }
         links, partition = [], None
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     return Program(
-        rows=rows, way=way, compressor=compressor, leaves=tuple(leaves), rule=rule, attrs=attrs, partition=partition,
-        dtype=pick("float32", *["float64"] * 2 * (not compressor)), loss=pick("plain", "mean", "mean", "mean"),
+        rows=rows,
+        way=way,
+        compressor=compressor,
+        leaves=tuple(leaves),
+        rule=rule,
+        attrs=attrs,
+        partition=partition,
+        dtype=pick("float32", *["float64"] * 2 * (not compressor)),
+        loss=pick("plain", "mean", "mean", "mean"),
         aux=chance(0.3) and "local" not in way,
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
-        key=chance(0.2) and "grid" not in way and "local" not in way and way != "compiler, microbatches", pass_step=chance(0.15) and "local" not in way,
-        rate=0.05, schedule=None if any(x[0] == "plateau" for x in links) else schedule,
-        clip=None if is_foreign else clip, regularization=None if is_foreign else decay,
-        links=[*links, *draw(wrappers(rule))] if not more else draw(wrappers_of_workers(more["outer"])),
-        evaluate={"every": None, "patience": None, "keep_best": False, "mode": pick("min", "max"),
-                  "average": chance(0.5), "values": None},
-        batches=[{"seed": 0, "weights": ONES}], **more,
-    )  # fmt: skip
+        key=chance(0.2)
+        and "grid" not in way
+        and "local" not in way
+        and way != "compiler, microbatches",
+        pass_step=chance(0.15) and "local" not in way,
+        rate=0.05,
+        schedule=None if any(x[0] == "plateau" for x in links) else schedule,
+        clip=None if is_foreign else clip,
+        regularization=None if is_foreign else decay,
+        links=[*links, *draw(wrappers(rule))]
+        if not more
+        else draw(wrappers_of_workers(more["outer"])),
+        evaluate={
+            "every": None,
+            "patience": None,
+            "keep_best": False,
+            "mode": pick("min", "max"),
+            "average": chance(0.5),
+            "values": None,
+        },
+        batches=[{"seed": 0, "weights": ONES}],
+        **more,
+    )
 
 
 @st.composite
@@ -115,8 +167,10 @@ def wrappers(draw, rule):
 def wrappers_of_workers(draw, outer):
     """Draw the wrappers of the optimizer that takes local steps."""
     pick, _ = picker(draw)
-    return pick([], [["skip_nonfinite"]]) if outer is not None else pick(
-        [], [["skip_nonfinite"]], [["accumulate", 2]], [["accumulate", 3]]
+    return (
+        pick([], [["skip_nonfinite"]])
+        if outer is not None
+        else pick([], [["skip_nonfinite"]], [["accumulate", 2]], [["accumulate", 3]])
     )
 
 
@@ -130,22 +184,34 @@ def runs(draw, p):
     evaluate = None
     watched = any(len(x) > 2 for x in p.names("plateau"))
     if watched or chance(0.6):
-        values = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, 2.0, float("nan")]), min_size=3, max_size=9)
+        values = st.lists(
+            st.sampled_from([1.0, 2.0, 3.0, 4.0, 2.0, float("nan")]), min_size=3, max_size=9
+        )
         average = has_average and p.evaluate["average"]
         evaluate = p.evaluate | {
-            "every": pick(*([] if watched else [None]), 1, 2, 3, *(["epoch"] * 2 if epochs else [])),
-            "patience": pick(None, None, 1, 2), "keep_best": chance(0.5),
-            "average": average, "values": None if average and chance(0.7) else draw(values) if chance(0.7) else None,
-        }  # fmt: skip
+            "every": pick(
+                *([] if watched else [None]), 1, 2, 3, *(["epoch"] * 2 if epochs else [])
+            ),
+            "patience": pick(None, None, 1, 2),
+            "keep_best": chance(0.5),
+            "average": average,
+            "values": None if average and chance(0.7) else draw(values) if chance(0.7) else None,
+        }
     loader = pick("list", "list", "list", "generator") if not epochs else "list"
-    if epochs and chance(0.25):
+    if epochs and p.rows == 1 and chance(0.25):
         loader = ["shuffled", EXAMPLES, pick(0, 1), chance(0.6)]
-    made = known.replace(
-        p, batches=batches, epochs=epochs, evaluate=evaluate, loader=loader,
-        save_every=pick(1, 2, 3, 100), keep=pick(1, 2, 3), prefetch=pick(0, 1),
-    )  # fmt: skip
+    made = dataclasses.replace(
+        p,
+        batches=batches,
+        epochs=epochs,
+        evaluate=evaluate,
+        loader=loader,
+        save_every=pick(1, 2, 3, 100),
+        keep=pick(1, 2, 3),
+        prefetch=pick(0, 1),
+    )
     parts = draw(ways_on(made))
-    return known.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
+    return dataclasses.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
 
 
 @st.composite
@@ -161,10 +227,17 @@ def ways_on(draw, p):
     parts.append(pick({}, {}, {"steps": whole * each}))
     for part in parts[1:]:
         if chance(0.25):
-            part["way"] = pick(*(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1)))
+            part["way"] = pick(
+                *(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1))
+            )
         if chance(0.4) and not isinstance(p.loader, str):
             part["drop_last"] = not p.loader[3]
-        if chance(0.1) and not p.rule[0].startswith("optax.") and not p.schedule and not p.names("plateau"):
+        if (
+            chance(0.1)
+            and not p.rule[0].startswith("optax.")
+            and not p.schedule
+            and not p.names("plateau")
+        ):
             part["rate"] = 2 * p.rate
     return parts
 
@@ -182,7 +255,7 @@ def batch_lists(draw, p):
         weights = ONES if is_calm else draw(weights_of_batch())
         batch = {"seed": draw(st.integers(0, 99)), "weights": [scale * w for w in weights]}
         if chance(often):
-            batch["bad"] = pick("nan", "nan", "huge") if known.takes_huge(p) else "nan"
+            batch["bad"] = pick("nan", "nan", "huge") if limits.takes_huge(p) else "nan"
         batches.append(batch)
     if chance(0.4 if p.rows > 1 else 0.1):
         batches[-1]["weights"] = batches[-1]["weights"][:4]
@@ -197,11 +270,18 @@ def weights_of_batch(draw):
     zero = [0.0] * EXAMPLES
     one = [float(k == i) for k in range(EXAMPLES)]
     return pick(
-        ONES, ONES, ONES, zero, zero, one, [1 - x for x in one],
+        ONES,
+        ONES,
+        ONES,
+        zero,
+        zero,
+        one,
+        [1 - x for x in one],
         [float(k // 2 != i // 2) for k in range(EXAMPLES)],
-        [0.0] * 4 + [1.0] * 4, [float(k % 4) for k in range(EXAMPLES)],
+        [0.0] * 4 + [1.0] * 4,
+        [float(k % 4) for k in range(EXAMPLES)],
         [0.25 * (k * i % 5) for k in range(EXAMPLES)],
-    )  # fmt: skip
+    )
 
 
 def picker(draw):

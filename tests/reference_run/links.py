@@ -65,7 +65,7 @@ class Rule:
 
 
 def decay(p, kind, coeff):
-    """Return the penalty of a leaf; "matrices" is optax's decay of the leaves that are no vectors."""
+    """Return the penalty of a leaf; "matrices" is optax's decay of matrices alone."""
     if kind == "matrices":
         return coeff * p if p.ndim > 1 else 0 * p
     return penalty(p, kind, coeff)

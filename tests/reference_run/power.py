@@ -29,7 +29,9 @@ def draw(tree, options, *more):
             command, cwd=tree, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
         )
         text = Path(file.name).read_text()
-        return json.loads(text) if text else {"count": 0, "failures": [], "error": run.stderr[-500:]}
+        return (
+            json.loads(text) if text else {"count": 0, "failures": [], "error": run.stderr[-500:]}
+        )
 
 
 def try_mutation(options, name, file, old, new):
@@ -46,12 +48,15 @@ def try_mutation(options, name, file, old, new):
 
 
 def try_faults(options, tree):
-    """Return rows for the known faults that programs find in a tree, each by one that meets it alone."""
+    """Return rows for the known faults found in a tree, by programs that meet one alone."""
     found = draw(tree, options)
     names = sorted({name for _, _, met, _ in found["failures"] for name in met})
     alone = {n: [x for x in found["failures"] if x[2] == [n]] for n in names}
     some = {n: [x for x in found["failures"] if n in x[2]] for n in names}
-    rows = [[n, *outcome(found, alone[n] or some[n], "" if alone[n] else ", with others")] for n in names]
+    rows = [
+        [n, *outcome(found, alone[n] or some[n], "" if alone[n] else ", with others")]
+        for n in names
+    ]
     return [*rows, ["no known fault", *outcome(found, [x for x in found["failures"] if not x[2]])]]
 
 

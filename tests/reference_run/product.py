@@ -10,10 +10,9 @@ import signal
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optfn
 
+import optfn
 from reference_run import run as reference
 from reference_run import source
 from reference_run.program import Program, first_params
@@ -79,10 +78,15 @@ def observe(p: Program, part: dict, names: dict) -> dict:
     if p.names("ema", "model_average"):
         average = on_host(optfn.unpack(optfn.averaged_params(state.opt_state, state.params)))
     return {
-        "calls": len(history.get("loss", ())), "step": int(state.step), "params": on_host(optfn.unpack(state.params)),
-        "model_state": state.model_state and on_host(state.model_state), "average": average,
-        "history": {k: np.asarray(v) for k, v in history.items()}, "stopped": stopped, "disk": disk,
-    }  # fmt: skip
+        "calls": len(history.get("loss", ())),
+        "step": int(state.step),
+        "params": on_host(optfn.unpack(state.params)),
+        "model_state": state.model_state and on_host(state.model_state),
+        "average": average,
+        "history": {k: np.asarray(v) for k, v in history.items()},
+        "stopped": stopped,
+        "disk": disk,
+    }
 
 
 def read_disk(directory, like) -> dict:
@@ -125,7 +129,7 @@ def compare(p: Program, want: dict, got: dict) -> list:
     if sorted(want["disk"]) != sorted(got["disk"]):
         return [*bad, ("checkpoints", sorted(want["disk"]), sorted(got["disk"]))]
     for n, params in want["disk"].items():
-        params = params["params"] if "params" in params else params
+        params = params.get("params", params)
         for leaf, x in params.items():
             if not near(x, got["disk"][n][leaf]):
                 bad.append((f"checkpoint {n}/{leaf}", x, got["disk"][n][leaf]))

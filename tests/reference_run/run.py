@@ -16,10 +16,17 @@ def run(p: Program, ways: dict) -> dict:
     ways: by name, how a run is divided: its workers and microbatches.
     """
     begin = {
-        "n": 0, "calls": [], "evaluations": [], "optimizer": links.make_optimizer(p),
-        "params": {k: np.asarray(x, x.dtype if k == "count" else np.float64) for k, x in first_params(p).items()},
-        "model_state": model.first_model_state(p), "is_finite": True,
-    }  # fmt: skip
+        "n": 0,
+        "calls": [],
+        "evaluations": [],
+        "optimizer": links.make_optimizer(p),
+        "params": {
+            k: np.asarray(x, x.dtype if k == "count" else np.float64)
+            for k, x in first_params(p).items()
+        },
+        "model_state": model.first_model_state(p),
+        "is_finite": True,
+    }
     disk, best, given, reached, result = {}, [], [0], set(), {}
     for part in p.parts:
         loop = Loop(p, part, copy.deepcopy(begin), disk, best, given, ways, reached)
@@ -125,7 +132,11 @@ class Loop:
                     p, params, next(pieces), None, self.n + i, self.way
                 )
                 u = worker.update(links.mean_of_workers(grads), params, weight, value)
-                params = params | {k: params[k] + x for k, x in u.items()} if links.is_update(u) else params
+                params = (
+                    params | {k: params[k] + x for k, x in u.items()}
+                    if links.is_update(u)
+                    else params
+                )
                 total, weights = total + (weight * value if weight else 0), weights + weight
             ends.append(params)
         if weights:
@@ -136,7 +147,11 @@ class Loop:
         value = total / weights if weights else np.nan
         metrics = self.metrics(value, weights, {})
         is_finite = not weights or np.isfinite(value) or bool(links.guards_of(optimizer))
-        state |= {"n": self.n + p.local_steps, "calls": [*state["calls"], metrics], "is_finite": is_finite}
+        state |= {
+            "n": self.n + p.local_steps,
+            "calls": [*state["calls"], metrics],
+            "is_finite": is_finite,
+        }
         self.reached |= {"an update", "a round of local steps"}
 
     def metrics(self, value, weight, aux):
@@ -247,10 +262,15 @@ class Loop:
             self.reached.add("a best state that is not the last")
         self.state = copy.deepcopy(best)
         return {
-            "calls": len(calls), "step": self.n, "params": self.state["params"], "model_state": self.state["model_state"],
-            "average": self.average(), "history": history, "stopped": stopped,
+            "calls": len(calls),
+            "step": self.n,
+            "params": self.state["params"],
+            "model_state": self.state["model_state"],
+            "average": self.average(),
+            "history": history,
+            "stopped": stopped,
             "disk": {n: x["params"] for n, x in self.disk.items()},
-        }  # fmt: skip
+        }
 
 
 def all_finite(x):

@@ -1,23 +1,30 @@
 """A run over many drawn programs: what failed, shrunk and shown, and what was reached."""
 
 import collections
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
 
 import hypothesis
-import optfn
 from hypothesis import strategies as st
 
-from reference_run import draws, known, product, shrink, source
+import optfn
+from reference_run import draws, known, limits, product, shrink, source
 from reference_run.program import Program, to_json
 
 KEPT = Path(__file__).with_name("failures.json")
 GOALS = (
-    "an update", "a guard that skips", "a call without weight", "a run that resumes", "a checkpoint",
-    "a broken checkpoint", "an end by patience", "a best state that is not the last",
-)  # fmt: skip
+    "an update",
+    "a guard that skips",
+    "a call without weight",
+    "a run that resumes",
+    "a checkpoint",
+    "a broken checkpoint",
+    "an end by patience",
+    "a best state that is not the last",
+)
 
 
 class Enough(KeyboardInterrupt):
@@ -49,9 +56,12 @@ class Session:
 
         @hypothesis.seed(self.options.seed)
         @hypothesis.settings(
-            max_examples=10**6, database=None, deadline=None,
-            phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),
-        )  # fmt: skip
+            max_examples=10**6,
+            database=None,
+            deadline=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
         @hypothesis.given(st.data())
         def draw_some(data):
             structure = data.draw(draws.structures())
@@ -59,7 +69,7 @@ class Session:
             tried = 0
             for _ in range(3 * self.options.each):
                 p = data.draw(draws.runs(structure))
-                reason = known.unsaid(p)
+                reason = limits.unsaid(p)
                 self.left_out[reason] += bool(reason)
                 if not reason and not (self.options.avoid and known.faults(p)):
                     self.try_program(p)
@@ -67,10 +77,8 @@ class Session:
                 if tried == self.options.each:
                     break
 
-        try:
+        with contextlib.suppress(Enough):
             draw_some()
-        except Enough:
-            pass
 
     def try_program(self, p: Program):
         """Compare the two runs of a program."""
@@ -116,7 +124,9 @@ class Session:
         self.kinds.setdefault((field, met), []).append(self.count)
         if self.options.keep:
             keep(p)
-        print(f"\n--- program {self.count} fails: {field}; it meets {sorted(met) or 'no known fault'}")
+        print(
+            f"\n--- program {self.count} fails: {field}; it meets {sorted(met) or 'no known fault'}"
+        )
         print(source.whole_text(p) if self.options.shrink else "")
         print(json.dumps(to_json(p)))
         for name, wanted, found in bad[:4]:
@@ -133,11 +143,13 @@ class Session:
         print("left out:", ", ".join(f"{n} × {k}" for k, n in self.left_out.most_common() if n))
         if missing := [x for x in GOALS if not self.reached[x]]:
             print("never reached:", ", ".join(missing))
-        print(f"{self.structures} structures, {seconds:.0f} s, {60 * self.count / seconds:.0f} a minute")
+        rate = 60 * self.count / seconds
+        print(f"{self.structures} structures, {seconds:.0f} s, {rate:.0f} a minute")
         if self.options.json:
             first = [[n, field, known.faults(p), to_json(p)] for n, field, p in self.failures]
             Path(self.options.json).write_text(json.dumps({"count": self.count, "failures": first}))
-        print(f"{self.count} programs, {len(self.failures)} failures, {self.refusals.total()} refusals of {len(self.refusals)} kinds")  # fmt: skip
+        refused = f"{self.refusals.total()} refusals of {len(self.refusals)} kinds"
+        print(f"{self.count} programs, {len(self.failures)} failures, {refused}")
         return bool(self.failures)
 
 

@@ -3,11 +3,26 @@
 import dataclasses
 import time
 
-from reference_run import known
+from reference_run import limits
 from reference_run.program import Program
 
 replace = dataclasses.replace
-STRUCTURE = ("rows", "aux", "model_state", "key", "pass_step", "schedule", "clip", "regularization", "partition", "attrs", "rule", "dtype", "loss", "way")
+STRUCTURE = (
+    "rows",
+    "aux",
+    "model_state",
+    "key",
+    "pass_step",
+    "schedule",
+    "clip",
+    "regularization",
+    "partition",
+    "attrs",
+    "rule",
+    "dtype",
+    "loss",
+    "way",
+)
 
 
 def without(items, i):
@@ -25,12 +40,21 @@ def smaller_runs(p: Program):
     for i, part in enumerate(p.parts):
         for key in ("way", "rate", "drop_last"):
             if key in part:
-                yield replace(p, parts=with_item(p.parts, i, {k: v for k, v in part.items() if k != key}))
+                yield replace(
+                    p, parts=with_item(p.parts, i, {k: v for k, v in part.items() if k != key})
+                )
         if i == len(p.parts) - 1 and part:
             yield replace(p, parts=with_item(p.parts, i, {}))
     if p.evaluate:
         yield replace(p, evaluate=None)
-    for k, v in (("epochs", None), ("loader", "list"), ("saves", False), ("save_every", 100), ("keep", 2), ("prefetch", 1)):
+    for k, v in (
+        ("epochs", None),
+        ("loader", "list"),
+        ("saves", False),
+        ("save_every", 100),
+        ("keep", 2),
+        ("prefetch", 1),
+    ):
         if getattr(p, k) != v:
             yield replace(p, **{k: v})
     for i in reversed(range(len(p.batches))):
@@ -78,7 +102,7 @@ def shrink(p: Program, fails, seconds: float) -> Program:
             for q in candidates(p):
                 if time.monotonic() > end:
                     break
-                if not known.unsaid(q) and fails(q):
+                if not limits.unsaid(q) and fails(q):
                     p, simpler = q, True
                     break
             if simpler:

@@ -45,7 +45,9 @@ WAYS = {
     "params": Way(f'{_MESH}, shard="params"', 4),
     "params, microbatches": Way(f'{_MESH}, shard="params", microbatches=2', 4, 2),
     "gather once": Way(
-        f'{_MESH}, shard=optfn.distributed.sharded("params", gather_once=True), microbatches=2', 4, 2
+        f'{_MESH}, shard=optfn.distributed.sharded("params", gather_once=True), microbatches=2',
+        4,
+        2,
     ),
     "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
     "compiler": Way(f'{_MESH}, partitioner="compiler"', 0),
@@ -65,7 +67,7 @@ WAYS = {
         f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4, 1, 2
     ),
 }
-_EXCHANGE = 'optfn.chain(exchange({0}, axis_name={1!r}, min_size=2), {tx})'
+_EXCHANGE = "optfn.chain(exchange({0}, axis_name={1!r}, min_size=2), {tx})"
 _SCHEDULES = {
     "inverse_time": "optfn.schedules.inverse_time({rate}, 2, 0.5)",
     "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
@@ -73,15 +75,17 @@ _SCHEDULES = {
 }
 _AROUND = {
     "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
-    "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau({rate}, decay_rate=0.5, patience={0}{more}))",
+    "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau("
+    "{rate}, decay_rate=0.5, patience={0}{more}))",
     "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
-    "model_average": "optfn.chain({tx}, optfn.model_average(1.0, min_average_window={0}, max_average_window={0}))",
+    "model_average": "optfn.chain({tx}, optfn.model_average("
+    "1.0, min_average_window={0}, max_average_window={0}))",
     "accumulate": "optfn.accumulate({tx}, {0})",
     "skip_nonfinite": "optfn.skip_nonfinite({tx})",
     "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0})",
     "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1})",
     "record_metrics": "optfn.record_metrics({tx})",
-}  # fmt: skip
+}
 HEADER = """\
 import collections, os, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -112,10 +116,13 @@ def rule_text(p: Program, way: str) -> str:
     attrs = {k: attr_text(x) for k, x in p.attrs.items()}
     listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
     return call(
-        f"optfn.{name}", rate, **options, grad_clip=p.clip and clip_text(p.clip),
+        f"optfn.{name}",
+        rate,
+        **options,
+        grad_clip=p.clip and clip_text(p.clip),
         regularization=p.regularization and decay_text(p.regularization),
         param_attrs=attrs and listed,
-    )  # fmt: skip
+    )
 
 
 def clip_text(clip):
@@ -169,12 +176,18 @@ def loss_text(p: Program) -> str:
     if p.rows > 1:
         lines += [f"x = jnp.mean(x.reshape(-1, {p.rows}, 4), 1)"]
     used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
-    lines += [f"used = {used}", "seen = jnp.where((used != 0)[:, None], x, 0)", "out = outputs(params, seen)"]
+    lines += [
+        f"used = {used}",
+        "seen = jnp.where((used != 0)[:, None], x, 0)",
+        "out = outputs(params, seen)",
+    ]
     if p.model_state:
         lines += ['out = out + 0.1 * model_state["mean"][0]']
     if p.key:
         lines += ['out_ = out * jax.random.uniform(key, out.shape, "float32", minval=0.5)']
-    each = f"errors({'out_' if p.key else 'out'}, y)" + (" * (1 + 0.1 * step)" if p.pass_step else "")
+    each = f"errors({'out_' if p.key else 'out'}, y)" + (
+        " * (1 + 0.1 * step)" if p.pass_step else ""
+    )
     lines += [f"each = jnp.where(used != 0, {each}, 0)"]
     mean = "optfn.Mean(jnp.sum(used * {0}), jnp.sum(used))"
     results = [mean.format("each") if p.is_weighted else "jnp.mean(each)"]
@@ -183,23 +196,31 @@ def loss_text(p: Program) -> str:
         mean_text = '0.9 * model_state["mean"] + 0.1 * jnp.mean(x, 0)'
         further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1}}']
     if p.aux:
-        further += [f'{{"abs": jnp.mean(jnp.abs(out)), "big": jnp.sum(each > 1), "mean": {mean.format("out")}}}']
+        numbers = '"abs": jnp.mean(jnp.abs(out)), "big": jnp.sum(each > 1)'
+        further += [f'{{{numbers}, "mean": {mean.format("out")}}}']
     results += further if len(further) < 2 else [f"({', '.join(further)})"]
     return "\n    ".join([*lines, f"return {', '.join(results)}"])
 
 
+def array_text(x) -> str:
+    """Return the text of an array."""
+    dtype = str(x.dtype)
+    return f"np.array({x.tolist()}, {dtype!r})" if x.size else f"np.zeros({x.shape}, {dtype!r})"
+
+
 def step_text(p: Program, way: str) -> str:
     """Return the text that makes the step and its first state: what is compiled once."""
-    literals = {k: f"np.array({x.tolist()}, {str(x.dtype)!r})" for k, x in first_params(p).items()}
-    literals = {k: f"np.zeros({x.shape}, {p.dtype!r})" if not x.size else literals[k] for k, x in first_params(p).items()}
-    params = ", ".join(f"{k!r}: {x}" for k, x in literals.items())
+    params = ", ".join(f"{k!r}: {array_text(x)}" for k, x in first_params(p).items())
     options = WAYS[way].options
     flags = {
-        "has_aux": p.aux, "model_state": p.model_state, "rng": 7 if p.key else None,
+        "has_aux": p.aux,
+        "model_state": p.model_state,
+        "rng": 7 if p.key else None,
         "pass_step": p.pass_step,
         "average_model_state": p.model_state and bool(p.evaluate and p.evaluate["average"]),
-    }  # fmt: skip
-    state = ', {"mean": np.zeros(4, %r), "seen": np.int32(0)}' % p.dtype if p.model_state else ""
+    }
+    mean = f"np.zeros(4, {p.dtype!r})"
+    state = f', {{"mean": {mean}, "seen": np.int32(0)}}' if p.model_state else ""
     lines = [inspect.getsource(model.outputs), inspect.getsource(model.errors), loss_text(p), ""]
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
@@ -210,7 +231,10 @@ def step_text(p: Program, way: str) -> str:
         options += f", local_steps={p.local_steps}"
         if p.outer is not None:
             options += f", outer={wrap(p, 'optfn.momentum(0.7, 0.5)', p.outer)}"
-    lines += ["step = " + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)]
+    lines += [
+        "step = "
+        + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
+    ]
     return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
 
 
@@ -248,13 +272,20 @@ def data_text(p: Program) -> str:
         lines += ["arrays = tuple(map(np.concatenate, zip(*batches)))"]
         lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
     if p.evaluate and p.evaluate["values"]:
-        lines += [f"values, given = {p.evaluate['values']}, []", "def evaluate(params, *model_state):"]
+        lines += [
+            f"values, given = {p.evaluate['values']}, []",
+            "def evaluate(params, *model_state):",
+        ]
         lines += ["    given.append(values[len(given) % len(values)])", "    return given[-1]"]
     elif p.evaluate:
         lines += ["def evaluate(params, *model_state):"]
-        lines += ["    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"]
+        lines += [
+            "    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"
+        ]
     if any(part.get("kill") is not None for part in p.parts):
-        lines += [_KILLED.replace("PER_EPOCH", str(p.num_steps // (p.epochs or 1) // p.local_steps))]
+        lines += [
+            _KILLED.replace("PER_EPOCH", str(p.num_steps // (p.epochs or 1) // p.local_steps))
+        ]
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
 
 
@@ -266,18 +297,30 @@ def fit_text(p: Program, part: dict) -> str:
         _, size, seed, _ = p.loader
         data = f"optfn.shuffled(arrays, {size}, seed={seed}, drop_last={part['drop_last']})"
     options = {
-        "steps": part.get("steps"), "epochs": p.epochs, "progress": "False",
+        "steps": part.get("steps"),
+        "epochs": p.epochs,
+        "progress": "False",
         "prefetch": None if p.prefetch else "0",
-    }  # fmt: skip
+    }
     if p.saves:
         options |= {"checkpoint": "directory", "save_every": p.save_every, "keep": p.keep}
     if e:
-        options |= {"evaluate": "evaluate", "evaluate_every": e["every"] and repr(e["every"]), "patience": e["patience"]}
-        options |= {"mode": repr(e["mode"]), "keep_best": e["keep_best"], "evaluate_average": e["average"]}
+        options |= {
+            "evaluate": "evaluate",
+            "evaluate_every": e["every"] and repr(e["every"]),
+            "patience": e["patience"],
+        }
+        options |= {
+            "mode": repr(e["mode"]),
+            "keep_best": e["keep_best"],
+            "evaluate_average": e["average"],
+        }
     if part.get("callback"):
         options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
     data = data if kill is None else f"Until({data}, {kill // p.local_steps})"
-    text = "state, history = " + call("optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options)
+    text = "state, history = " + call(
+        "optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options
+    )
     return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
 
 
