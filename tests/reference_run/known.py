@@ -66,6 +66,7 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
 def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which faults of how arrays lie a program meets."""
     packed, records = facts.has("packed"), bool(p.names("record_metrics"))
+    by_shape = "matrices" in str((p.attrs, p.regularization))
     frozen, by_compiler = bool(frozen_of(p)), facts.has("compiler, microbatches")
     return {
         "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
@@ -73,5 +74,6 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         "28 labels of packed params": packed and p.partition is not None,
         "30 packed and frozen": packed and frozen and (records or bool(p.names(*AVERAGES))),
         "71 DGC of packed params": packed and p.rule[0] == "dgc_momentum",
+        "73 a rule of another library behind a packed exchange": packed and p.exchanges and by_shape,
         "72 norms of frozen leaves inside a wrapper": frozen and records,
     }
