@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
-.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers zoo tables outputs docs docs-serve release clean
+.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties draws power faults soak scale lint bench bench-check compiled pods compilers zoo tables outputs docs docs-serve release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,11 +44,22 @@ nightly: ## test whole grids, properties, faults, soak, scale, outside; over an 
 	$(MAKE) test test-product OPTIONS=--nightly
 	.ci/test-newer --cases 1
 	$(MAKE) properties faults soak scale outside
+	$(MAKE) draws N=1000000 SEED=$$(date +%s) OPTIONS="--avoid --seconds 3600"
 
 # 68 times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test ## test 5,400 drawn cases
 	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
 	  --quick-compiler tests/contract/test_properties.py
+
+# OPTIONS="--avoid" leaves out programs that meet a known fault, and OPTIONS="--keep" keeps what fails.
+draws: N ?= 500
+draws: SEED ?= 1
+draws: $(VENV)/.test ## compare N=500 drawn programs of SEED=1 with a reference run; TREE=another checkout
+	PYTHONPATH=tests $(BIN)/python -m reference_run --programs $(N) --seed $(SEED) \
+	  $(if $(TREE),--tree $(TREE)) $(OPTIONS)
+
+power: $(VENV)/.test ## which faults, put into optfn, drawn programs find; in an hour
+	PYTHONPATH=tests $(BIN)/python -m reference_run.power --avoid $(OPTIONS)
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
 faults: $(VENV)/.test ## try kills, links, disks and files, in 20 minutes; ONLY="disk_full" chooses

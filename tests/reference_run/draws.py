@@ -1,0 +1,296 @@
+"""Programs, drawn by hypothesis, often from the corners of what can be asked for."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from reference_run import limits
+from reference_run.program import Program
+from reference_run.source import WAYS
+
+EXAMPLES = 8
+ONES = [1.0] * EXAMPLES
+RULES = [
+    ("sgd", {}),
+    ("momentum", {"momentum": 0.9}),
+    ("momentum", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {}),
+    ("adam", {"eps_hat": False}),
+    ("adamw", {}),
+    ("adamw", {"weight_decay": 0.3}),
+    ("lars", {"momentum": 0.9, "lars_coeff": 0.1}),
+    ("adagrad", {}),
+    ("decayed_adagrad", {}),
+    ("adadelta", {}),
+    ("rmsprop", {}),
+    ("rmsprop", {"momentum": 0.5, "centered": True}),
+    ("adamax", {}),
+    ("ftrl", {"l1": 0.01}),
+    ("lamb", {}),
+    ("lamb", {"bias_correction": True}),
+    ("muon", {}),
+    ("asgd", {"batch_num": 2}),
+    ("optax.sgd", {}),
+    ("optax.adam", {}),
+    ("optax.adamw", {}),
+    ("optax.lion", {}),
+    ("optax.rmsprop", {}),
+    ("optax.adagrad", {}),
+    ("optax.nadam", {}),
+    ("optax.adabelief", {}),
+    ("optax.amsgrad", {}),
+]
+DGC = [
+    ("dgc_momentum", {"momentum": 0.5, "rampup_begin_step": n, "sparsity": s, "nesterov": nesterov})
+    for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
+]
+COMMON_RULES = RULES[:6]
+ATTRS = [
+    {"trainable": False},
+    {"trainable": False},
+    {"learning_rate": 0.5},
+    {"learning_rate": 0.0},
+    {"need_clip": False},
+    {"regularization": ("l2", 0.2)},
+    {"regularization": ("matrices", 0.3)},
+]
+
+
+@st.composite
+def structures(draw):
+    """Draw what a compiled step depends on: way, loss, optimizer."""
+    pick, chance = picker(draw)
+    way = pick(*WAYS) if chance(0.75) else pick("one", "packed", "state", "params")
+    partition, links = None, []
+    rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
+    is_foreign = rule[0].startswith("optax.")
+    leaves = ["w", "b", "s"] + ["empty"] * chance(0.15)
+    leaves += ["count"] * (chance(0.15) and not is_foreign)
+    attrs = {pick("b", "s", "w"): pick(*ATTRS) for _ in range(pick(0, 0, 1, 1, 2))}
+    attrs = {} if is_foreign else attrs
+    clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
+    decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1), ("matrices", 0.2))
+    schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
+    if chance(0.2) and "exchange" not in way and ("packed" not in way or chance(0.3)):
+        around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [])
+        partition, attrs = {"leaves": pick(["b"], ["w", "b"], ["s"]), "links": around}, {}
+    else:
+        links = draw(chain_members())
+    compressor = None
+    if "exchange" in way:
+        compressor = pick("top_k(1.0)", "top_k(0.3)", "top_k(0.3)", "quantize(4)", "quantize(1)")
+        if "grid" in way:
+            compressor = "top_k(1.0)"
+        elif chance(0.3):
+            rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
+    more = {}
+    if "local" in way:
+        more = {
+            "local_steps": 2,
+            "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]]),
+        }
+        links, partition = [], None
+    if rule[0] == "dgc_momentum":
+        attrs, links = {}, [x for x in links if x[0] != "plateau"]
+    rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
+    return Program(
+        rows=rows,
+        way=way,
+        compressor=compressor,
+        leaves=tuple(leaves),
+        rule=rule,
+        attrs=attrs,
+        partition=partition,
+        dtype=pick("float32", *["float64"] * 2 * (not compressor)),
+        loss=pick("plain", "mean", "mean", "mean"),
+        aux=chance(0.3) and "local" not in way,
+        model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
+        key=chance(0.2)
+        and "grid" not in way
+        and "local" not in way
+        and way != "compiler, microbatches",
+        pass_step=chance(0.15) and "local" not in way,
+        rate=0.05,
+        schedule=None if any(x[0] == "plateau" for x in links) else schedule,
+        clip=None if is_foreign else clip,
+        regularization=None if is_foreign else decay,
+        links=[*links, *draw(wrappers(rule))]
+        if not more
+        else draw(wrappers_of_workers(more["outer"])),
+        evaluate={
+            "every": None,
+            "patience": None,
+            "keep_best": False,
+            "mode": pick("min", "max"),
+            "average": chance(0.5),
+            "values": None,
+        },
+        batches=[{"seed": 0, "weights": ONES}],
+        **more,
+    )
+
+
+@st.composite
+def chain_members(draw):
+    """Draw what stands behind the rule: a plateau, an average."""
+    pick, chance = picker(draw)
+    links = []
+    if chance(0.35):
+        monitor = pick([], ["evaluation"])
+        links.append(["plateau", pick(0, 1), *monitor])
+    if chance(0.5):
+        links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
+    return links
+
+
+@st.composite
+def wrappers(draw, rule):
+    """Draw the wrappers, from the inside outwards."""
+    pick, chance = picker(draw)
+    links, guard = [["record_metrics"]] if chance(0.2) else [], None
+    guards = [["skip_nonfinite"], ["skip_nonfinite"], ["loss_scale", 2]]
+    for _ in range(pick(0, 1, 1, 2, 2, 3)):
+        has_spikes = ["skip_spikes", 2.0, 3] in links
+        more = [["accumulate", 1], ["accumulate", 2], ["accumulate", 3]]
+        if guard is None:
+            more += guards
+        if not has_spikes and guard != ["loss_scale", 2]:
+            more += [["skip_spikes", 2.0, 3]]
+        links.append(pick(*more))
+        guard = links[-1] if links[-1] in guards else guard
+    if rule[0] == "sgd" and chance(0.25):
+        links.append(["trace"])
+    return links
+
+
+@st.composite
+def wrappers_of_workers(draw, outer):
+    """Draw the wrappers of the optimizer that takes local steps."""
+    pick, _ = picker(draw)
+    return (
+        pick([], [["skip_nonfinite"]])
+        if outer is not None
+        else pick([], [["skip_nonfinite"]], [["accumulate", 2]], [["accumulate", 3]])
+    )
+
+
+@st.composite
+def runs(draw, p):
+    """Draw data, and a run over it, for a structure."""
+    pick, chance = picker(draw)
+    batches = draw(batch_lists(p))
+    epochs = pick(None, None, 1, 2, 3)
+    has_average = bool(p.names("ema", "model_average"))
+    evaluate = None
+    watched = any(len(x) > 2 for x in p.names("plateau"))
+    if watched or chance(0.6):
+        values = st.lists(
+            st.sampled_from([1.0, 2.0, 3.0, 4.0, 2.0, float("nan")]), min_size=3, max_size=9
+        )
+        average = has_average and p.evaluate["average"]
+        evaluate = p.evaluate | {
+            "every": pick(
+                *([] if watched else [None]), 1, 2, 3, *(["epoch"] * 2 if epochs else [])
+            ),
+            "patience": pick(None, None, 1, 2),
+            "keep_best": chance(0.5),
+            "average": average,
+            "values": None if average and chance(0.7) else draw(values) if chance(0.7) else None,
+        }
+    loader = pick("list", "list", "list", "generator") if not epochs else "list"
+    if epochs and p.rows == 1 and chance(0.25):
+        loader = ["shuffled", EXAMPLES, pick(0, 1), chance(0.6)]
+    made = dataclasses.replace(
+        p,
+        batches=batches,
+        epochs=epochs,
+        evaluate=evaluate,
+        loader=loader,
+        save_every=pick(1, 2, 3, 100),
+        keep=pick(1, 2, 3),
+        prefetch=pick(0, 1),
+    )
+    parts = draw(ways_on(made))
+    return dataclasses.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
+
+
+@st.composite
+def ways_on(draw, p):
+    """Draw the calls of the loop: where each ends, and how the next goes on."""
+    pick, chance = picker(draw)
+    parts, at, each = [], 0, p.local_steps
+    whole = p.num_steps // each
+    for _ in range(pick(0, 0, 1, 1, 2)):
+        if at < whole - 1:
+            at = draw(st.integers(at + 1, whole - 1))
+            parts.append({pick("kill", "kill", "steps", "steps", "callback"): at * each})
+    parts.append(pick({}, {}, {"steps": whole * each}))
+    for part in parts[1:]:
+        if chance(0.25):
+            part["way"] = pick(
+                *(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1))
+            )
+        if chance(0.4) and not isinstance(p.loader, str):
+            part["drop_last"] = not p.loader[3]
+        if (
+            chance(0.1)
+            and not p.rule[0].startswith("optax.")
+            and not p.schedule
+            and not p.names("plateau")
+        ):
+            part["rate"] = 2 * p.rate
+    return parts
+
+
+@st.composite
+def batch_lists(draw, p):
+    """Draw the batches of a run."""
+    pick, chance = picker(draw)
+    has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
+    is_calm, scale = chance(0.2), 1e-7 if chance(0.04) else 1.0
+    may_fail = not p.clip and p.rule[0] not in ("ftrl", "dgc_momentum") and not p.compressor
+    often = 0.35 if has_guard else 0.15 if may_fail and chance(0.1) else 0.0
+    batches = []
+    for _ in range(pick(1, 2, 3, 4, 6, 8)):
+        weights = ONES if is_calm else draw(weights_of_batch())
+        batch = {"seed": draw(st.integers(0, 99)), "weights": [scale * w for w in weights]}
+        if chance(often):
+            batch["bad"] = pick("nan", "nan", "huge") if limits.takes_huge(p) else "nan"
+        batches.append(batch)
+    if chance(0.4 if p.rows > 1 else 0.1):
+        batches[-1]["weights"] = batches[-1]["weights"][:4]
+    return batches
+
+
+@st.composite
+def weights_of_batch(draw):
+    """Draw the weights of the examples: often 0 for one, for a worker, for all."""
+    pick, _ = picker(draw)
+    i = draw(st.integers(0, EXAMPLES - 1))
+    zero = [0.0] * EXAMPLES
+    one = [float(k == i) for k in range(EXAMPLES)]
+    return pick(
+        ONES,
+        ONES,
+        ONES,
+        zero,
+        zero,
+        one,
+        [1 - x for x in one],
+        [float(k // 2 != i // 2) for k in range(EXAMPLES)],
+        [0.0] * 4 + [1.0] * 4,
+        [float(k % 4) for k in range(EXAMPLES)],
+        [0.25 * (k * i % 5) for k in range(EXAMPLES)],
+    )
+
+
+def picker(draw):
+    """Return functions that draw one of some values, and an event of a probability."""
+
+    def pick(*values):
+        return draw(st.sampled_from(values))
+
+    def chance(probability):
+        return draw(st.integers(0, 99)) < 100 * probability
+
+    return pick, chance

@@ -1,0 +1,79 @@
+"""What optfn refuses, and known faults: `--avoid` leaves out the programs that meet them."""
+
+import math
+
+from reference_run.limits import AVERAGES, Facts
+from reference_run.links import frozen_of
+from reference_run.program import Program, batches_of
+
+
+def refusal(p: Program) -> str:
+    """Return words of the error that a program must end with, "" if it trains.
+
+    docs/recipes.md has the reasons: packed params have no leaves for labels and shapes.
+    """
+    by_shape = "matrices" in str((p.attrs, p.regularization))
+    is_refused = Facts(p).has("packed") and (p.partition is not None or by_shape)
+    return "cannot be combined with packed=True" if is_refused else ""
+
+
+def faults(p: Program) -> list[str]:
+    """Return the known faults whose conditions a program meets, with their numbers in issue 70.
+
+    A fault that is mended loses its line here, and is drawn from then on.
+    """
+    facts = Facts(p)
+    met = of_empty_calls(p, facts) | of_judges(p, facts) | of_layouts(p, facts)
+    return [name for name, holds in met.items() if holds]
+
+
+def of_empty_calls(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which faults of updates that do not count a program meets."""
+    weights = [w for b in p.batches for w in b["weights"]] if p.is_weighted else []
+    by_call = [x[2].sum() for e in range(p.epochs or 1) for x in batches_of(p, e)]
+    is_empty = p.is_weighted and 0 in by_call
+    accumulates = bool(p.names("accumulate"))
+    nested = len(p.names("accumulate")) > 1
+    by_value = any(len(x) == 2 for x in p.names("plateau"))
+    more = accumulates or bool(p.names("skip_spikes"))
+    return {
+        "02 small weights": accumulates and any(0 < w < 1e-4 for w in weights),
+        "03 plateau in accumulate": accumulates and by_value,
+        "11 counts of workers in local steps": p.local_steps > 1 and 0 in weights,
+        "20 exchange of nothing": p.exchanges and is_empty,
+        "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
+        "22 nested accumulations": nested and p.is_weighted,
+        "24 model state of an empty call": p.model_state and accumulates and is_empty,
+        "25 checkpoint of an empty call": p.saves and is_empty,
+        "27 checkpoint with a NaN in its state": p.saves and facts.has_bad and more,
+    }
+
+
+def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which faults of what judges values a program meets."""
+    e, plateaus = p.evaluate or {}, bool(p.names("plateau"))
+    has_nan = any(map(math.isnan, e.get("values") or ())) or facts.has_bad
+    judges = bool(e) and (e["keep_best"] or plateaus)
+    return {
+        "01 first value NaN": plateaus and has_nan,
+        "08 another drop_last": bool(facts.drops),
+        "09 patience at the end": bool(e.get("patience")),
+        "10 evaluation at the end": judges and len(p.parts) > 1,
+        "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
+    }
+
+
+def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which faults of how arrays lie a program meets."""
+    packed, records = facts.has("packed"), bool(p.names("record_metrics"))
+    by_shape = "matrices" in str((p.attrs, p.regularization))
+    frozen, by_compiler = bool(frozen_of(p)), facts.has("compiler, microbatches")
+    return {
+        "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
+        "15 rows of an example": p.rows > 1 and by_compiler,
+        "28 labels of packed params": packed and p.partition is not None,
+        "30 packed and frozen": packed and frozen and (records or bool(p.names(*AVERAGES))),
+        "71 DGC of packed params": packed and p.rule[0] == "dgc_momentum",
+        "73 a rule of another library behind a packed exchange": packed and p.exchanges and by_shape,
+        "72 norms of frozen leaves inside a wrapper": frozen and records,
+    }

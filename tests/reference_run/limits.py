@@ -1,0 +1,134 @@
+"""Programs that are left out: they are wrong, or no text says what they must do."""
+
+from reference_run.program import Program
+from reference_run.source import WAYS
+
+WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
+AVERAGES = ("ema", "model_average")
+
+
+class Facts:
+    """What the limits below ask of a program.
+
+    ways: of the calls of the loop, without repeats.
+    names: of the links, from the inside outwards.
+    guards: of gradients that are not finite.
+    sizes: the numbers of examples of batches.
+    ends: the steps at which calls of the loop end; steps: those of the whole run.
+    """
+
+    def __init__(self, p: Program):
+        self.ways = [*dict.fromkeys([p.way, *(x.get("way", p.way) for x in p.parts)])]
+        self.names = [x[0] for x in p.links]
+        self.guards = [x for x in self.names if x in ("skip_nonfinite", "loss_scale")]
+        self.has_bad = any(b.get("bad") for b in p.batches)
+        self.is_foreign = p.rule[0].startswith("optax.")
+        self.drops = [x["drop_last"] for x in p.parts if "drop_last" in x]
+        self.sizes = [len(b["weights"]) for b in p.batches]
+        if not isinstance(p.loader, str) and all([p.loader[3], *self.drops]):
+            self.sizes = [p.loader[1]]
+        found = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback")]
+        self.ends = [x for x in found if x]
+        self.steps = p.num_steps if p.batches and all(self.sizes) else 0
+
+    def is_outside(self, name: str) -> bool:
+        """Tell whether a member of the chain stands outside of a wrapper."""
+        first = next((i for i, x in enumerate(self.names) if x in WRAPPERS), len(self.names))
+        return name in self.names[first:]
+
+    def has(self, word: str) -> bool:
+        """Tell whether the name of a way has a word."""
+        return any(word in way for way in self.ways)
+
+
+def unsaid(p: Program) -> str:
+    """Return why a program is left out, "" if it is not."""
+    facts = Facts(p)
+    of_all = of_run(p, facts) | of_optimizer(p, facts) | of_links(p, facts) | of_ways(p, facts)
+    return next((reason for reason, holds in of_all.items() if holds), "")
+
+
+def of_run(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of data and runs a program does not keep."""
+    e, ends = p.evaluate, facts.ends
+    watches = any(len(x) > 2 for x in p.names("plateau"))
+    rates = ["rate" in x for x in p.parts]
+    return {
+        "it has no call": not facts.steps,
+        "it ends before it begins": ends != sorted(set(ends)) or max(ends, default=0) > facts.steps,
+        "it dies after its end": any(x.get("kill") == facts.steps for x in p.parts),
+        "what goes on has been saved": not p.saves and len(p.parts) > 1,
+        "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
+        "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),
+        "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
+        "a generator ends": p.loader == "generator" and bool(p.epochs),
+        "an epoch is due": bool(e and e["every"] == "epoch" and not p.epochs),
+        "a plateau watches evaluations": watches and not (e and e["every"]),
+        "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
+    }
+
+
+def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of an optimizer a program does not keep."""
+    is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and not facts.guards
+    further = p.clip or p.regularization or p.attrs
+    more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
+    is_huge = any(b.get("bad") == "huge" for b in p.batches)
+    patterned = p.regularization is not None and p.regularization[0] == "matrices"
+    return {
+        "optax knows no attributes": facts.is_foreign and bool(further or "count" in p.leaves),
+        "DGC has arguments of its own": is_dgc and bool(more),
+        "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
+        "huge gradients, but for a guard": is_huge and not takes_huge(p),
+        "a clip of NaN": bad and (p.clip is not None or p.rule[0] == "ftrl"),
+        "a decay by shape in a label": patterned and p.partition is not None,
+        "an average of one label": bool(p.partition and p.names("ema")),
+    }
+
+
+def of_links(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of wrappers and their order a program does not keep."""
+    names = facts.names
+    outside = names[names.index("loss_scale") + 1 :] if "loss_scale" in names else []
+    once = ("skip_nonfinite", "loss_scale", "skip_spikes", "record_metrics")
+    return {
+        "a guard is inside of a loss scale": bool({*outside} - {"accumulate"}),
+        "one guard": any(names.count(x) > 1 for x in once) or len(facts.guards) > 1,
+        "a plateau is inside of wrappers": facts.is_outside("plateau"),
+        "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
+        "norms are those of workers": p.exchanges and "record_metrics" in names,
+        "labels exchange nothing": p.exchanges and p.partition is not None,
+    }
+
+
+def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of a way a program does not keep."""
+    ways = [WAYS[name] for name in facts.ways]
+    keys = {(way.workers, way.microbatches) for way in ways}
+    uneven = any(n % way.parts or n % way.devices for n in facts.sizes for way in ways)
+    is_local, is_outer = p.local_steps > 1, p.outer is not None
+    others = {*facts.names} - {"accumulate", "skip_nonfinite"}
+    more = p.aux or p.model_state or p.key or p.pass_step or p.partition or p.exchanges or others
+    of_nothing = facts.has_bad and (not facts.guards or is_outer)
+    of_nothing = of_nothing or (is_outer and "accumulate" in facts.names)
+    is_chosen = p.rule[0] == "dgc_momentum" or p.compressor not in (None, "top_k(1.0)")
+    return {
+        "a batch has equal parts": uneven,
+        "model state in microbatches": p.model_state and any(x.microbatches > 1 for x in ways),
+        "keys are those of a way": p.key and (len(keys) > 1 or facts.has("grid")),
+        "keys of the compiler's microbatches": p.key and facts.has("compiler, microbatches"),
+        "a way has local steps": any(("local" in name) != is_local for name in facts.ways),
+        "local steps without more": is_local and (bool(more) or {*facts.sizes} != {8}),
+        "an outer step of nothing": is_local and of_nothing,
+        "an outer optimizer of no rounds": is_outer and not is_local,
+        "rates of workers apart": is_local and p.schedule is not None and p.is_weighted,
+        "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
+        "a choice in each part of a leaf": facts.has("grid") and is_chosen,
+        "an exchange goes on in its way": p.exchanges and len(ways) > 1,
+    }
+
+
+def takes_huge(p: Program) -> bool:
+    """Tell whether a guard stands right around a rule, which may keep squares of gradients."""
+    guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite"
+    return guarded and p.dtype == "float32" and not p.clip and not p.partition

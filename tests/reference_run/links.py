@@ -1,0 +1,477 @@
+"""The links of a chain and the wrappers, each as its documentation says, in plain Python.
+
+`update(g, p, w, value)` takes the gradients of a call, the params, the weight of the call and its
+loss, all over the whole batch, and returns what is added to the params, by leaf. SKIPPED says that
+the update does not count: nothing has changed but what guards count. WAITING says that an
+accumulation has taken the call, and there is no update yet.
+"""
+
+import copy
+import dataclasses
+
+import numpy as np
+import optax
+from reference_exchange import quantize, top_k
+from references import RULES, clip, penalty
+
+SKIPPED, WAITING = "skipped", "waiting"
+SCHEDULES = {  # the i-th update that counts
+    None: lambda rate, i: rate,
+    "inverse_time": lambda rate, i: rate / (1 + 0.5 * i / 2),
+    "linear_warmup": lambda rate, i: rate * i / 3 if i < 3 else rate,
+    "piecewise": lambda rate, i: rate if i < 2 else rate / 2,
+}
+SQUARES = ("adam", "adamw", "rmsprop", "adagrad", "decayed_adagrad", "adadelta", "lamb", "ftrl")
+
+
+def is_update(u):
+    return isinstance(u, dict)
+
+
+def sum_of_squares(tree):
+    return sum(float(np.sum(np.square(x))) for x in tree.values())
+
+
+class Rule:
+    """An optimizer: clip, regularization, and its rule for each leaf."""
+
+    def __init__(self, program, names):
+        self.p, self.names, self.count, self.states = program, names, 0, {}
+        self.rate = self.rate_of(0)
+
+    def rate_of(self, i):
+        has_plateau = bool(self.p.names("plateau"))
+        return 1.0 if has_plateau else SCHEDULES[self.p.schedule](self.p.rate, i)
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return SKIPPED
+        self.rate, self.count = self.rate_of(self.count), self.count + 1
+        attrs = {k: self.p.attrs.get(k, {}) for k in self.names}
+        trained = [k for k in self.names if attrs[k].get("trainable", True)]
+        g = {k: g[k] for k in trained}
+        if self.p.clip:
+            g |= clip({k: g[k] for k in trained if attrs[k].get("need_clip", True)}, *self.p.clip)
+        name, options = self.p.rule
+        u = {k: 0 * p[k] for k in self.names}
+        for k in trained:
+            own = attrs[k].get("regularization", self.p.regularization)
+            total = g[k] if own is None else g[k] + decay(p[k], *own)
+            lr = self.rate * attrs[k].get("learning_rate", 1.0)
+            state = self.states.get(k, {})
+            new, self.states[k] = RULES[name](p[k], total, state, self.count, lr, **options)
+            u[k] = np.asarray(new - p[k])
+        return u
+
+
+def decay(p, kind, coeff):
+    """Return the penalty of a leaf; "matrices" is optax's decay of matrices alone."""
+    if kind == "matrices":
+        return coeff * p if p.ndim > 1 else 0 * p
+    return penalty(p, kind, coeff)
+
+
+class OptaxRule(Rule):
+    """An optimizer of optax, which is its own reference, in float64 and on one device."""
+
+    def __init__(self, program, names):
+        super().__init__(program, names)
+        self.state, self.rate = None, None
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return SKIPPED
+        name, options = self.p.rule
+        rate = self.rate_of(self.count)
+        tx = getattr(optax, name.removeprefix("optax."))(rate, **options)
+        self.count += 1
+        own = {k: p[k] for k in self.names}
+        state = tx.init(own) if self.state is None else self.state
+        u, self.state = tx.update({k: g[k] for k in self.names}, state, own)
+        return {k: np.asarray(x) for k, x in u.items()}
+
+
+class Exchange:
+    """Workers send their own gradients, along the leading axis, by a compressor, and keep the rest.
+
+    Scalars, and leaves wider than float32, are sent whole. If a gradient is not finite, all get 0.
+    """
+
+    def __init__(self, program, inner, compressor):
+        self.inner, self.residual, self.has_kept = inner, {}, False
+        self.is_wide = program.dtype == "float64"
+        self.frozen = frozen_of(program)
+        self.compress = COMPRESSORS[compressor]
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return self.inner.update(mean_of_workers(g), p, w, value)
+        if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
+            return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
+        before, sent = self.residual, dict(g)
+        for k in g:
+            if not (p[k].ndim == 0 or p[k].size == 0 or self.is_wide or k in self.frozen):
+                total = (g[k] + before.get(k, 0)).astype(np.float32)
+                sent[k] = np.stack([self.compress(x) for x in total]).astype(np.float64)
+                self.residual = self.residual | {k: total - sent[k]}
+                self.has_kept |= bool(np.any(self.residual[k]))
+        u = self.inner.update(mean_of_workers(sent), p, w, value)
+        if u == SKIPPED:
+            self.residual = before
+        return u
+
+
+COMPRESSORS = {
+    "top_k(1.0)": lambda x: x,
+    "top_k(0.3)": lambda x: top_k(x, 0.3),
+    "quantize(4)": lambda x: quantize(x, 4),
+    "quantize(1)": lambda x: quantize(x, 1),
+}
+
+
+class DeepGradientCompression:
+    """dgc_momentum: momentum on what each worker has summed, of which it sends the largest."""
+
+    def __init__(self, program, names):
+        self.rate, self.options = program.rate, program.rule[1]
+        self.names = [k for k in names if k not in frozen_of(program)]
+        self.step, self.u, self.v, self.has_kept = 0, {}, {}, False
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return SKIPPED
+        updates = {k: 0 * x for k, x in p.items() if k in g}
+        begin, mu = self.options["rampup_begin_step"], self.options["momentum"]
+        for k in self.names:
+            u, v = self.u.get(k, 0 * g[k]), self.v.get(k, 0 * g[k])
+            if self.step < begin or p[k].ndim == 0 or p[k].size == 0:
+                mean = 0 * g[k] + g[k].mean(0)
+                self.u[k] = mu * u + mean
+                nesterov = self.options.get("nesterov", False)
+                direction = (mean + mu * self.u[k] if nesterov else self.u[k])[0]
+            else:
+                direction, self.u[k], self.v[k] = self.send(g[k], u, v, mu)
+            updates[k] = np.asarray(-self.rate * direction)
+        self.step += 1
+        return updates
+
+    def send(self, g, u, v, mu):
+        """Return the mean of what workers send, and what each keeps."""
+        nesterov = self.options.get("nesterov", False)
+        u = mu * (u + g) if nesterov else mu * u + g
+        v = v + (u + g if nesterov else u)
+        sparsity = self.options["sparsity"]
+        place = (self.step - self.options["rampup_begin_step"]) * len(sparsity)
+        density = 1 - sparsity[min(place, len(sparsity) - 1)]
+        sent = np.stack([top_k(x.astype(np.float32), density, None) for x in v]).astype(np.float64)
+        self.has_kept |= bool(np.any(v[sent == 0]))
+        return sent.mean(0), np.where(sent != 0, 0, u), np.where(sent != 0, 0, v)
+
+
+def mean_of_workers(g):
+    """Return the mean gradient of the workers."""
+    return {k: np.asarray(x.mean(0)) for k, x in g.items()}
+
+
+def frozen_of(program):
+    """Return the leaves that are not trained."""
+    return [k for k, x in program.attrs.items() if not x.get("trainable", True)]
+
+
+class LocalSteps:
+    """The optimizers of workers that take steps alone, and the outer one of their rounds."""
+
+    def __init__(self, program):
+        names = [k for k in program.leaves if k != "count"]
+        inner = dataclasses.replace(program, outer=None)
+        self.workers = [wrap(inner, make_rule(inner, names), program.links) for _ in range(WORKERS)]
+        options = {"rule": ("momentum", {"momentum": 0.5}), "rate": 0.7}
+        if program.outer is None:
+            options = {"rule": ("sgd", {}), "rate": 1.0}
+        plain = {"schedule": None, "clip": None, "regularization": None, "attrs": {}, "links": ()}
+        rule = Rule(dataclasses.replace(program, **options, **plain), names)
+        self.outer = wrap(program, rule, program.outer or ())
+
+
+WORKERS = 4
+
+
+class Partition:
+    """Two labels: some leaves have a rule of their own, and links around it."""
+
+    def __init__(self, program, names):
+        own = program.partition["leaves"]
+        rest = [k for k in names if k not in own]
+        self.labels = [
+            (rest, make_rule(program, rest)),
+            (own, wrap(program, make_rule(program, own), program.partition["links"])),
+        ]
+
+    def update(self, g, p, w, value):
+        results = {}
+        for names, link in self.labels:
+            of_label = [{k: x[k] for k in names} for x in (g, p)]
+            u = link.update(*of_label, w, value)
+            results |= u if is_update(u) else {k: 0 * p[k] for k in names}
+        return results
+
+
+class Trace:
+    """Momentum before the rest of the chain: m = 0.5·m + g."""
+
+    def __init__(self, program, inner):
+        self.inner, self.m = inner, None
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return self.inner.update(g, p, w, value)
+        before = self.m
+        self.m = {k: g[k] + (0 if before is None else 0.5 * before[k]) for k in g}
+        u = self.inner.update(self.m, p, w, value)
+        if u == SKIPPED:
+            self.m = before
+        return u
+
+
+class Plateau:
+    """The rate falls by half when more than `patience` values in a row are no better."""
+
+    def __init__(self, program, inner, patience, monitor="value"):
+        self.inner, self.patience, self.monitor = inner, patience, monitor
+        by_evaluation = monitor == "evaluation" and program.evaluate
+        self.sign = -1 if by_evaluation and program.evaluate["mode"] == "max" else 1
+        self.rate, self.best, self.bad, self.told = program.rate, None, 0, None
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if not is_update(u):
+            return u
+        if self.told is not None:  # the metric of the update before
+            self.judge(self.told)
+        self.told = value if self.monitor == "value" else None
+        return {k: self.rate * u[k] for k in u}
+
+    def judge(self, v):
+        is_first = self.best is None
+        if v == v and (is_first or self.sign * v < self.sign * self.best - 1e-4 * self.best):
+            self.best, self.bad = v, 0
+        else:
+            self.bad += 1
+        if self.bad > self.patience:
+            self.rate, self.bad = self.rate / 2, 0
+
+
+class MovingAverage:
+    """e = d·e + (1 − d)·p after each update; read as e/(1 − dᵗ)."""
+
+    def __init__(self, program, inner, decay):
+        self.inner, self.decay, self.average, self.weight = inner, decay, None, 0.0
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if is_update(u):
+            d, old = self.decay, self.average
+            new = {k: p[k] + u[k] for k in u}
+            self.average = {k: (d * old[k] if old else 0) + (1 - d) * new[k] for k in u}
+            self.weight = d * self.weight + 1 - d
+        return u
+
+    def read(self, p):
+        if self.average is None:
+            return p
+        return p | {k: x / self.weight for k, x in self.average.items()}
+
+
+class ModelAverage:
+    """The mean of the params over a window of updates."""
+
+    def __init__(self, program, inner, window):
+        self.inner, self.window, self.updates, self.count, self.old = inner, window, 0, 0, 0
+        self.sums = None
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if is_update(u):
+            zero = {k: 0 * p[k] for k in u}
+            now, before = self.sums or (zero, zero)
+            now = {k: now[k] + p[k] + u[k] for k in u}
+            self.updates, self.count = self.updates + 1, self.count + 1
+            if self.count >= self.window and self.count >= min(self.window, self.updates):
+                now, before, self.old, self.count = zero, now, self.count, 0
+            self.sums = now, before
+        return u
+
+    def read(self, p):
+        if not self.updates:
+            return p
+        now, before = self.sums
+        return p | {k: (now[k] + before[k]) / (self.count + self.old) for k in now}
+
+
+class Accumulate:
+    """One update for k calls, with the mean of their gradients, and of their losses, by weight."""
+
+    def __init__(self, program, inner, k):
+        self.inner, self.k = inner, k
+        self.calls, self.weight, self.total, self.value = 0, 0.0, None, 0.0
+
+    def update(self, g, p, w, value):
+        self.calls += 1
+        if w != 0:
+            old = self.total
+            self.weight, self.value = self.weight + w, self.value + w * value
+            self.total = {k: w * g[k] + (old[k] if old else 0) for k in g}
+        if self.calls < self.k:
+            return WAITING
+        total, weight, value = self.total, self.weight, self.value
+        self.calls, self.weight, self.total, self.value = 0, 0.0, None, 0.0
+        if weight == 0:  # an accumulation inside counts the call
+            return self.inner.update({k: 0 * g[k] for k in g}, p, 0, np.nan)
+        return self.inner.update({k: total[k] / weight for k in g}, p, weight, value / weight)
+
+
+class SkipNonfinite:
+    """A gradient that is not finite changes nothing, up to ten times in a row."""
+
+    def __init__(self, program, inner):
+        self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
+        limit = np.finfo(program.dtype).max
+        has_squares = isinstance(inner, Rule) and program.rule[0] in SQUARES
+        self.most = np.sqrt(limit) if has_squares else limit
+
+    def is_bad(self, g):
+        return not all(np.all(np.abs(x) <= self.most) for x in g.values())
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return self.inner.update(g, p, w, value)
+        is_bad = self.is_bad(g)
+        self.in_a_row = self.in_a_row + 1 if is_bad else 0
+        if is_bad and self.in_a_row <= 10:
+            self.skipped += 1
+            return SKIPPED
+        self.gave_up |= is_bad
+        return self.inner.update(g, p, w, value)
+
+
+class LossScale(SkipNonfinite):
+    """Skips as SkipNonfinite does; the scale then falls by half, and doubles after good calls."""
+
+    def __init__(self, program, inner, interval):
+        super().__init__(program, inner)
+        self.interval, self.scale, self.good = interval, 4.0, 0
+
+    def update(self, g, p, w, value):
+        before = self.skipped
+        u = super().update(g, p, w, value)
+        if w != 0 and self.skipped != before:
+            self.scale, self.good = max(self.scale / 2, 1.0), 0
+        elif w != 0:
+            self.good += 1
+            if self.good >= self.interval:
+                self.scale, self.good = self.scale * 2, 0
+        return u
+
+
+class SkipSpikes:
+    """An update that is much larger than the median of the last ones changes nothing."""
+
+    def __init__(self, program, inner, factor, window):
+        self.inner, self.factor, self.skipped, self.in_a_row = inner, factor, 0, 0
+        self.norms = [np.inf] * window
+
+    def update(self, g, p, w, value):
+        if w == 0:
+            return self.inner.update(g, p, w, value)
+        before = copy.deepcopy(self.inner)
+        u = self.inner.update(g, p, w, value)
+        rate = max([x for x in rates_of(self.inner) if x > 0], default=1.0)
+        norm = np.sqrt(sum_of_squares(u)) / rate if is_update(u) else 0.0
+        is_spike = norm > self.factor * np.median(self.norms)
+        self.in_a_row = self.in_a_row + 1 if is_spike else 0
+        if is_spike and self.in_a_row <= 10:
+            self.inner, self.skipped = before, self.skipped + 1
+            return SKIPPED
+        if np.isfinite(norm) and norm > 0:
+            self.norms = [*self.norms[1:], norm]
+        return u
+
+
+class RecordMetrics:
+    """The norms of gradient, update and params in the last update."""
+
+    def __init__(self, program, inner):
+        self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
+        self.frozen = frozen_of(program)
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if is_update(u):
+            inexact = {k: x for k, x in p.items() if k in g}
+            trees = {k: x for k, x in g.items() if k not in self.frozen}, u, inexact
+            self.norms = {k: sum_of_squares(x) ** 0.5 for k, x in zip(NORMS, trees, strict=True)}
+        return u
+
+
+NORMS = ("grad_norm", "update_norm", "param_norm")
+LINKS = {
+    "trace": Trace,
+    "plateau": Plateau,
+    "ema": MovingAverage,
+    "model_average": ModelAverage,
+    "accumulate": Accumulate,
+    "skip_nonfinite": SkipNonfinite,
+    "loss_scale": LossScale,
+    "skip_spikes": SkipSpikes,
+    "record_metrics": RecordMetrics,
+}
+
+
+def wrap(program, link, wrappers):
+    """Return a link with others around it, from the inside outwards."""
+    for name, *arguments in wrappers:
+        link = LINKS[name](program, link, *arguments)
+    return link
+
+
+def make_optimizer(program):
+    """Return the outermost link of a program."""
+    if program.local_steps > 1:
+        return LocalSteps(program)
+    names = [k for k in program.leaves if k != "count"]
+    if program.rule[0] == "dgc_momentum":
+        link = DeepGradientCompression(program, names)
+    else:
+        link = (Partition if program.partition else make_rule)(program, names)
+    if program.compressor:
+        link = Exchange(program, link, program.compressor)
+    return wrap(program, link, program.links)
+
+
+def make_rule(program, names):
+    """Return the rule of some leaves."""
+    kind = OptaxRule if program.rule[0].startswith("optax.") else Rule
+    return kind(program, names)
+
+
+def links_of(link):
+    """Return a link and all inside it, from the outside inwards."""
+    inside = [link.inner] if hasattr(link, "inner") else []
+    if isinstance(link, Partition):
+        inside = [x for _, x in link.labels]
+    if isinstance(link, LocalSteps):
+        inside = [*link.workers, link.outer]
+    return [link, *(y for x in inside for y in links_of(x))]
+
+
+def rates_of(link):
+    """Return the learning rates of the last update, those of optax's optimizers left out."""
+    links = links_of(link)
+    plateaus = [x.rate for x in links if isinstance(x, Plateau)]
+    rules = [x.rate for x in links if isinstance(x, Rule | DeepGradientCompression)]
+    return [x for x in plateaus or rules if x is not None]
+
+
+def guards_of(link):
+    """Return the guards among the links."""
+    return [x for x in links_of(link) if hasattr(x, "skipped")]

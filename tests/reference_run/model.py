@@ -1,0 +1,91 @@
+"""The loss of a program over one big batch, and its gradients, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def outputs(params, x):
+    """Return the model's number for each example."""
+    out = params["s"] * jnp.sum(jnp.tanh(x @ params["w"] + params["b"]), -1)
+    if "empty" in params:
+        out = out + jnp.sum(params["empty"])
+    return out * params["count"] if "count" in params else out
+
+
+def errors(out, y):
+    """Return the loss of each example: a square, and a product where that would be infinite."""
+    return jnp.where(jnp.abs(y) > 1e9, out * y, (out - y) ** 2)
+
+
+def first_model_state(p):
+    """Return the model state that a program begins with: a running mean and a counter."""
+    return {"mean": np.zeros(4, p.dtype), "seen": np.int32(0)} if p.model_state else None
+
+
+def next_model_state(model_state, x):
+    """Return the model state after a batch."""
+    mean = 0.9 * model_state["mean"] + 0.1 * np.mean(x, 0, dtype=np.float64)
+    return {"mean": mean, "seen": model_state["seen"] + 1}
+
+
+def noise(step, num_workers, num_microbatches, count):
+    """Return the factors of dropout in a step: of each worker's microbatches, in their order."""
+    key, factors = jax.random.fold_in(jax.random.key(7), step), []
+    for worker in range(num_workers or 1):
+        own = jax.random.fold_in(key, worker) if num_workers else key
+        for part in range(num_microbatches):
+            last = jax.random.fold_in(own, part) if num_microbatches > 1 else own
+            size = count // (num_workers or 1) // num_microbatches
+            factors.append(np.asarray(jax.random.uniform(last, (size,), "float32", minval=0.5)))
+    return np.concatenate(factors).astype(np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_example, owners):
+    x, y, weights = batch
+    used = weights if is_weighted else jnp.ones_like(weights)
+    x = jnp.where((used != 0)[:, None], x, 0)  # what has no weight makes no NaN
+    weight = jnp.sum(used)
+
+    def loss(params, own):  # of the examples of one worker; the mean over workers is the loss
+        out = outputs({**params, **fixed}, x)
+        if model_state is not None:
+            out = out + 0.1 * model_state["mean"][0]
+        each = jnp.where(used != 0, errors(out * by_example, y) * factor, 0)
+        value = jnp.sum(jnp.where(own, used * each, 0)) / jnp.where(weight == 0, 1, weight)
+        return len(owners) * value, (each, out)
+
+    (values, rest), grads = jax.vmap(jax.value_and_grad(loss, has_aux=True), (None, 0))(
+        params, owners
+    )
+    return jnp.mean(values), grads, jax.tree.map(lambda a: a[0], rest), weight
+
+
+def differentiate(p, params, batch, model_state, step, way):
+    """Return the loss of a call, each worker's own gradients, the weight, and aux.
+
+    A gradient has the worker as its leading axis, and the mean over it is that of the whole batch.
+    A mean of nothing is NaN, with weight 0. Each call of a plain loss counts alike.
+    """
+    floats = {k: x for k, x in params.items() if k != "count"}
+    fixed = {k: x for k, x in params.items() if k == "count"}
+    x, y, w = (np.asarray(a, np.float64) for a in batch)
+    x = np.mean(np.reshape(x, (len(y), -1, 4)), 1)  # an example may have several rows
+    factor = 1 + 0.1 * step if p.pass_step else 1.0
+    each = noise(step, way.workers, way.microbatches, len(x)) if p.key else np.ones(len(x))
+    owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
+    value, grads, (losses, out), weight = jax.device_get(
+        _differentiate(floats, fixed, (x, y, w), model_state, p.is_weighted, factor, each, owners)
+    )
+    weights = w if p.is_weighted else np.ones_like(w)
+    aux = {
+        "abs": np.mean(np.abs(out)),
+        "big": np.sum(losses > 1),
+        "mean": np.sum(weights * out) / np.sum(weights) if np.sum(weights) else np.nan,
+    }
+    grads = {k: np.asarray(g) for k, g in grads.items()}
+    value = float(value) if weight else np.nan
+    return value, grads, float(weight) if p.is_weighted else 1.0, aux

@@ -1,0 +1,152 @@
+"""A program trained by optfn, as its text says, and how that differs from the reference run."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import signal
+import warnings
+
+import jax
+import numpy as np
+
+import optfn
+from reference_run import run as reference
+from reference_run import source
+from reference_run.program import Program, first_params
+
+# Relative to the largest number of the leaf. float32 programs differ by their rounding.
+SECONDS = 60  # of one program, with the compilation of its step
+TOLERANCES = {"float64": 2e-5, "float32": 5e-4}
+
+
+@functools.lru_cache(maxsize=200)
+def compiled(text: str) -> dict:
+    """Return the names that the text of a step defines. One step serves all programs of it."""
+    names: dict = {}
+    header = source.HEADER[source.HEADER.index("import jax") :]  # this process has its devices
+    exec(header + text, names)
+    return names
+
+
+def execute(p: Program) -> dict:
+    """Run a program, and return what a user can read at its end."""
+    names = dict(compiled(source.step_text(p, p.way)))
+    exec("import tempfile\n" + source.data_text(p), names)
+    try:
+        for part in p.parts:
+            own = dataclasses.replace(p, rate=part.get("rate", p.rate))
+            made = compiled(source.step_text(own, part.get("way", p.way)))
+            names |= {k: made[k] for k in ("step", "start")}
+            exec(source.fit_text(p, part), names)
+        return observe(p, part, names)
+    finally:
+        shutil.rmtree(names["directory"], ignore_errors=True)
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    """End what takes longer by a TimeoutError: a run that never ends is a failure as others are."""
+
+    def stop(*_):
+        raise TimeoutError(f"the run has not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def observe(p: Program, part: dict, names: dict) -> dict:
+    """Return what a user can read of a run: what it returned, and its checkpoints."""
+    disk = read_disk(names["directory"], first_params(p))
+    state = names["state"]
+    if state is None:
+        return {"killed": part["kill"], "disk": disk}
+    history = dict(names["history"])
+    stopped = str(history.pop("stopped"))
+    average = None
+    if p.names("ema", "model_average"):
+        average = on_host(optfn.unpack(optfn.averaged_params(state.opt_state, state.params)))
+    return {
+        "calls": len(history.get("loss", ())),
+        "step": int(state.step),
+        "params": on_host(optfn.unpack(state.params)),
+        "model_state": state.model_state and on_host(state.model_state),
+        "average": average,
+        "history": {k: np.asarray(v) for k, v in history.items()},
+        "stopped": stopped,
+        "disk": disk,
+    }
+
+
+def read_disk(directory, like) -> dict:
+    """Return the params of each checkpoint in a directory, by step."""
+    found = {}
+    for name in os.listdir(directory):
+        if match := re.fullmatch(r"\D*(\d+)(\.npz)?", name):
+            params = optfn.load_params(os.path.join(directory, name), like)
+            found[int(match[1])] = on_host(params)
+    return found
+
+
+def is_close(a, b, tolerance) -> bool:
+    """Tell whether arrays are equal but for rounding."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape:
+        return False
+    finite = np.abs(a[np.isfinite(a)])
+    scale = 1.0 + finite.max() if finite.size else 1.0
+    return np.allclose(a, b, rtol=tolerance, atol=tolerance * min(scale, 1e6) / 10, equal_nan=True)
+
+
+def compare(p: Program, want: dict, got: dict) -> list:
+    """Return the differences, as (name, wanted, found)."""
+    near = functools.partial(is_close, tolerance=TOLERANCES[p.dtype])
+    bad = []
+    for k in ("killed", "raised", "calls", "step", "stopped"):
+        if want.get(k) != got.get(k):
+            bad.append((k, want.get(k), got.get(k)))
+    if "raised" in want or "raised" in got:
+        return bad
+    for k in ("params", "model_state", "average"):
+        for leaf, x in (want.get(k) or {}).items():
+            if not near(x, (got.get(k) or {}).get(leaf, np.nan)):
+                bad.append((f"{k}/{leaf}", x, (got.get(k) or {}).get(leaf)))
+    found = got.get("history", {})
+    for k, x in want.get("history", {}).items():
+        if k not in found or not near(x, found[k]):
+            bad.append((f"history/{k}", x, found.get(k)))
+    if sorted(want["disk"]) != sorted(got["disk"]):
+        return [*bad, ("checkpoints", sorted(want["disk"]), sorted(got["disk"]))]
+    for n, params in want["disk"].items():
+        params = params.get("params", params)
+        for leaf, x in params.items():
+            if not near(x, got["disk"][n][leaf]):
+                bad.append((f"checkpoint {n}/{leaf}", x, got["disk"][n][leaf]))
+    return bad
+
+
+def check(p: Program) -> tuple[list, set]:
+    """Return the differences between a program's two runs, and what the run reached."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        want = reference.run(p, source.WAYS)
+        reached = want.pop("reached", set())
+        try:
+            with at_most(SECONDS):
+                got = execute(p)
+        except FloatingPointError:
+            got = {"raised": "FloatingPointError", "disk": {}}
+        except Exception as error:
+            return [(f"raised {type(error).__name__}", "", str(error)[:400])], reached
+    return compare(p, want, got), reached

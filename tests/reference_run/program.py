@@ -1,0 +1,128 @@
+"""A program: what a user asks for, as plain data that a JSON file can hold."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+FEATURES, WIDTH = 4, 4
+SHAPES = {"w": (FEATURES, WIDTH), "b": (WIDTH,), "s": (), "empty": (0, 3), "count": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training run, from its params to how it goes on after an end.
+
+    way: how it is divided, a name in `source.WAYS`.
+    dtype: of params and batches.
+    leaves: names in `SHAPES`; "count" is an integer.
+    loss: "plain", or "mean" for an `optfn.Mean` over the weights of the examples.
+    aux, model_state, key, pass_step: whether the loss gives or takes these.
+    rule: the name of an optimizer, and its arguments.
+    rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
+    local_steps: how many steps each worker takes alone in a call, a round.
+    outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
+    compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`.
+    clip, regularization: a kind and its numbers.
+    attrs: by leaf, what a ParamAttr says.
+    partition: leaves with a rule of their own, and the links around that.
+    links: the wrappers, and the members of the chain, from the inside outwards.
+    rows: how many rows of x an example has; the model sees their mean.
+    batches: for each its seed, the weights of its examples, and what is "bad" in it.
+    loader: "list", "generator", or ["shuffled", size, seed, drop_last].
+    epochs: passes over the batches, or None.
+    evaluate: every, patience, keep_best, mode, average, and the values that it gives, if not those
+      of the params.
+    parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies) or
+      `callback` (the call after which it ends), and perhaps another `way`, `rate` or `drop_last`.
+    saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
+    """
+
+    way: str = "one"
+    dtype: str = "float64"
+    leaves: tuple[str, ...] = ("w", "b", "s")
+    loss: str = "plain"
+    aux: bool = False
+    model_state: bool = False
+    key: bool = False
+    pass_step: bool = False
+    rule: Any = ("sgd", {})
+    rate: float = 0.05
+    schedule: str | None = None
+    local_steps: int = 1
+    outer: Any = None
+    compressor: str | None = None
+    clip: Any = None
+    regularization: Any = None
+    attrs: Any = dataclasses.field(default_factory=dict)
+    partition: Any = None
+    links: Any = ()
+    rows: int = 1
+    batches: Any = ()
+    loader: Any = "list"
+    epochs: int | None = None
+    evaluate: Any = None
+    parts: Any = ({},)
+    saves: bool = True
+    save_every: int = 100
+    keep: int = 2
+    prefetch: int = 1
+
+    def names(self, *links: str) -> list[Any]:
+        """Return the links of these names, those of a part of the params among them."""
+        inner = self.partition["links"] if self.partition else []
+        return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the optimizer takes each worker's own gradients."""
+        return bool(self.compressor) or self.rule[0] == "dgc_momentum"
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the loss counts examples by their weights."""
+        return self.loss == "mean"
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps a run makes that nothing ends: calls, or local steps."""
+        return len(batches_of(self, 0)) * (self.epochs or 1) * self.local_steps
+
+
+def to_json(p: Program) -> dict[str, Any]:
+    """Return what of a program is not as usual, for a JSON file."""
+    plain = dataclasses.asdict(Program())
+    return {k: v for k, v in dataclasses.asdict(p).items() if v != plain[k]}
+
+
+def first_params(p: Program) -> dict[str, np.ndarray]:
+    """Return the params that a program begins with."""
+    rng = np.random.default_rng(0)
+    values = {name: rng.normal(size=shape) / 2 for name, shape in SHAPES.items()}
+    values |= {"s": np.array(0.8), "count": np.array(2, np.int32)}
+    return {k: x if k == "count" else x.astype(p.dtype) for k, x in values.items() if k in p.leaves}
+
+
+def make_batch(seed, weights, bad=None, dtype="float64", rows=1):
+    """A batch of examples with weights. The first that counts may be bad."""
+    rng = np.random.default_rng(seed)
+    w = np.array(weights)
+    x, y = rng.normal(size=(rows * len(w), 4)), rng.normal(size=len(w))
+    if bad == "nan":
+        x[rows * np.argmax(w > 0)] = np.nan
+    if bad == "huge":
+        y[np.argmax(w > 0)] = 1e20
+    return x.astype(dtype), y.astype(dtype), w.astype(dtype)
+
+
+def batches_of(p: Program, epoch: int) -> list[tuple[np.ndarray, ...]]:
+    """Return the batches of an epoch, from 0, in their order."""
+    made = [make_batch(b["seed"], b["weights"], b.get("bad"), p.dtype, p.rows) for b in p.batches]
+    if not isinstance(p.loader, list | tuple):
+        return made
+    _, size, seed, drop_last = p.loader
+    arrays = [np.concatenate(column) for column in zip(*made, strict=True)]
+    count = len(arrays[0])
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    ends = range(0, count - size + 1 if drop_last else count, size)
+    return [tuple(x[order[i : i + size]] for x in arrays) for i in ends]

@@ -1,0 +1,282 @@
+"""The reference run: the loop over the calls of a program, its evaluations and checkpoints."""
+
+import copy
+import dataclasses
+
+import numpy as np
+
+import reference_run.links as links
+from reference_run import model
+from reference_run.program import Program, batches_of, first_params
+
+
+def run(p: Program, ways: dict) -> dict:
+    """Return what a user can read at the end of each call of the loop, the last one's alone.
+
+    ways: by name, how a run is divided: its workers and microbatches.
+    """
+    begin = {
+        "n": 0,
+        "calls": [],
+        "evaluations": [],
+        "optimizer": links.make_optimizer(p),
+        "params": {
+            k: np.asarray(x, x.dtype if k == "count" else np.float64)
+            for k, x in first_params(p).items()
+        },
+        "model_state": model.first_model_state(p),
+        "is_finite": True,
+    }
+    disk, best, given, reached, result = {}, [], [0], set(), {}
+    for part in p.parts:
+        loop = Loop(p, part, copy.deepcopy(begin), disk, best, given, ways, reached)
+        result = loop.run()
+    return result | {"reached": reached}
+
+
+class Loop:
+    """One call of the loop, which goes on from what is on the disk.
+
+    disk: the checkpoints by step, each a state with the history until there.
+    best: the states that were the best when they were evaluated: (step, state, is_due).
+    given: how many values the evaluation has given so far.
+    """
+
+    def __init__(self, p, part, begin, disk, best, given, ways, reached):
+        if "drop_last" in part:
+            p = dataclasses.replace(p, loader=[*p.loader[:3], part["drop_last"]])
+        self.p, self.part, self.disk, self.best, self.given = p, part, disk, best, given
+        self.evaluate, self.reached = p.evaluate, reached
+        self.way = ways[part.get("way", p.way)]
+        whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
+        self.state = copy.deepcopy(disk[max(whole)]) if disk else begin
+        self.per_epoch = len(batches_of(p, 0)) * p.local_steps
+        best[:] = [x for x in best if x[0] <= self.n]
+
+    @property
+    def n(self):
+        return self.state["n"]
+
+    def run(self):
+        p, part, begin = self.p, self.part, self.n
+        last = min(p.num_steps, part.get("steps") or p.num_steps)
+        is_stopped = False
+        if begin:
+            self.reached.add("a run that resumes")
+        while self.n < last and not is_stopped and not self.gave_up():
+            if self.n == part.get("kill"):
+                return {"killed": self.n, "disk": self.disk}
+            if self.n == begin:  # an evaluation that only ended the run before counts for nothing
+                self.state["evaluations"] = [x for x in self.state["evaluations"] if x[2]]
+                self.best[:] = [x for x in self.best if x[2]]
+            if self.has_given_up():
+                return {"raised": "FloatingPointError"}
+            if p.local_steps > 1:
+                self.call_round()
+            else:
+                self.call()
+            if self.is_due():
+                self.note(True)
+            is_stopped = self.n == part.get("callback")
+            if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
+                self.save()
+        if self.has_given_up():
+            return {"raised": "FloatingPointError"}
+        if self.n > begin:
+            self.end()
+        return self.result(is_stopped)
+
+    def has_given_up(self):
+        return any(getattr(x, "gave_up", False) for x in links.guards_of(self.state["optimizer"]))
+
+    def call(self):
+        """Make one call of the step."""
+        p, state, n = self.p, self.state, self.n
+        value, grads, weight, aux = model.differentiate(
+            p, state["params"], (batch := self.batch()), state["model_state"], n, self.way
+        )
+        if not p.exchanges:
+            grads = links.mean_of_workers(grads)
+        optimizer = state["optimizer"]
+        guards = links.guards_of(optimizer)
+        before = [x.skipped for x in guards]
+        u = optimizer.update(grads, state["params"], weight, value)
+        is_skipped = before != [x.skipped for x in guards]
+        if links.is_update(u):
+            state["params"] = state["params"] | {k: state["params"][k] + x for k, x in u.items()}
+        if p.model_state and weight and not is_skipped:
+            state["model_state"] = model.next_model_state(state["model_state"], batch[0])
+        metrics = self.metrics(value, weight, aux)
+        is_finite = not weight or is_skipped or np.isfinite(value)
+        state |= {"n": n + 1, "calls": [*state["calls"], metrics], "is_finite": is_finite}
+        self.reached |= {"an update"} if links.is_update(u) else set()
+        self.reached |= {"a guard that skips"} if is_skipped else set()
+        if any(getattr(x, "has_kept", False) for x in links.links_of(optimizer)):
+            self.reached.add("a residual that is not 0")
+        self.reached |= {"a call without weight"} if not weight else set()
+
+    def batch(self):
+        """Return the batch of the next call."""
+        place = self.n % self.per_epoch // self.p.local_steps
+        return batches_of(self.p, self.n // self.per_epoch)[place]
+
+    def call_round(self):
+        """Let each worker take local steps on equal pieces of its examples; then the outer step."""
+        p, state, optimizer = self.p, self.state, self.state["optimizer"]
+        own = [np.split(x, len(optimizer.workers) * p.local_steps) for x in self.batch()]
+        pieces, ends, total, weights = iter(zip(*own, strict=True)), [], 0.0, 0.0
+        for worker in optimizer.workers:
+            params = state["params"]
+            for i in range(p.local_steps):
+                value, grads, weight, _ = model.differentiate(
+                    p, params, next(pieces), None, self.n + i, self.way
+                )
+                u = worker.update(links.mean_of_workers(grads), params, weight, value)
+                params = (
+                    params | {k: params[k] + x for k, x in u.items()}
+                    if links.is_update(u)
+                    else params
+                )
+                total, weights = total + (weight * value if weight else 0), weights + weight
+            ends.append(params)
+        if weights:
+            start = state["params"]
+            drift = {k: start[k] - np.mean([x[k] for x in ends], 0) for k in start if k != "count"}
+            u = optimizer.outer.update(drift, start, 1.0, 0.0)
+            state["params"] = start | {k: start[k] + x for k, x in u.items()}
+        value = total / weights if weights else np.nan
+        metrics = self.metrics(value, weights, {})
+        is_finite = not weights or np.isfinite(value) or bool(links.guards_of(optimizer))
+        state |= {
+            "n": self.n + p.local_steps,
+            "calls": [*state["calls"], metrics],
+            "is_finite": is_finite,
+        }
+        self.reached |= {"an update", "a round of local steps"}
+
+    def metrics(self, value, weight, aux):
+        """Return the metrics of a call."""
+        p, optimizer = self.p, self.state["optimizer"]
+        metrics = {"loss": value}
+        if p.is_weighted:
+            metrics["weight"] = weight
+        if p.aux:
+            metrics |= {f"aux/{k}": x for k, x in aux.items()}
+        rates = links.rates_of(optimizer)
+        if rates and not p.partition:
+            metrics["learning_rate"] = rates[0]
+        inside = links.links_of(optimizer)
+        for x in inside:
+            if isinstance(x, links.SkipNonfinite):
+                metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
+            if isinstance(x, links.RecordMetrics):
+                metrics |= x.norms
+            if isinstance(x, links.LossScale):
+                metrics["loss_scale"] = x.scale
+        if p.epochs:
+            metrics["epoch"] = self.n // self.per_epoch + 1
+        return metrics
+
+    def has_passed(self, every):
+        """Tell whether the last call has passed a multiple of a number of steps."""
+        return self.n // every > (self.n - self.p.local_steps) // every
+
+    def is_due(self):
+        """Tell whether an evaluation is due after the last call."""
+        every = self.evaluate and self.evaluate["every"]
+        return bool(every) and self.has_passed(self.per_epoch if every == "epoch" else every)
+
+    def judge(self, values):
+        """Return how many of the last values in a row were no better than the best before them."""
+        best, bad = None, 0
+        sign = -1 if self.evaluate["mode"] == "max" else 1
+        for v in values:
+            is_better = v == v and (best is None or sign * v < sign * best)
+            best, bad = (v, 0) if is_better else (best, bad + 1)
+        return bad
+
+    def gave_up(self):
+        patience = self.evaluate and self.evaluate["patience"]
+        due = [v for _, v, is_due in self.state["evaluations"] if is_due]
+        return bool(patience) and self.judge(due) >= patience
+
+    def note(self, is_due):
+        """Evaluate the state; one that is not due only ends the run, and no plateau hears of it."""
+        state, e = self.state, self.evaluate
+        if e["values"]:
+            value = e["values"][self.given[0] % len(e["values"])]
+            self.given[0] += 1
+        else:
+            judged = self.average() if e["average"] else state["params"]
+            value = float(sum(np.sum(x) for x in judged.values()))
+        state["evaluations"] = [*state["evaluations"], (self.n, value, is_due)]
+        for x in links.links_of(state["optimizer"]):
+            if is_due and isinstance(x, links.Plateau) and x.monitor == "evaluation":
+                x.told = value
+        if not self.judge([v for _, v, _ in state["evaluations"]]):
+            before = [x for x in self.best if x[2]]
+            self.best[:] = [*before, (self.n, copy.deepcopy(state), is_due)]
+
+    def save(self):
+        """Write a checkpoint, and remove those that are broken, or older than those kept."""
+        if not self.p.saves:
+            return
+        disk, state = self.disk, copy.deepcopy(self.state)
+        state["is_finite"] &= all_finite(state["params"]) and all_finite(state["optimizer"])
+        for n in [n for n in disk if not disk[n]["is_finite"]]:
+            del disk[n]
+        disk[self.n] = state
+        for n in sorted(n for n in disk if disk[n]["is_finite"])[: -self.p.keep]:
+            del disk[n]
+        self.reached.add("a checkpoint")
+        if not state["is_finite"]:
+            self.reached.add("a broken checkpoint")
+
+    def end(self):
+        """Evaluate and save the last state, unless that is done."""
+        seen = self.state["evaluations"]
+        is_new = bool(self.evaluate) and not (seen and seen[-1][0] == self.n)
+        if is_new:
+            self.note(False)
+        if self.n not in self.disk or is_new:
+            self.save()
+
+    def average(self):
+        """Return the average of the params, None without one."""
+        found = [x for x in links.links_of(self.state["optimizer"]) if hasattr(x, "read")]
+        return found[0].read(self.state["params"]) if found else None
+
+    def result(self, is_stopped):
+        """Return what the loop returns, and what it leaves on the disk."""
+        calls, e = self.state["calls"], self.evaluate
+        history = {k: [c[k] for c in calls] for k in calls[0]} if calls else {}
+        if e and self.state["evaluations"]:
+            history |= {"evaluation": [x[1] for x in self.state["evaluations"]]}
+            history |= {"evaluation_step": [x[0] for x in self.state["evaluations"]]}
+        end = "batches" if self.part.get("steps") is None else "steps"
+        stopped = "patience" if self.gave_up() else "callback" if is_stopped else end
+        if stopped == "patience":
+            self.reached.add("an end by patience")
+        best = self.best[-1][1] if e and e["keep_best"] and self.best else self.state
+        if best["n"] != self.n:
+            self.reached.add("a best state that is not the last")
+        self.state = copy.deepcopy(best)
+        return {
+            "calls": len(calls),
+            "step": self.n,
+            "params": self.state["params"],
+            "model_state": self.state["model_state"],
+            "average": self.average(),
+            "history": history,
+            "stopped": stopped,
+            "disk": {n: x["params"] for n, x in self.disk.items()},
+        }
+
+
+def all_finite(x):
+    """Tell whether all arrays in a link, a dict or a sequence are finite."""
+    if isinstance(x, np.ndarray | np.floating):
+        return bool(np.all(np.isfinite(x)))
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else []
+    parts = vars(x).values() if hasattr(x, "__dict__") and not isinstance(x, Program) else parts
+    return all(map(all_finite, parts))

@@ -1,0 +1,336 @@
+"""A program as Python that a user could have written: the text that is run is the text shown."""
+
+import dataclasses
+import inspect
+
+from reference_run import model
+from reference_run.program import Program, first_params, make_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a run is divided: options of the step as Python, its workers and microbatches.
+
+    exchanging: how many workers exchange gradients by the optimizer.
+    """
+
+    options: str = ""
+    workers: int = 0
+    microbatches: int = 1
+    exchanging: int = 1
+
+    @property
+    def devices(self):
+        """How many devices it takes."""
+        return 4 if "mesh" in self.options else 1
+
+    @property
+    def parts(self):
+        """What the number of examples must be a multiple of."""
+        return max(self.workers, 1) * self.microbatches
+
+
+_MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
+WAYS = {
+    "one": Way(),
+    "microbatches": Way("microbatches=4", 0, 4),
+    "packed": Way("packed=True"),
+    "packed, microbatches": Way("packed=True, microbatches=2", 0, 2),
+    "mesh": Way(_MESH, 4),
+    "mesh, microbatches": Way(f"{_MESH}, microbatches=2", 4, 2),
+    "mesh, packed": Way(f"{_MESH}, packed=True", 4),
+    "state": Way(f'{_MESH}, shard="state"', 4),
+    "state, packed": Way(f'{_MESH}, shard="state", packed=True', 4),
+    "state, microbatches": Way(f'{_MESH}, shard="state", microbatches=2', 4, 2),
+    "params": Way(f'{_MESH}, shard="params"', 4),
+    "params, microbatches": Way(f'{_MESH}, shard="params", microbatches=2', 4, 2),
+    "gather once": Way(
+        f'{_MESH}, shard=optfn.distributed.sharded("params", gather_once=True), microbatches=2',
+        4,
+        2,
+    ),
+    "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
+    "compiler": Way(f'{_MESH}, partitioner="compiler"', 0),
+    "compiler, params": Way(f'{_MESH}, partitioner="compiler", shard="params"', 0),
+    "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
+    "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
+    "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
+    "mesh, exchange": Way(_MESH, 4, 1, 4),
+    "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
+    "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
+    "local steps": Way(_MESH),
+    "local steps, packed": Way(f"{_MESH}, packed=True"),
+    "grid, state, exchange": Way(
+        f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4, 1, 2
+    ),
+    "grid, params, exchange": Way(
+        f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4, 1, 2
+    ),
+}
+_EXCHANGE = "optfn.chain(exchange({0}, axis_name={1!r}, min_size=2), {tx})"
+_SCHEDULES = {
+    "inverse_time": "optfn.schedules.inverse_time({rate}, 2, 0.5)",
+    "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
+    "piecewise": "optfn.schedules.piecewise([2], [{rate}, {rate} / 2])",
+}
+_AROUND = {
+    "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
+    "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau("
+    "{rate}, decay_rate=0.5, patience={0}{more}))",
+    "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
+    "model_average": "optfn.chain({tx}, optfn.model_average("
+    "1.0, min_average_window={0}, max_average_window={0}))",
+    "accumulate": "optfn.accumulate({tx}, {0})",
+    "skip_nonfinite": "optfn.skip_nonfinite({tx})",
+    "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0})",
+    "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1})",
+    "record_metrics": "optfn.record_metrics({tx})",
+}
+HEADER = """\
+import collections, os, tempfile
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax, jax.numpy as jnp, numpy as np, optax, optfn
+from jax.sharding import Mesh, PartitionSpec as P
+from optfn.distributed import exchange, quantize, top_k
+jax.config.update("jax_enable_x64", True)
+nan = np.nan
+"""
+
+
+def call(name, *arguments, **options):
+    """Return the text of a call."""
+    return f"{name}({', '.join([*arguments, *(f'{k}={v}' for k, v in options.items() if v)])})"
+
+
+def rule_text(p: Program, way: str) -> str:
+    """Return the text of the optimizer without what is around it."""
+    name, options = p.rule
+    rate = "1.0" if p.names("plateau") else repr(p.rate)
+    if p.schedule:
+        rate = _SCHEDULES[p.schedule].format(rate=rate)
+    options = {k: repr(v) for k, v in options.items()}
+    if name.startswith("optax."):
+        return call(name, rate, **options)
+    if name == "dgc_momentum":
+        options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
+    attrs = {k: attr_text(x) for k, x in p.attrs.items()}
+    listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
+    return call(
+        f"optfn.{name}",
+        rate,
+        **options,
+        grad_clip=p.clip and clip_text(p.clip),
+        regularization=p.regularization and decay_text(p.regularization),
+        param_attrs=attrs and listed,
+    )
+
+
+def clip_text(clip):
+    return f"optfn.clip_by_{clip[0]}({clip[1]})"
+
+
+def decay_text(decay):
+    if decay[0] == "matrices":  # a rule of another library, which asks for the shapes of leaves
+        return f"optax.add_decayed_weights({decay[1]}, mask=matrices)"
+    return f"optfn.{decay[0]}_decay({decay[1]})"
+
+
+def attr_text(attr):
+    shown = {k: decay_text(x) if k == "regularization" else repr(x) for k, x in attr.items()}
+    return call("optfn.ParamAttr", **shown)
+
+
+def wrap(p: Program, tx: str, links) -> str:
+    """Return the text of a transformation with links around it."""
+    for name, *arguments in links:
+        more = ""
+        if name == "plateau" and len(arguments) > 1:
+            mode = p.evaluate["mode"] if p.evaluate else "min"
+            more = f', monitor="evaluation", mode="{mode}"'
+        tx = _AROUND[name].format(*arguments, tx=tx, rate=p.rate, more=more)
+    return tx
+
+
+def optimizer_text(p: Program, way: str) -> str:
+    """Return the text of the whole optimizer."""
+    tx = rule_text(p, way)
+    if p.partition:
+        labels = {k: "own" if k in p.partition["leaves"] else "rest" for k in p.leaves}
+        own = wrap(p, tx, p.partition["links"])
+        tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {labels})'
+    if p.compressor:
+        tx = _EXCHANGE.format(p.compressor, axis_of(way), tx=tx)
+    return wrap(p, tx, p.links)
+
+
+def axis_of(way: str) -> str:
+    """Return the axis over which an optimizer exchanges gradients."""
+    return "slow" if "grid" in way else "data"
+
+
+def loss_text(p: Program) -> str:
+    """Return the text of the loss."""
+    names = {"model_state": p.model_state, "batch": True, "key": p.key, "step": p.pass_step}
+    lines = [f"def loss_fn(params, {', '.join(k for k, v in names.items() if v)}):"]
+    lines += ["x, y, weights = batch"]
+    if p.rows > 1:
+        lines += [f"x = jnp.mean(x.reshape(-1, {p.rows}, 4), 1)"]
+    used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
+    lines += [
+        f"used = {used}",
+        "seen = jnp.where((used != 0)[:, None], x, 0)",
+        "out = outputs(params, seen)",
+    ]
+    if p.model_state:
+        lines += ['out = out + 0.1 * model_state["mean"][0]']
+    if p.key:
+        lines += ['out_ = out * jax.random.uniform(key, out.shape, "float32", minval=0.5)']
+    each = f"errors({'out_' if p.key else 'out'}, y)" + (
+        " * (1 + 0.1 * step)" if p.pass_step else ""
+    )
+    lines += [f"each = jnp.where(used != 0, {each}, 0)"]
+    mean = "optfn.Mean(jnp.sum(used * {0}), jnp.sum(used))"
+    results = [mean.format("each") if p.is_weighted else "jnp.mean(each)"]
+    further = []
+    if p.model_state:
+        mean_text = '0.9 * model_state["mean"] + 0.1 * jnp.mean(x, 0)'
+        further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1}}']
+    if p.aux:
+        numbers = '"abs": jnp.mean(jnp.abs(out)), "big": jnp.sum(each > 1)'
+        further += [f'{{{numbers}, "mean": {mean.format("out")}}}']
+    results += further if len(further) < 2 else [f"({', '.join(further)})"]
+    return "\n    ".join([*lines, f"return {', '.join(results)}"])
+
+
+def array_text(x) -> str:
+    """Return the text of an array."""
+    dtype = str(x.dtype)
+    return f"np.array({x.tolist()}, {dtype!r})" if x.size else f"np.zeros({x.shape}, {dtype!r})"
+
+
+def step_text(p: Program, way: str) -> str:
+    """Return the text that makes the step and its first state: what is compiled once."""
+    params = ", ".join(f"{k!r}: {array_text(x)}" for k, x in first_params(p).items())
+    options = WAYS[way].options
+    flags = {
+        "has_aux": p.aux,
+        "model_state": p.model_state,
+        "rng": 7 if p.key else None,
+        "pass_step": p.pass_step,
+        "average_model_state": p.model_state and bool(p.evaluate and p.evaluate["average"]),
+    }
+    mean = f"np.zeros(4, {p.dtype!r})"
+    state = f', {{"mean": {mean}, "seen": np.int32(0)}}' if p.model_state else ""
+    lines = [inspect.getsource(model.outputs), inspect.getsource(model.errors), loss_text(p), ""]
+    if "grid" in options:
+        lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
+    if "matrices" in str((p.attrs, p.regularization)):
+        lines += ["def matrices(params):", "    return jax.tree.map(lambda x: x.ndim > 1, params)"]
+    lines += [f"tx = {optimizer_text(p, way)}"]
+    if p.local_steps > 1:
+        options += f", local_steps={p.local_steps}"
+        if p.outer is not None:
+            options += f", outer={wrap(p, 'optfn.momentum(0.7, 0.5)', p.outer)}"
+    lines += [
+        "step = "
+        + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
+    ]
+    return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
+
+
+_KILLED = '''
+class Killed(Exception):
+    pass
+
+class Until:
+    """The batches of a run that dies before call k."""
+    def __init__(self, batches, k):
+        self.batches, self.k, self.epoch = batches, k, 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+    def __iter__(self):
+        for i, batch in enumerate(self.batches, self.epoch * PER_EPOCH):
+            if i == self.k:
+                raise Killed
+            yield batch
+'''
+
+
+def data_text(p: Program) -> str:
+    """Return the text that makes batches, evaluation and directory."""
+    lines = [inspect.getsource(make_batch), "batches = ["]
+    for b in p.batches:
+        bad = f", {b['bad']!r}" if b.get("bad") else ""
+        more = "" if p.dtype == "float64" else f", dtype={p.dtype!r}"
+        more += f", rows={p.rows}" if p.rows > 1 else ""
+        lines += [f"    make_batch({b['seed']}, {b['weights']}{bad}{more}),"]
+    lines += ["]"]
+    if isinstance(p.loader, list | tuple):
+        _, size, seed, drop_last = p.loader
+        lines += ["arrays = tuple(map(np.concatenate, zip(*batches)))"]
+        lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
+    if p.evaluate and p.evaluate["values"]:
+        lines += [
+            f"values, given = {p.evaluate['values']}, []",
+            "def evaluate(params, *model_state):",
+        ]
+        lines += ["    given.append(values[len(given) % len(values)])", "    return given[-1]"]
+    elif p.evaluate:
+        lines += ["def evaluate(params, *model_state):"]
+        lines += [
+            "    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"
+        ]
+    if any(part.get("kill") is not None for part in p.parts):
+        lines += [
+            _KILLED.replace("PER_EPOCH", str(p.num_steps // (p.epochs or 1) // p.local_steps))
+        ]
+    return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
+
+
+def fit_text(p: Program, part: dict) -> str:
+    """Return the text of one call of the loop."""
+    e, kill = p.evaluate, part.get("kill")
+    data = "iter(batches)" if p.loader == "generator" else "batches"
+    if "drop_last" in part:
+        _, size, seed, _ = p.loader
+        data = f"optfn.shuffled(arrays, {size}, seed={seed}, drop_last={part['drop_last']})"
+    options = {
+        "steps": part.get("steps"),
+        "epochs": p.epochs,
+        "progress": "False",
+        "prefetch": None if p.prefetch else "0",
+    }
+    if p.saves:
+        options |= {"checkpoint": "directory", "save_every": p.save_every, "keep": p.keep}
+    if e:
+        options |= {
+            "evaluate": "evaluate",
+            "evaluate_every": e["every"] and repr(e["every"]),
+            "patience": e["patience"],
+        }
+        options |= {
+            "mode": repr(e["mode"]),
+            "keep_best": e["keep_best"],
+            "evaluate_average": e["average"],
+        }
+    if part.get("callback"):
+        options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
+    data = data if kill is None else f"Until({data}, {kill // p.local_steps})"
+    text = "state, history = " + call(
+        "optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options
+    )
+    return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
+
+
+def whole_text(p: Program) -> str:
+    """Return a program as a file that can be run by itself."""
+    lines, made = [HEADER, data_text(p)], None
+    for part in p.parts:
+        own = dataclasses.replace(p, rate=part.get("rate", p.rate))
+        step = step_text(own, part.get("way", p.way))
+        lines += ([] if step == made else [step]) + [fit_text(p, part)]
+        made = step
+    end = "print(state and jax.device_get((state.params, state.opt_state)))\nprint(history)"
+    return "\n".join([*lines, end])
