@@ -211,9 +211,9 @@ class Remaining:
                 set_epoch(epoch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Tell whether the last batch ended an epoch, by drawing the next one, which is never so
-        without `epochs`. For a run that had made all its steps before, the length of the batches
-        tells, and without one it is so."""
+        """Tell whether the last batch ended an epoch, by drawing the next one, whose error is
+        raised, which is never so without `epochs`. For a run that had made all its steps before,
+        the length of the batches tells, and without one it is so."""
         if self.epochs is None:
             return False
         if self.is_finished:
@@ -228,9 +228,12 @@ class Remaining:
         if not self._ahead:
             return True
         following = self._ahead[0]
-        if isinstance(following, Exception):
-            return self.given == self.most  # it ends the run, unless all its steps are made
-        return following.epoch != self.epoch
+        if not isinstance(following, Exception):
+            return following.epoch != self.epoch
+        if self.given != self.most:
+            # Now: a checkpoint of this step would lack the evaluation that may be due.
+            raise following
+        return True  # all steps are made, and no batch is needed
 
     def last_step(self) -> int | None:
         """Return `steps`, or else epochs × batches × local_steps, or None without `steps` if there
