@@ -49,7 +49,7 @@ class RunReport:
         self.facts, self.summary = {"optimizer": repr(step.tx), **_describe_way(step)}, ""
         self.end = "after its last step"
         self.since = self.began = time.monotonic()
-        self.done = int(state.step)
+        self.done = 0
         if self.path is not None:  # fail now, not after hours
             packages.optional_module("matplotlib", "plot")
             if jax.process_index() == 0:
@@ -57,6 +57,7 @@ class RunReport:
             if self.path.is_dir():
                 raise IsADirectoryError(f"report must be a file; {self.path} is a directory")
             self.summary = _summarize_state(step, state)
+            self.done = self.local_steps * len(history().get("loss", ()))
 
     def __enter__(self) -> "RunReport":
         return self
@@ -75,6 +76,7 @@ class RunReport:
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])
+        facts = {"steps": f"{steps:,}", "ended": end, **self.facts, **self._find_speed(steps)}
         # In a thread: matplotlib leaves cycles that refer to all frames below its own, and so to
         # the run, whose state would stay on the devices until Python collects them.
         with ThreadPoolExecutor(1) as thread:
@@ -83,12 +85,7 @@ class RunReport:
                 series,
                 self.path,
                 title=f"Training run: {self.path.stem}",
-                about={
-                    "steps": f"{steps:,}",
-                    "ended": end,
-                    **self.facts,
-                    **self._find_speed(steps),
-                },
+                about=facts,
                 summary=self.summary,
                 local_steps=self.local_steps,
             )

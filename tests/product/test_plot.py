@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+import optfn
 from optfn import plot, schedules
 from optfn.distributed import MemoryPlan, Trial, Tuning, plan
 
@@ -120,7 +121,8 @@ def test_groups_of_norms_share_a_panel_for_each_norm():
     axes = plot.history(history).axes
     labels = ["gradient norm", "update norm", "parameter norm", "update ratio"]
     assert [ax.get_ylabel() for ax in axes] == ["loss", "learning rate", "norm", *labels]
-    for ax, word in zip(axes[3:], ("grad_norm", "update_norm", "param_norm", "update_ratio")):
+    words = ("grad_norm", "update_norm", "param_norm", "update_ratio")
+    for ax, word in zip(axes[3:], words, strict=True):
         lines = drawn(ax)
         assert [*lines] == ["a", "b.*"]
         np.testing.assert_array_equal(lines["b.*"][:, 1], history[f"{word}/b.*"])
