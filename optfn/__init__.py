@@ -20,16 +20,18 @@ The package, from the ground up:
 
 * `optfn.core` is the core: the protocol of a transformation, and the application of a rule
   to the leaves of a tree. `optfn.leaves` has arrays of several tensors (packed, stacked).
-  `optfn.collectives` has the axes of a mesh, and means and gathers over them.
-* `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
+* `optfn.mesh` has the axes of a mesh, means and gathers over them (`optfn.mesh.collectives`), the
+  entries of an optimizer's state on it (`optfn.mesh.state`), and the ways of dividing a model
+  (`optfn.mesh.layout`).
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the
   step.
-* `optfn.jaxprs` interprets functions as equations. `optfn.autodiff` recomputes in the backward
-  pass. `optfn.sparse` differentiates embedding tables by rows.
-* `optfn.parallel`, `optfn.compression` and `optfn.pipeline` train on several devices;
-  `optfn.distributed` has their public names.
-* `optfn.train` is the training step, `optfn.run` the loop around it, and `optfn.plot` draws.
+* `optfn.loss` is the loss of a step as equations, and its recomputation. `optfn.tables` has
+  embedding tables; `optfn.sparse` has their public names.
+* `optfn.compression` and `optfn.pipeline` train on several devices; `optfn.distributed` has their
+  public names.
+* `optfn.train` is the training step, `optfn.checkpoint` saves its state, `optfn.plan` tells its
+  memory and time, `optfn.run` is the loop around it, and `optfn.plot` draws.
 """
 
 # No import needs an extra: `plot` imports matplotlib, and `run` orbax, when they use it.
