@@ -477,7 +477,14 @@ def multi_step(
     lr = checks.nonnegative("learning_rate", learning_rate)
     rate = checks.positive("decay_rate", decay_rate)
     steps = _check_increasing("milestones", milestones)
-    return _make_schedule(optax.piecewise_constant_schedule(lr, dict.fromkeys(steps, rate)))
+
+    def rule(step: jax.Array) -> jax.Array:
+        value = jnp.asarray(lr, numerics.scalar_dtype())
+        for milestone in steps:
+            value = jnp.where(step >= milestone, value * numerics.scalar(rate, value), value)
+        return value
+
+    return _make_schedule(rule)
 
 
 @_record_call

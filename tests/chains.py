@@ -76,6 +76,7 @@ DECAYS: dict[str, Callable[[], Any]] = {
     "l2_decay": lambda: optfn.l2_decay(0.1),
     "add_decayed_weights": lambda: optfn.add_decayed_weights(0.1),
     "add_decayed_weights by schedule": lambda: optfn.add_decayed_weights(lambda step: 0.1),
+    "decay of optax": lambda: optax.add_decayed_weights(0.3),
 }
 MOMENTS: dict[str, Callable[[], Any]] = {
     "scale_by_adam": optfn.scale_by_adam,

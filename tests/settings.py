@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import reference_schedules
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -149,6 +150,29 @@ def exchanged(compressor):
     return lambda: optfn.chain(exchange, optfn.sgd(1e-2))
 
 
+def all_schedules(within):
+    del within  # They read numbers of the host.
+    found = {}
+    for name, cases in reference_schedules.CASES.items():
+        made = [getattr(schedules, name)(*case) for case in cases]
+        found[name] = [jax.jit(schedule)(jnp.int32(i)) for schedule in made for i in (0, 7, 1000)]
+    return jax.device_get(found)
+
+
+COMPRESSORS = {
+    "quantize": lambda: distributed.quantize(4),
+    "top-k": lambda: distributed.top_k(0.1),
+    "PowerSGD": lambda: distributed.power_sgd(2),
+    "top-k of integers": lambda: distributed.top_k(0.1, values="int2"),
+    "top-k of bfloat16": lambda: distributed.top_k(0.1, chunk=None, values="bfloat16"),
+    "stochastic quantize": lambda: distributed.quantize(4, stochastic=True),
+    "signs": lambda: distributed.quantize(1),
+    "stochastic signs": lambda: distributed.quantize(1, stochastic=True),
+    "levels": lambda: distributed.quantize(2),
+    "packed codes": lambda: distributed.quantize(8),
+}
+
+
 def rate():
     return schedules.linear_warmup(schedules.cosine(1e-2, 10, 10), 5, 0.0, 1e-2)
 
@@ -196,9 +220,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         ),
         mesh=True,
     ),
-    "quantize": train(exchanged(distributed.quantize(4)), mesh=True),
-    "top-k": train(exchanged(distributed.top_k(0.1)), mesh=True),
-    "PowerSGD": train(exchanged(distributed.power_sgd(2)), mesh=True),
+    **{name: train(exchanged(make()), mesh=True) for name, make in COMPRESSORS.items()},
+    "schedules": all_schedules,
     "local steps": train(
         lambda: optfn.adam(1e-2), batch=np.concatenate([X, X]), mesh=True, local_steps=2
     ),

@@ -158,7 +158,7 @@ def _round_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     below = jnp.floor(x)
     # float32 has 24 bits: more of them could round up to 1.
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
-    return below + (uniform < x - below)
+    return below + (uniform < x - below).astype(x.dtype)
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The arguments that optax's transformations show: masks, labels of a partition, links."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,13 +14,23 @@ from optfn.leaves import contents
 
 def find_closed_over(tx: Any) -> Mapping[str, Any]:
     """Return by name the values that the update of a transformation of optax closes over, such as a
-    mask or labels, or {} for any other object.
+    mask or labels, or {} for any other object."""
+    update = find_update(tx)
+    return {} if update is None else inspect.getclosurevars(update).nonlocals
 
-    Functions that `explain_errors` of `third_party` puts around the update are passed over.
+
+def find_update(tx: Any) -> Callable[..., Any] | None:
+    """Return the update of a transformation as its author wrote it, or None for one of optfn and
+    for any other object.
+
+    Functions that optax and `explain_errors` of `third_party` put around it are passed over.
     """
     if isinstance(tx, core.Transform) or not inspect.isfunction(getattr(tx, "update", None)):
-        return {}
-    return inspect.getclosurevars(inspect.unwrap(tx.update)).nonlocals
+        return None
+    update: Callable[..., Any] = inspect.unwrap(tx.update)
+    if update.__qualname__.startswith(f"{optax.with_extra_args_support.__name__}."):
+        return find_update(inspect.getclosurevars(update).nonlocals["tx"])
+    return update
 
 
 def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[str] | None:

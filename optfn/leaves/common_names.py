@@ -7,7 +7,15 @@ _IN_A_NORM = (
     r"([_\d][^/]*)?(/~)?(/\d+)?(/(weight|w))?"
 )
 
-NORMS_AND_BIASES = f"(?i:{_BIAS_OR_SCALE}|{_IN_A_NORM})"
+
+class _Named(str):
+    """A pattern that `repr` shows by its name."""
+
+    def __repr__(self) -> str:
+        return "NORMS_AND_BIASES"
+
+
+NORMS_AND_BIASES = _Named(f"(?i:{_BIAS_OR_SCALE}|{_IN_A_NORM})")
 """A pattern of the biases, and of the scales of normalizations, for `exclude=` of weight decay.
 
 It goes by their names in flax, equinox, haiku, keras and torch. Names hold for stacked layers too,

@@ -21,7 +21,14 @@ NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parame
 # The evaluations that are drawn with the losses of the training batches.
 _OF_LOSS = ("evaluation", "evaluation/loss")
 _RATE_OF_LABEL = "learning_rate/"
-_WORDS = {"learning_rate": "learning rate", "clip_factor": "clip factor"}
+# What `record_metrics(per=)` records of each group of leaves, and how axes call it.
+_OF_GROUPS = {
+    "grad_norm": "gradient norm",
+    "update_norm": "update norm",
+    "param_norm": "parameter norm",
+    "update_ratio": "update ratio",
+}
+_WORDS = {"learning_rate": "learning rate", "clip_factor": "clip factor", **_OF_GROUPS}
 
 
 def losses(
@@ -89,11 +96,19 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
     series = check_history(history, *([] if found else ["learning_rate"]))
     if not found:
         return _draw_series(series, "learning_rate", local_steps, ax)
-    ax = style_axes(ax)
+    return _draw_by_label(series, "learning_rate", local_steps, ax)
+
+
+def _draw_by_label(
+    series: RunHistory, word: str, local_steps: int, ax: "Axes | None" = None
+) -> "Axes":
+    """Draw the arrays "<word>/<label>" of a history, each with its label."""
+    ax, start = style_axes(ax), f"{word}/"
+    found = [name for name in series if name.startswith(start)]
     for name in found:
-        draw_curve(ax, *_points(series, name, local_steps), name.removeprefix(_RATE_OF_LABEL))
+        draw_curve(ax, *_points(series, name, local_steps), name.removeprefix(start))
     scale_axis(ax, *(series[name] for name in found))
-    ax.set(xlabel="step", ylabel="learning rate")
+    ax.set(xlabel="step", ylabel=_WORDS[word])
     ax.legend(frameon=False)
     return ax
 
@@ -124,7 +139,8 @@ def history(
     """Draw everything in a history, one panel below another, and return the figure.
 
     There are panels for the losses with their evaluations, the learning rate, the norms and clip
-    factor if they were recorded, and each number that the loss (aux) or `evaluate` returned too.
+    factor if they were recorded, the norms and ratios of groups (`record_metrics(per=)`), and each
+    number that the loss (aux) or `evaluate` returned too.
 
     Args:
       history: the history that `minimize` returns.
@@ -151,6 +167,11 @@ def _make_panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Ax
         partial(draw, series, local_steps=local_steps)
         for name, draw in draws.items()
         if any(name in (key, key.partition("/")[0]) for key in series)
+    ]
+    panels += [
+        partial(_draw_by_label, series, word, local_steps)
+        for word in _OF_GROUPS
+        if any(key.startswith(f"{word}/") for key in series)
     ]
     clipped = ["clip_factor"] if np.any(series.get("clip_factor", np.ones(1)) != 1) else []
     aux = [name for name in series if name.partition("/")[0] == "aux"]

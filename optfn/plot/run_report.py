@@ -20,6 +20,8 @@ from optfn.train.step import TrainStep
 
 # Reading the history waits for the device, and drawing it takes a large fraction of a second.
 _SECONDS_BETWEEN = 60.0
+# The options of a step that say how its work is divided.
+_OPTIONS_OF_WAY = ("shard", "microbatches", "packed", "partitioner", "local_steps", "reduce_dtype")
 
 
 class RunReport:
@@ -44,9 +46,10 @@ class RunReport:
         self.history, self.local_steps = history, step.local_steps
         # Absolute, since a callback may change the working directory.
         self.path = None if path is None else checks.path("report", path).absolute()
-        self.optimizer, self.summary = repr(step.tx), ""
+        self.facts, self.summary = {"optimizer": repr(step.tx), **_describe_way(step)}, ""
         self.end = "after its last step"
-        self.since = time.monotonic()
+        self.since = self.began = time.monotonic()
+        self.done = 0
         if self.path is not None:  # fail now, not after hours
             packages.optional_module("matplotlib", "plot")
             if jax.process_index() == 0:
@@ -54,6 +57,7 @@ class RunReport:
             if self.path.is_dir():
                 raise IsADirectoryError(f"report must be a file; {self.path} is a directory")
             self.summary = _summarize_state(step, state)
+            self.done = self.local_steps * len(history().get("loss", ()))
 
     def __enter__(self) -> "RunReport":
         return self
@@ -72,6 +76,7 @@ class RunReport:
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])
+        facts = {"steps": f"{steps:,}", "ended": end, **self.facts, **self._find_speed(steps)}
         # In a thread: matplotlib leaves cycles that refer to all frames below its own, and so to
         # the run, whose state would stay on the devices until Python collects them.
         with ThreadPoolExecutor(1) as thread:
@@ -80,16 +85,30 @@ class RunReport:
                 series,
                 self.path,
                 title=f"Training run: {self.path.stem}",
-                about={"steps": f"{steps:,}", "ended": end, "optimizer": self.optimizer},
+                about=facts,
                 summary=self.summary,
                 local_steps=self.local_steps,
             )
         if (error := drawn.exception()) is not None:
             checks.warn(f"report: {self.path} was not written: {type(error).__name__}: {error}")
 
+    def _find_speed(self, steps: int) -> dict[str, str]:
+        """Return the steps per second of this part of the run, compilation and evaluations counted,
+        or {} if it has made none."""
+        made, seconds = steps - self.done, time.monotonic() - self.began
+        return {"speed": f"{made / seconds:.3g} steps/s"} if made > 0 and seconds > 0 else {}
+
     def __exit__(self, kind: type[BaseException] | None, error: object, *where: Any) -> None:
         if self.path is not None:
             self._write(self.end if kind is None else f"by {kind.__name__}: {error}")
+
+
+def _describe_way(step: TrainStep) -> dict[str, str]:
+    """Return the options of a step that say how it is divided, and its mesh, as text."""
+    given = {k: repr(x) for k, x in step.options.list_given().items() if k in _OPTIONS_OF_WAY}
+    if step.mesh is not None:
+        given["mesh"] = ", ".join(f"{name}: {n}" for name, n in step.mesh.shape.items())
+    return given
 
 
 def _summarize_state(step: TrainStep, state: TrainState) -> str:

@@ -199,8 +199,19 @@ def _find_optax_kinds() -> dict[type, str]:
 
 
 # The kinds of optax's links that have a state of their own. Its links without a state share one
-# type, EmptyState, and are unknown.
+# type, EmptyState.
 OPTAX = _find_optax_kinds()
+# Its links without a state, by the factory. A decay counts if it is positive, and a factor as a
+# rate if it is negative and comes behind a direction: elsewhere it may turn the sign on purpose.
+OPTAX_STATELESS = {
+    "add_decayed_weights": "decay",
+    "scale": "rate",
+    "scale_by_trust_ratio": "trust_ratio",
+    "clip": "clip",
+    "clip_by_block_rms": "clip",
+    "clip_by_global_norm": "clip",
+    "adaptive_grad_clip": "clip",
+}
 # optax's wrappers: the effect of each, and the field with the state of the transformation inside.
 OPTAX_WRAPPERS: dict[type, tuple[str, str]] = {
     optax.MaskedState: ("masked", "inner_state"),

@@ -20,7 +20,7 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
 from optfn.interop.calls import show_transform
-from optfn.interop.closures import find_closed_over, find_marked
+from optfn.interop.closures import find_closed_over, find_marked, find_update
 from optfn.leaves import contents
 from optfn.mesh.state.inventory import inventory
 from optfn.mesh.state.names import is_state, state_word
@@ -125,6 +125,14 @@ class _Walk:
           tx: the transformation, where a factory of optfn shows it.
           text: the optimizer that the state belongs to, as the user wrote it.
         """
+        after = self._follow_state(state, before, tx, text)
+        # A function of the user's may change what comes out of a known state, such as its sign.
+        return before if after == before else _forget(after) if _is_users(tx) else after
+
+    def _follow_state(
+        self, state: OptState, before: FormsByPath, tx: Any, text: str
+    ) -> FormsByPath:
+        """Return the forms after a transformation as its state shows it, as `follow` does."""
         # The links of an optimizer are unknown to its user: messages show the optimizer instead.
         if isinstance(tx, core.Transform) and tx.call[0] != "chain" and not _is_wrapper(tx, state):
             tx, text = None, text or _show_call(tx)
@@ -143,8 +151,10 @@ class _Walk:
             return self._follow_each([Member(x) for x in state], before, text)
         if wrapper := _find_wrapper(state):
             return self._follow_wrapper(wrapper, state, before, tx, text)
-        if kind := forms.KINDS.get(_find_kind(state)):
-            return self._follow_link(kind, state, before, text)
+        is_stateless = type(state) is optax.EmptyState
+        name = _find_stateless_kind(tx, before) if is_stateless else _find_kind(state)
+        if kind := forms.KINDS.get(name):
+            return self._follow_link(kind, state, before, text or _show_stateless(state, tx))
         is_averaged = any(x.form == forms.AVERAGED for x in before.values())
         if is_averaged and _is_identity(tx, state, before):
             return before
@@ -365,10 +375,47 @@ def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
     return list(jaxpr.outvars) == list(jaxpr.invars)
 
 
+def _forget(after: FormsByPath) -> FormsByPath:
+    """Return unknown forms for the same leaves."""
+    return dict.fromkeys(after, UpdateForm())
+
+
+def _is_users(tx: Any) -> bool:
+    """Tell whether the update of a transformation was written outside of optfn and optax, with
+    False where it is unknown."""
+    update = find_update(tx)
+    return update is not None and checks.package(update.__module__) not in ("optfn", "optax")
+
+
+def _find_stateless_kind(tx: Any, before: FormsByPath) -> str:
+    """Return the kind of a link of optax without a state, or "" for an unknown link, or one whose
+    sign decides what it does."""
+    kind, closed = forms.OPTAX_STATELESS.get(_find_factory(tx), ""), find_closed_over(tx)
+    if kind not in ("decay", "rate"):
+        return kind
+    number = closed.get("weight_decay" if kind == "decay" else "step_size")
+    if not checks.is_host_number(number):
+        return ""
+    directions = {forms.DIRECTION, forms.COMPRESSED}
+    is_rate = number < 0 and directions.issuperset(x.form for x in before.values())
+    return kind if (number > 0 if kind == "decay" else is_rate) else ""
+
+
 def _find_kind(state: OptState) -> str:
     """Return the kind of link that a state declares, or that optax's has, or "" for an unknown
     link."""
     return traits_of(state).link or forms.OPTAX.get(type(state), "")
+
+
+def _find_factory(tx: Any) -> str:
+    """Return the name of the factory of optax that made a link, or "" for other links."""
+    update = None if _is_users(tx) else find_update(tx)
+    return "" if update is None else update.__qualname__.partition(".")[0]
+
+
+def _show_stateless(state: OptState, tx: Any) -> str:
+    """Return the call of a link of optax without a state, or "" for one with a state."""
+    return f"optax.{_find_factory(tx)}(…)" if type(state) is optax.EmptyState else ""
 
 
 def _find_wrapper(state: OptState) -> tuple[str, str] | None:

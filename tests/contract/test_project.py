@@ -149,6 +149,24 @@ def test_docstrings():
                 assert not missing, f"{module}.{name}"
 
 
+def test_names_in_docstrings_of_packages_exist():
+    """Each dotted name `optfn.…` in the docstring of a package or a public module."""
+    names = {"optfn", *(f"optfn.{module}" for module in modules())}
+    found = [
+        (name, *match.split("."))
+        for name in names
+        for match in re.findall(r"`(optfn(?:\.\w+)+)`", importlib.import_module(name).__doc__ or "")
+    ]
+    assert len(found) > 20
+    for name, *words in found:
+        place = ".".join(words)
+        try:
+            importlib.import_module(place)
+        except ModuleNotFoundError:
+            parent = importlib.import_module(".".join(words[:-1]))
+            assert hasattr(parent, words[-1]), (name, place)
+
+
 def arguments_without_a_line(factory: Any) -> list[str]:
     text = inspect.getdoc(factory)
     return [k for k in inspect.signature(factory).parameters if f"\n  {k}: " not in text]

@@ -9,7 +9,10 @@ from settings import PROGRAMS, SETTINGS, configured, expected
 
 # What one of the settings refused once. All programs are tried under all settings at night.
 ALWAYS = {
-    "strictest": ["masters, 24 bits", "wrappers", "PowerSGD", "quantize", "divided tables"],
+    "strictest": [
+        *("masters, 24 bits", "wrappers", "PowerSGD", "quantize", "divided tables"),
+        *("schedules", "stochastic quantize"),
+    ],
     "x64": ["divided tables"],
     "leaks": ["line search"],
     "transfers": ["pipeline"],

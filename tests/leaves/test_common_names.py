@@ -40,6 +40,11 @@ def test_names_of_others(name):
     assert not re.fullmatch(optfn.NORMS_AND_BIASES, name)
 
 
+def test_an_optimizer_shows_the_pattern_by_its_name():
+    tx = optfn.adamw(0.1, exclude=optfn.NORMS_AND_BIASES)
+    assert repr(tx) == "adamw(0.1, exclude=NORMS_AND_BIASES)"
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+import optfn
 from optfn import plot, schedules
 from optfn.distributed import MemoryPlan, Trial, Tuning, plan
 
@@ -109,6 +110,22 @@ def test_a_history_has_a_panel_for_each_kind_of_number():
     figure = plot.history({"loss": [1.0, 2.0], "aux/accuracy": [0.5, 0.75], "epoch": [1, 2]})
     assert [ax.get_ylabel() for ax in figure.axes] == ["loss", "accuracy"]
     np.testing.assert_array_equal(figure.axes[1].lines[0].get_xydata(), [[1, 0.5], [2, 0.75]])
+
+
+def test_groups_of_norms_share_a_panel_for_each_norm():
+    tx = optfn.record_metrics(optfn.sgd(0.1), per=["a", "b.*"])
+    _, history = optfn.minimize(
+        lambda p, x: jnp.sum((p["a"] * x) ** 2 + p["b"] ** 2), tx,
+        {"a": jnp.ones(2), "b": jnp.ones(2)}, [np.float32(1)] * 3, progress=False,
+    )  # fmt: skip
+    axes = plot.history(history).axes
+    labels = ["gradient norm", "update norm", "parameter norm", "update ratio"]
+    assert [ax.get_ylabel() for ax in axes] == ["loss", "learning rate", "norm", *labels]
+    words = ("grad_norm", "update_norm", "param_norm", "update_ratio")
+    for ax, word in zip(axes[3:], words, strict=True):
+        lines = drawn(ax)
+        assert [*lines] == ["a", "b.*"]
+        np.testing.assert_array_equal(lines["b.*"][:, 1], history[f"{word}/b.*"])
 
 
 def test_evaluations_over_a_wide_range_have_a_logarithmic_axis():

@@ -16,6 +16,7 @@ import pytest
 
 import optfn
 from optfn import plot
+from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(12, 8, 3)).astype(np.float32)
 TARGET = np.array([1.0, -2.0, 0.5], np.float32)
@@ -186,6 +187,14 @@ def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
     assert [facts["steps"] for facts in seen] == [["1"], ["1"]]
     assert [facts["ended"] for facts in seen] == [["not yet"], ["by RuntimeError: power cut"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.html"]
+
+
+def test_the_report_has_the_way_and_the_speed_of_the_run(tmp_path):
+    path = tmp_path / "run.html"
+    run(report=path, mesh=data_mesh(4), shard="state", microbatches=2)
+    facts = read(path)[1]
+    assert facts["shard"] == ["'state'"] and facts["microbatches"] == ["2"]
+    assert facts["mesh"] == ["data: 4"] and re.fullmatch(r"[\d.e+]+ steps/s", facts["speed"][0])
 
 
 @pytest.mark.parametrize("kind", ["below a file", "a directory"])

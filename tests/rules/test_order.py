@@ -158,7 +158,26 @@ RIGHT = {
         optfn.scale_by_adam(), optax.scale(-1e-3)
     ),
     "a user's own rule without a rate": lambda: halved_gradient(),
+    "a wrapper of the user's turns the sign": lambda: optfn.chain(
+        negated(optfn.adam(0.1)), optfn.scale_by_learning_rate(0.1)
+    ),
+    "alone": lambda: negated(optfn.scale_by_adam()),
+    "in optax's chain": lambda: optax.chain(negated(optax.adam(0.1)), optax.scale(-0.1)),
+    "before a trust ratio": lambda: optfn.chain(
+        negated(optfn.adam(0.1)), optfn.scale_by_trust_ratio(), optfn.scale_by_learning_rate(0.1)
+    ),
+    "a negative decay of optax behind a step": lambda: optfn.chain(
+        optfn.adam(0.1), optax.add_decayed_weights(-0.01)
+    ),
 } | {name: x.make for name, x in OPTIMIZERS.items()}
+
+
+def negated(tx):
+    def update(updates, state, params=None):
+        updates, state = tx.update(updates, state, params)
+        return jax.tree.map(jnp.negative, updates), state
+
+    return optax.GradientTransformation(tx.init, update)
 
 
 @optfn.core.transform()
