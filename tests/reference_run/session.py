@@ -45,7 +45,7 @@ class Session:
         print(f"optfn in {Path(optfn.__file__).parents[1]}", flush=True)
         if self.options.kept:
             for p in read_kept():
-                if not (self.options.avoid and known.faults(p)):
+                if not (self.options.avoid and known.is_open(p)):
                     self.try_program(p)
         else:
             self.draw()
@@ -71,7 +71,7 @@ class Session:
                 p = data.draw(draws.runs(structure))
                 reason = limits.unsaid(p)
                 self.left_out[reason] += bool(reason)
-                if not reason and not (self.options.avoid and known.faults(p)):
+                if not reason and not (self.options.avoid and known.is_open(p)):
                     self.try_program(p)
                     tried += 1
                 if tried == self.options.each:
