@@ -6,7 +6,6 @@ from reference_run.limits import AVERAGES, Facts
 from reference_run.links import frozen_of
 from reference_run.program import Program, batches_of
 
-
 # The faults that are not mended. The others name what an older tree fails by.
 OPEN = (
     "71 DGC of packed params",
