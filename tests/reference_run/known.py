@@ -24,9 +24,16 @@ def refusal(p: Program) -> str:
 
     docs/recipes.md has the reasons: packed params have no leaves for labels and shapes.
     """
-    by_shape = "matrices" in str((p.attrs, p.regularization))
-    is_refused = Facts(p).has("packed") and (p.partition is not None or by_shape)
+    is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
+
+
+def decays_by_shape(p: Program) -> bool:
+    """Tell whether a rule of another library decays a leaf because it is a matrix."""
+    attr = p.attrs.get("w", {})
+    decay = attr.get("regularization", p.regularization)
+    trains = attr.get("trainable", True) and attr.get("learning_rate", 1.0)
+    return bool(trains) and decay is not None and decay[0] == "matrices"
 
 
 def faults(p: Program) -> list[str]:
@@ -75,7 +82,7 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
 def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which faults of how arrays lie a program meets."""
     packed, records = facts.has("packed"), bool(p.names("record_metrics"))
-    by_shape = "matrices" in str((p.attrs, p.regularization))
+    by_shape = decays_by_shape(p)
     frozen, by_compiler = bool(frozen_of(p)), facts.has("compiler, microbatches")
     return {
         "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
