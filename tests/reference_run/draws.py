@@ -101,7 +101,7 @@ def structures(draw):
         rule=rule,
         attrs=attrs,
         partition=partition,
-        dtype=pick("float32", *["float64"] * 2 * (not compressor)),
+        dtype=pick("float32", *["float64"] * 2 * ("exchange" not in way)),
         loss=pick("plain", "mean", "mean", "mean"),
         aux=chance(0.3) and "local" not in way,
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
