@@ -101,7 +101,7 @@ def structures(draw):
         rule=rule,
         attrs=attrs,
         partition=partition,
-        dtype=pick("float32", *["float64"] * 2 * (not compressor)),
+        dtype=pick("float32", *["float64"] * 2 * ("exchange" not in way)),
         loss=pick("plain", "mean", "mean", "mean"),
         aux=chance(0.3) and "local" not in way,
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
@@ -247,7 +247,7 @@ def batch_lists(draw, p):
     """Draw the batches of a run."""
     pick, chance = picker(draw)
     has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
-    is_calm, scale = chance(0.2), 1e-7 if chance(0.04) else 1.0
+    is_calm, scale = chance(0.2), 1e-17 if chance(0.04) else 1.0
     may_fail = not p.clip and p.rule[0] not in ("ftrl", "dgc_momentum") and not p.compressor
     often = 0.35 if has_guard else 0.15 if may_fail and chance(0.1) else 0.0
     batches = []

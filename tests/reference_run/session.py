@@ -39,13 +39,13 @@ class Session:
         self.count, self.structures = 0, 0
         self.failures, self.reached = [], collections.Counter()
         self.refusals = collections.Counter()
-        self.left_out, self.kinds = collections.Counter(), {}
+        self.left_out, self.kinds, self.shown = collections.Counter(), {}, {}
 
     def run(self):
         print(f"optfn in {Path(optfn.__file__).parents[1]}", flush=True)
         if self.options.kept:
             for p in read_kept():
-                if not (self.options.avoid and known.faults(p)):
+                if not (self.options.avoid and known.is_open(p)):
                     self.try_program(p)
         else:
             self.draw()
@@ -66,15 +66,18 @@ class Session:
         def draw_some(data):
             structure = data.draw(draws.structures())
             self.structures += 1
-            tried = 0
+            tried = set()
             for _ in range(3 * self.options.each):
                 p = data.draw(draws.runs(structure))
+                line = json.dumps(to_json(p))
+                if line in tried:  # hypothesis likes to draw a part again
+                    continue
                 reason = limits.unsaid(p)
                 self.left_out[reason] += bool(reason)
-                if not reason and not (self.options.avoid and known.faults(p)):
+                if not reason and not (self.options.avoid and known.is_open(p)):
                     self.try_program(p)
-                    tried += 1
-                if tried == self.options.each:
+                    tried.add(line)
+                if len(tried) == self.options.each:
                     break
 
         with contextlib.suppress(Enough):
@@ -110,6 +113,7 @@ class Session:
         field, met = field_of(bad), frozenset(known.faults(p))
         self.failures.append((self.count, field, p))
         explained = [k for k in self.kinds if k[0] == field and (k[1] <= met if k[1] else not met)]
+        explained = explained or [k for k in [self.shown.get((field, self.structures))] if k]
         if explained:
             self.kinds[explained[0]].append(self.count)
             return
@@ -122,6 +126,7 @@ class Session:
             p = shrink.shrink(p, fails, self.options.shrink)
             bad, met = self.check(p)[0] or bad, frozenset(known.faults(p))
         self.kinds.setdefault((field, met), []).append(self.count)
+        self.shown[field, self.structures] = field, met
         if self.options.keep:
             keep(p)
         print(
