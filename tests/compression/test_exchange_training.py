@@ -105,6 +105,7 @@ def test_training_on_a_mesh(name):
             np.testing.assert_array_equal(shard.data, np.asarray(x))
 
 
+@pytest.mark.nightly
 def test_all_ways_to_run_agree():
     """pmap, shard_map with and without check_vma."""
     tx = OPTIMIZERS["adamw"]

@@ -306,7 +306,9 @@ def test_a_state_that_was_not_made_by_init_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
-@pytest.mark.parametrize("width", [WIDTH, 256])  # one scale for the table, and one for each row
+@pytest.mark.parametrize(
+    "width", [WIDTH, nightly(256)]
+)  # one scale for the table, and one for each row
 def test_eight_bit_moments(width, tmp_path):
     """Random bits belong to the places of rows, so codes differ by one from those of one device."""
     params = {

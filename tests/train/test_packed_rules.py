@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from grids import suite
 from optax import contrib
 
 import optfn
@@ -251,7 +252,7 @@ def test_an_elementwise_rule_is_accepted(name):
     assert difference(ELEMENTWISE[name]) < 1e-4
 
 
-@pytest.mark.parametrize("name", registry.ALL)
+@pytest.mark.parametrize("name", suite(registry.ALL, *registry.SUITE))
 def test_the_rules_of_optfn_are_not_accused(name):
     """Not even where they are traced, as parts of a transformation of another library."""
     assert not refusal(optax.chain(registry.ALL[name].make()))
