@@ -1,6 +1,7 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 from optfn.checkpoint.background import wait_for_writes as finish_saving
 from optfn.core import checks
 from optfn.core.types import Batch
+from optfn.mesh.layout import processes
 from optfn.plot.run_report import RunReport
-from optfn.run.batches import Remaining
+from optfn.run.batches import Remaining, iterate_together
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import to_python_numbers
 from optfn.run.interrupt import catch_signals
@@ -166,7 +168,7 @@ class _Run:
         ):
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
-            for batch in () if self.stopped else self.remaining:
+            for batch in () if self.stopped else self._iterate_batches():
                 if self.n == self.done and self.evaluator.go_on():
                     self.best.go_on(self.state)
                     lines.drop_evaluation(self.n)
@@ -174,7 +176,7 @@ class _Run:
                 bar(self.n, metrics, batch)
                 lines(self.n, metrics, self.work.count(self.state, batch, self.remaining.tokens))
                 page()
-                self.stopped = self._run_callback(metrics) or self.evaluator.gave_up
+                self.stopped = self._is_ended(metrics)
                 # Each call must ask: the processes agree on a call to stop after.
                 self.stopped |= interrupt.is_due(self.n // per_call)
                 self.watch.check()  # once the log has the step whose loss ends the run
@@ -219,6 +221,21 @@ class _Run:
         if not is_provisional:
             self.state = self.evaluator.tell_plateaus(self.n, self.state)
         return values
+
+    def _iterate_batches(self) -> Iterator[Batch]:
+        """Return the remaining batches, of which all processes must have the same number."""
+        if not processes.is_on_all_processes(self.step.mesh):
+            return iter(self.remaining)
+        return iterate_together(self.remaining)
+
+    def _is_ended(self, metrics: dict[str, Any]) -> bool:
+        """Tell whether the callback or patience ends the run in any of the processes, which would
+        wait for ever for one that has ended alone."""
+        ended = self._run_callback(metrics) or self.evaluator.gave_up
+        is_asked = self.options.callback is not None or self.options.patience is not None
+        if is_asked and processes.is_on_all_processes(self.step.mesh):
+            ended = bool(np.any(processes.gather_values([ended])))
+        return ended
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
         """Call the user's callback and tell whether it returned True, with False if there is none,
