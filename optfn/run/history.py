@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optfn.core import checks, tree
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.state.reports import is_curve
 
@@ -122,6 +123,17 @@ def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))
         if np.ndim(x) == 0
     }
+
+
+def warn_of_arrays(metrics: Mapping[str, Any]) -> None:
+    """Warn of the arrays of aux, which history and log leave out."""
+    aux = tree.arrays_with_paths({"aux": metrics.get("aux")})
+    arrays = [f"{path}, shape {np.shape(x)}" for path, x in aux if np.ndim(x)]
+    if arrays:
+        checks.warn(
+            f"the history and the log keep numbers, and leave the arrays of aux out: "
+            f"{tree.list_words(arrays, 20)}. A callback gets them, in metrics['aux']"
+        )
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

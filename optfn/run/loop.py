@@ -14,7 +14,7 @@ from optfn.mesh.layout import processes
 from optfn.plot.run_report import RunReport
 from optfn.run.batches import Remaining, iterate_together
 from optfn.run.evaluation import Evaluator
-from optfn.run.history import to_python_numbers
+from optfn.run.history import to_python_numbers, warn_of_arrays
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
 from optfn.run.loss_watch import LossWatch, warn_of_bad_batches
@@ -209,6 +209,8 @@ class _Run:
                 "got a plain number. Return a Mean, or pass a function batch -> number of tokens"
             )
         self.history.append(metrics)
+        if self.n == self.done + self.step.local_steps and self.options.callback is None:
+            warn_of_arrays(metrics)
         if self.evaluator.is_due(self.n, self.remaining.is_epoch_end):
             metrics |= self._evaluate()
         return metrics

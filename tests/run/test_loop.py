@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 
 import chex
 import jax
@@ -548,3 +549,21 @@ def test_the_third_shape_of_batches_is_said_once(capsys):
     assert len(said) == 1 and "3 shapes of batches: (2, 3), (4, 3), (8, 3);" in said[0]
     optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), [X[0][:n] for n in sizes[:4]])
     assert "shapes of batches" not in capsys.readouterr().err
+
+
+def test_arrays_of_aux_that_nobody_gets_are_named():
+    def loss(w, x):
+        return jnp.mean((w - x) ** 2), {"per": (w - x) ** 2, "error": jnp.max(jnp.abs(w - x))}
+
+    def fit(**options):
+        batches = [np.ones(3, np.float32)] * 3
+        return optfn.minimize(
+            loss, optfn.sgd(0.1), jnp.zeros(3), batches, has_aux=True, progress=False, **options
+        )[1]
+
+    with pytest.warns(UserWarning, match=r"arrays of aux out: aux/per, shape \(3,\)") as caught:
+        history = fit()
+    assert len(caught) == 1 and "aux/per" not in history and len(history["aux/error"]) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(callback=lambda n, state, metrics: metrics["aux"]["per"].shape != (3,))
