@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn.core import checks, tree
+from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.state.reports import is_curve
 
@@ -125,15 +125,10 @@ def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
     }
 
 
-def warn_of_arrays(metrics: Mapping[str, Any]) -> None:
-    """Warn of the arrays of aux, which history and log leave out."""
-    aux = tree.arrays_with_paths({"aux": metrics.get("aux")})
-    arrays = [f"{path}, shape {np.shape(x)}" for path, x in aux if np.ndim(x)]
-    if arrays:
-        checks.warn(
-            f"the history and the log keep numbers, and leave the arrays of aux out: "
-            f"{tree.list_words(arrays, 20)}. A callback gets them, in metrics['aux']"
-        )
+def describe_arrays(aux: PyTree) -> str:
+    """Return the arrays of aux, which the history leaves out, as words, or "" without any."""
+    named = tree.arrays_with_paths({"aux": aux})
+    return tree.list_words([f"{path} {np.shape(x)}" for path, x in named if np.ndim(x)], 20)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
