@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from typing import NamedTuple
 
 from optfn.core import checks
@@ -109,6 +109,12 @@ class Remaining:
         while not self.is_finished and self.given != self.most and self._look_ahead():
             yield self._draw()
 
+    def close(self) -> None:
+        """Let go of the iterator of the batches, which ends its processes and closes its files now
+        and not when Python collects cycles."""
+        self._passes.close()
+        self._iterator, self._ahead = iter(()), []
+
     def _skip_used(self) -> None:
         """Draw and skip the batches that the run has used, unless the iterator is already behind
         them, and warn if the last one is another than before."""
@@ -210,7 +216,9 @@ class Remaining:
             return take_position(self._pass, self._iterator.get_state())
         return None
 
-    def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+    def _iterate_epochs(
+        self, begun: Iterator[Batch] | None
+    ) -> Generator[tuple[int, Batch], None, None]:
         """Yield (epoch, batch) from the current epoch on, which `begun`, if given, continues, and
         raise a ValueError if a later epoch is empty.
 

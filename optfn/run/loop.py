@@ -1,5 +1,6 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, cast
@@ -14,7 +15,7 @@ from optfn.mesh.layout import processes
 from optfn.plot.run_report import RunReport
 from optfn.run.batches import Remaining, iterate_together
 from optfn.run.evaluation import Evaluator
-from optfn.run.history import to_python_numbers, warn_of_arrays
+from optfn.run.history import describe_arrays, to_python_numbers
 from optfn.run.interrupt import catch_signals
 from optfn.run.log import RunLog
 from optfn.run.loss_watch import LossWatch, warn_of_bad_batches
@@ -165,6 +166,7 @@ class _Run:
             ) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             catch_signals(self.step.mesh) as interrupt,
+            contextlib.closing(self.remaining),
         ):
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
@@ -174,6 +176,8 @@ class _Run:
                     lines.drop_evaluation(self.n)
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
+                if self.n == self.done + per_call and options.callback is None:
+                    self._say_left_out(bar, metrics)
                 lines(self.n, metrics, self.work.count(self.state, batch, self.remaining.tokens))
                 page()
                 self.stopped = self._is_ended(metrics)
@@ -209,8 +213,6 @@ class _Run:
                 "got a plain number. Return a Mean, or pass a function batch -> number of tokens"
             )
         self.history.append(metrics)
-        if self.n == self.done + self.step.local_steps and self.options.callback is None:
-            warn_of_arrays(metrics)
         if self.evaluator.is_due(self.n, self.remaining.is_epoch_end):
             metrics |= self._evaluate()
         return metrics
@@ -306,6 +308,14 @@ class _Run:
         if self.stopped:
             return "callback"
         return "batches" if self.options.steps is None else "steps"
+
+    def _say_left_out(self, bar: Progress, metrics: dict[str, Any]) -> None:
+        """Show a line that names the arrays of aux, if there are any, which nobody gets."""
+        if arrays := describe_arrays(metrics.get("aux")):
+            bar.say(
+                f"history and log keep numbers, without the arrays of aux: {arrays}. A callback "
+                "gets them"
+            )
 
     def _announce_end(self, bar: Progress, early: str, by_signal: str) -> None:
         """Show a line if the run has ended early, took no step, or leaves gradients unused, and

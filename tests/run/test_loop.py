@@ -1,5 +1,6 @@
 """minimize: evaluation, early stopping, the best state, callbacks, logs, signals."""
 
+import gc
 import io
 import json
 import os
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import warnings
 
 import chex
 import jax
@@ -551,19 +551,38 @@ def test_the_third_shape_of_batches_is_said_once(capsys):
     assert "shapes of batches" not in capsys.readouterr().err
 
 
-def test_arrays_of_aux_that_nobody_gets_are_named():
+def test_arrays_of_aux_that_nobody_gets_are_named(capsys):
     def loss(w, x):
         return jnp.mean((w - x) ** 2), {"per": (w - x) ** 2, "error": jnp.max(jnp.abs(w - x))}
 
     def fit(**options):
         batches = [np.ones(3, np.float32)] * 3
-        return optfn.minimize(
-            loss, optfn.sgd(0.1), jnp.zeros(3), batches, has_aux=True, progress=False, **options
-        )[1]
+        run = optfn.minimize(loss, optfn.sgd(0.1), jnp.zeros(3), batches, has_aux=True, **options)
+        return run[1], capsys.readouterr().err
 
-    with pytest.warns(UserWarning, match=r"arrays of aux out: aux/per, shape \(3,\)") as caught:
-        history = fit()
-    assert len(caught) == 1 and "aux/per" not in history and len(history["aux/error"]) == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(callback=lambda n, state, metrics: metrics["aux"]["per"].shape != (3,))
+    history, lines = fit()
+    assert lines.count("without the arrays of aux: aux/per (3,)") == 1
+    assert "aux/per" not in history and len(history["aux/error"]) == 3
+    assert "arrays" not in fit(callback=lambda n, state, metrics: None)[1]
+
+
+@pytest.mark.parametrize("end", [{"steps": 2}, {"callback": lambda n, s, m: n == 2}])
+def test_the_iterator_of_a_loader_is_closed_when_the_run_ends(end):
+    closed = []
+
+    class Loader:
+        def __iter__(self):
+            try:
+                yield from np.ones((9, 3), np.float32)
+            finally:
+                closed.append(True)
+
+    gc.disable()
+    try:
+        optfn.minimize(
+            lambda w, x: jnp.mean((w - x) ** 2), optfn.sgd(0.1), jnp.zeros(3), Loader(),
+            progress=False, **end,
+        )  # fmt: skip
+        assert closed == [True]
+    finally:
+        gc.enable()
