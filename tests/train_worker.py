@@ -215,6 +215,12 @@ def make_mistakes(directory):
     found["left"] = sorted(path.name for path in shared.iterdir())
     run("own directories", [examples], shared / str(process))
     run("in parts", [examples], directory.parent / "parts", shard="state")
+    # One batch fewer in process 1, and a callback that only process 0 ends by.
+    fewer = [examples] * (4 - process)
+    run("fewer", fewer)
+    run("fewer of a stream", iter(fewer))
+    run("enough", fewer, steps=3)
+    run("callback of one", [examples] * 4, callback=lambda n, s, m: n == 2 and process == 0)
     return found
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from typing import NamedTuple
 
 from optfn.core import checks
 from optfn.core.types import Batch
+from optfn.mesh.layout import processes
 from optfn.run.options import WEIGHT, LoopOptions
 from optfn.run.position import (
     NOTHING,
@@ -17,6 +18,38 @@ from optfn.run.position import (
     find_checksum,
     take_position,
 )
+
+
+def iterate_together(remaining: "Remaining") -> Iterator[Batch]:
+    """Yield batches in a run of several processes, and raise a ValueError in all of them if one has
+    fewer, since the others would wait for it for ever.
+
+    Where batches have a length, it is compared once. Else the processes ask each other before each
+    step, unless `steps` says how many are needed.
+    """
+    length, most = -1, remaining.most
+    if isinstance(remaining.batches, Sized):
+        with contextlib.suppress(TypeError):  # a DataLoader over a stream
+            length = len(remaining.batches)
+    is_enough = most is not None and remaining.epochs is None and length >= most
+    _check_equal(most if most is not None and is_enough else length, "batches, by their lengths")
+    is_asked, iterator = length < 0 and most is None, iter(remaining)
+    for number in itertools.count(1):
+        batch = list(itertools.islice(iterator, 1))
+        if is_asked:
+            _check_equal(len(batch), f"batches, 1 or 0 of them, for step {number} of this call")
+        if not batch:
+            return
+        yield batch[0]
+
+
+def _check_equal(number: int, noun: str) -> None:
+    """Raise a ValueError in every process unless all pass the same number."""
+    numbers = processes.gather_values([number])[:, 0].tolist()
+    if len({*numbers}) > 1:
+        raise ValueError(
+            f"all processes must give the same number of {noun}; processes 0, 1, … have {numbers}"
+        )
 
 
 class _Drawn(NamedTuple):
@@ -75,6 +108,12 @@ class Remaining:
         self._skip_used()
         while not self.is_finished and self.given != self.most and self._look_ahead():
             yield self._draw()
+
+    def close(self) -> None:
+        """Let go of the iterator of the batches, which ends its processes and closes its files now
+        and not when Python collects cycles."""
+        self._passes.close()
+        self._iterator, self._ahead = iter(()), []
 
     def _skip_used(self) -> None:
         """Draw and skip the batches that the run has used, unless the iterator is already behind
@@ -177,7 +216,9 @@ class Remaining:
             return take_position(self._pass, self._iterator.get_state())
         return None
 
-    def _iterate_epochs(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+    def _iterate_epochs(
+        self, begun: Iterator[Batch] | None
+    ) -> Generator[tuple[int, Batch], None, None]:
         """Yield (epoch, batch) from the current epoch on, which `begun`, if given, continues, and
         raise a ValueError if a later epoch is empty.
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
 from optfn.core import checks
-from optfn.core.types import Batch, OptState, Params, PyTree
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.leaves.packed import unpack
 from optfn.loss.mean import check_mean, is_mean
 from optfn.mesh.state.names import iterate_nodes
@@ -344,10 +344,27 @@ def over_batches(
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
-            rows.append(_find_parts(compiled(*arguments, batch), batch))
+            placed = _place_beside(arguments, batch)
+            rows.append(_find_parts(compiled(*arguments, placed), batch))
         return _average_rows(rows)
 
     return evaluate
+
+
+def _place_beside(arguments: PyTree, batch: Batch) -> Batch:
+    """Return a batch with those of its arrays that lie on one device copied to the mesh of the
+    arguments, as a training step takes them, or unchanged if these lie on one device too."""
+    placed = (x.sharding for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
+    found = (x for x in placed if isinstance(x, NamedSharding) and x.num_devices > 1)
+    if (sharding := next(found, None)) is None:
+        return batch
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def place(x: Leaf) -> Leaf:
+        is_alone = isinstance(x, jax.Array) and x.sharding.num_devices == 1
+        return jax.device_put(x, whole) if is_alone else x
+
+    return jax.tree.map(place, batch)
 
 
 def _check_num_examples(batch: Batch) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.state.reports import is_curve
 
@@ -121,6 +122,12 @@ def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))
         if np.ndim(x) == 0
     }
+
+
+def describe_arrays(aux: PyTree) -> str:
+    """Return the arrays of aux, which the history leaves out, as words, or "" without any."""
+    named = tree.arrays_with_paths({"aux": aux})
+    return tree.list_words([f"{path} {np.shape(x)}" for path, x in named if np.ndim(x)], 20)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

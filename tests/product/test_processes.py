@@ -163,6 +163,19 @@ def test_mistakes_of_several_processes_are_errors_before_the_first_step(two):
     assert first["in parts"][0] == 1
 
 
+def test_processes_agree_on_the_last_step(two):
+    """Else the others would wait for ever for the process that has ended."""
+    first, second = found_in(two[1], "unlike")
+    for found in (first, second):
+        assert (
+            "number of batches, by their lengths; processes 0, 1, … have [4, 3]" in found["fewer"]
+        )
+        assert (
+            "for step 4 of this call; processes 0, 1, … have [1, 0]" in found["fewer of a stream"]
+        )
+        assert found["enough"][0] == 3 and found["callback of one"][0] == 2
+
+
 def test_processes_tune_to_the_same_order(two):
     """A way that fails in one process is run by none: the others would wait for it."""
     first, second = found_in(two[1], "tuned")

@@ -378,3 +378,13 @@ def test_keep_best_after_a_run_that_evaluated_nothing_compares_the_state_that_it
     options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path}
     state, history = run(evaluate=scripted([1.0, 3.0, 2.0]), steps=6, **options)
     assert int(state.step) == 4 and history["evaluation_step"].tolist() == [5, 6]
+
+
+def test_batches_on_one_device_are_evaluated_beside_params_on_a_mesh():
+    """As a training step takes them."""
+    mesh = data_mesh(4)
+    whole = NamedSharding(mesh, P())
+    params = jax.device_put(jnp.full(3, 2.0), whole)
+    batches = [jax.device_put(jnp.full((2, 3), x), jax.devices()[1]) for x in (1.0, 3.0)]
+    evaluate = optfn.over_batches(lambda w, x: jnp.mean(w * x), batches)
+    assert evaluate(params) == 4.0

@@ -1,5 +1,6 @@
 """minimize: evaluation, early stopping, the best state, callbacks, logs, signals."""
 
+import gc
 import io
 import json
 import os
@@ -548,3 +549,40 @@ def test_the_third_shape_of_batches_is_said_once(capsys):
     assert len(said) == 1 and "3 shapes of batches: (2, 3), (4, 3), (8, 3);" in said[0]
     optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), [X[0][:n] for n in sizes[:4]])
     assert "shapes of batches" not in capsys.readouterr().err
+
+
+def test_arrays_of_aux_that_nobody_gets_are_named(capsys):
+    def loss(w, x):
+        return jnp.mean((w - x) ** 2), {"per": (w - x) ** 2, "error": jnp.max(jnp.abs(w - x))}
+
+    def fit(**options):
+        batches = [np.ones(3, np.float32)] * 3
+        run = optfn.minimize(loss, optfn.sgd(0.1), jnp.zeros(3), batches, has_aux=True, **options)
+        return run[1], capsys.readouterr().err
+
+    history, lines = fit()
+    assert lines.count("without the arrays of aux: aux/per (3,)") == 1
+    assert "aux/per" not in history and len(history["aux/error"]) == 3
+    assert "arrays" not in fit(callback=lambda n, state, metrics: None)[1]
+
+
+@pytest.mark.parametrize("end", [{"steps": 2}, {"callback": lambda n, s, m: n == 2}])
+def test_the_iterator_of_a_loader_is_closed_when_the_run_ends(end):
+    closed = []
+
+    class Loader:
+        def __iter__(self):
+            try:
+                yield from np.ones((9, 3), np.float32)
+            finally:
+                closed.append(True)
+
+    gc.disable()
+    try:
+        optfn.minimize(
+            lambda w, x: jnp.mean((w - x) ** 2), optfn.sgd(0.1), jnp.zeros(3), Loader(),
+            progress=False, **end,
+        )  # fmt: skip
+        assert closed == [True]
+    finally:
+        gc.enable()
