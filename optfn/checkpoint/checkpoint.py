@@ -315,9 +315,8 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        names = changes.new, changes.dropped
-        selected = [[name for name in x if matches(loader.only, name)] for x in names]
-        if wrong := misfits(*selected):
+        chosen = [x for x in changes.new if matches(loader.only, x)]
+        if wrong := misfits(chosen, [x for x in changes.dropped if matches(loader.only, x)]):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
         return loader, (state, history, Changes([], [], []))

@@ -1,6 +1,5 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,7 +15,7 @@ from optfn.plot.run_report import RunReport
 from optfn.run.batches import Remaining, iterate_together
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import describe_arrays, to_python_numbers
-from optfn.run.interrupt import catch_signals
+from optfn.run.interrupt import Interrupt, catch_signals
 from optfn.run.log import RunLog
 from optfn.run.loss_watch import LossWatch, warn_of_bad_batches
 from optfn.run.options import STOPPED, WEIGHT, FitArguments, LoopOptions, MinimizeArguments
@@ -166,23 +165,19 @@ class _Run:
             ) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             catch_signals(self.step.mesh) as interrupt,
-            contextlib.closing(self.remaining),
         ):
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
-            for batch in () if self.stopped else self._iterate_batches():
+            for batch in self._iterate_batches():
                 if self.n == self.done and self.evaluator.go_on():
                     self.best.go_on(self.state)
                     lines.drop_evaluation(self.n)
                 metrics = self._take_step(batch)
                 bar(self.n, metrics, batch)
-                if self.n == self.done + per_call and options.callback is None:
-                    self._say_left_out(bar, metrics)
+                self._say_left_out(bar, metrics)
                 lines(self.n, metrics, self.work.count(self.state, batch, self.remaining.tokens))
                 page()
-                self.stopped = self._is_ended(metrics)
-                # Each call must ask: the processes agree on a call to stop after.
-                self.stopped |= interrupt.is_due(self.n // per_call)
+                self.stopped = self._is_ended(metrics, interrupt)
                 self.watch.check()  # once the log has the step whose loss ends the run
                 if self.stopped:
                     break
@@ -227,19 +222,23 @@ class _Run:
         return values
 
     def _iterate_batches(self) -> Iterator[Batch]:
-        """Return the remaining batches, of which all processes must have the same number."""
+        """Return the remaining batches, of which all processes must have the same number, or none
+        if the run has ended before."""
+        if self.stopped:
+            return iter(())
         if not processes.is_on_all_processes(self.step.mesh):
             return iter(self.remaining)
         return iterate_together(self.remaining)
 
-    def _is_ended(self, metrics: dict[str, Any]) -> bool:
-        """Tell whether the callback or patience ends the run in any of the processes, which would
-        wait for ever for one that has ended alone."""
+    def _is_ended(self, metrics: dict[str, Any], interrupt: Interrupt) -> bool:
+        """Tell whether the callback, patience or a signal ends the run in any of the processes,
+        which would wait for ever for one that has ended alone."""
         ended = self._run_callback(metrics) or self.evaluator.gave_up
         is_asked = self.options.callback is not None or self.options.patience is not None
         if is_asked and processes.is_on_all_processes(self.step.mesh):
             ended = bool(np.any(processes.gather_values([ended])))
-        return ended
+        # Each call must ask: the processes agree on a call to stop after.
+        return interrupt.is_due(self.n // self.step.local_steps) or ended
 
     def _run_callback(self, metrics: dict[str, Any]) -> bool:
         """Call the user's callback and tell whether it returned True, with False if there is none,
@@ -284,6 +283,7 @@ class _Run:
         if self.saver.saved != self.n or to_evaluate:
             self._save()
         finish_saving()
+        self.remaining.close()
         return values
 
     def _read_losses(self) -> None:
@@ -310,8 +310,11 @@ class _Run:
         return "batches" if self.options.steps is None else "steps"
 
     def _say_left_out(self, bar: Progress, metrics: dict[str, Any]) -> None:
-        """Show a line that names the arrays of aux, if there are any, which nobody gets."""
-        if arrays := describe_arrays(metrics.get("aux")):
+        """Show a line after the first step that names the arrays of aux, if there are any and no
+        callback gets them."""
+        is_first = self.n == self.done + self.step.local_steps
+        is_asked = is_first and self.options.callback is None
+        if is_asked and (arrays := describe_arrays(metrics.get("aux"))):
             bar.say(
                 f"history and log keep numbers, without the arrays of aux: {arrays}. A callback "
                 "gets them"
