@@ -31,6 +31,7 @@ from optfn.mesh.state.inventory import Entry, arrays_with_entries
 from optfn.mesh.state.names import (
     arrays_with_names,
     find_names_in_field,
+    iterate_nodes,
     make_report_test,
     states_with_names,
 )
@@ -106,8 +107,7 @@ def load_named(
     mapping = DecodedArrays(mapping)
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
-    found = jax.tree.leaves(opt_state, is_leaf=is_packed_or_padded)
-    is_converted = any(map(is_packed_or_padded, found))
+    is_converted = bool([*iterate_nodes(is_packed_or_padded, opt_state)])
     plain = unwrap_tables(opt_state)
     if is_converted:
         plain = _unpack_for(mapping, plain)

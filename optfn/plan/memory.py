@@ -140,15 +140,12 @@ def plan_memory(
     stored = jax.eval_shape(pack if packed else lambda x: x, params)
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     read, in_update = _trace_gradients(tx, stored, layout)
+    sent = _count_sent(program, mesh, layout.data_axes) + in_update * local_steps
     return MemoryPlan(
         count_bytes(state.params),
         count_bytes(state.opt_state),
         _count_gradients(read, stored, layout, held, tables),
-        round(
-            _count_sent(program, mesh, layout.data_axes)
-            + _count_padded(layout, stored, local_steps)
-            + in_update * local_steps
-        ),
+        round(sent + _count_padded(layout, stored, local_steps)),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
         whole,
     )

@@ -168,17 +168,13 @@ def tune(
     batches = [batch]
     if batch_sizes is not None:
         batches = [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
-    families = ways
-    if families is None:
-        families = _list_ways(params, data_axes, workers, _find_matrices(shared))
-    rows: list[Trial] = []
-    again: list[Callable[[Trial], Trial]] = []
+    families = _list_ways(shared, data_axes, workers) if ways is None else ways
+    tried: list[tuple[Trial, Callable[[Trial], Trial]]] = []
 
     def attempt(examples: Batch, way: Way) -> Trial:
         say(f"tune: {describe_way(way)}", end=" ")
-        row, measure_more = shared.try_way(way, examples)
-        rows.append(row)
-        again.append(measure_more)
+        tried.append(shared.try_way(way, examples))
+        row = tried[-1][0]
         known = "" if row.seconds is None else f"{1e3 * row.seconds:.3f} ms"
         say(known or row.problem or f"fits: {row.fits}")
         return row
@@ -196,8 +192,9 @@ def tune(
                 if last.fits is False:
                     break  # a larger batch does not fit either
         for _ in range((measure or 1) - 1):  # in turns: a machine may slow down in between
-            rows[:] = [measure_more(row) for measure_more, row in zip(again, rows, strict=True)]
+            tried[:] = [(measure_more(row), measure_more) for row, measure_more in tried]
         is_complete = True
+    rows = [row for row, _ in tried]
     return Tuning(tuple(_order(rows, by_rate=batch_sizes is not None)), memory, is_complete)
 
 
@@ -222,9 +219,10 @@ def _find_matrices(shared: TuneArguments) -> str:
     return ""
 
 
-def _list_ways(params: Params, data_axes: Axes, workers: int, whole: str) -> list[dict[str, Any]]:
-    """Return ways of dividing a step, the simplest first, also by whole matrices if `whole` is the
-    pattern of some."""
+def _list_ways(shared: TuneArguments, data_axes: Axes, workers: int) -> list[dict[str, Any]]:
+    """Return ways of dividing a step, the simplest first, also by whole matrices if the optimizer
+    needs some."""
+    params, whole = shared.params, _find_matrices(shared)
     sizes = [x.size * x.dtype.itemsize for x in map(jax.typeof, jax.tree.leaves(params))]
     is_small = len(sizes) >= _MANY_LEAVES and sum(sizes) <= len(sizes) * _SMALL_BYTES
     packings: list[dict[str, Any]] = [{}, {"packed": True}] if is_small else [{}]
