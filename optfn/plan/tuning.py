@@ -160,11 +160,10 @@ def tune(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"tune: mesh must be a jax.sharding.Mesh of devices; got {mesh!r}")
     measure = None if measure is None else checks.count("tune: measure", measure)
-    options = dict(options or {})
-    data_axes = join_axes(options.get("data_axis", "data"))
+    data_axes = join_axes((options or {}).get("data_axis", "data"))
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
     memory = find_memory(mesh) if memory is None else memory
-    shared = TuneArguments(loss_fn, tx, params, mesh, options, model_state, memory, measure)
+    shared = TuneArguments(loss_fn, tx, params, mesh, options or {}, model_state, memory, measure)
     batches = [batch]
     if batch_sizes is not None:
         batches = [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
