@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ from optfn.tables.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
 from optfn.transforms.plateau import is_evaluation_plateau, record_evaluation
+
+# Whether averaged params are evaluated, or the name of the average, or a function that reads them.
+Average: TypeAlias = bool | str | Callable[[OptState, Params], Params]
 
 
 class Evaluator:
@@ -182,7 +185,7 @@ class Evaluator:
         """Return the model state that is evaluated, which is its average if averaged params are
         evaluated and the state's own otherwise."""
         average = self.options.evaluate_average
-        if not average:
+        if not average or callable(average):
             return state.model_state
         name = average if isinstance(average, str) else None
         return averaged_model_state(state.opt_state, state.model_state, name)
@@ -245,7 +248,7 @@ def _check_plateaus(opt_state: OptState, options: LoopOptions) -> bool:
     return True
 
 
-def _check_average(state: TrainState, average: bool | str) -> None:
+def _check_average(state: TrainState, average: Average) -> None:
     """Raise a ValueError unless the optimizer's state has the average that `evaluate` is to get."""
     try:
         jax.eval_shape(functools.partial(_read_average, average=average), state)
@@ -253,13 +256,14 @@ def _check_average(state: TrainState, average: bool | str) -> None:
         raise ValueError(f"evaluate_average={average!r}: {error}") from error
 
 
-def _select_params(state: TrainState, average: bool | str) -> Params:
+def _select_params(state: TrainState, average: Average) -> Params:
     """Return the params that are evaluated: the state's params, or with `average` their average,
     which on a mesh has the shardings of the params.
 
     Args:
       state: the state that is evaluated.
-      average: True, or the name of the average; False for the params themselves.
+      average: True, the name of the average, or a function of (opt_state, params); False for the
+        params themselves.
     """
     if not average:
         return state.params
@@ -273,9 +277,11 @@ def _select_params(state: TrainState, average: bool | str) -> Params:
     return jax.tree.map(place, _read_average(state, average), state.params)
 
 
-def _read_average(state: TrainState, average: bool | str) -> Params:
-    """Return the averaged params of a state, of the average with this name or for True of the only
-    one, and raise a ValueError without one."""
+def _read_average(state: TrainState, average: Average) -> Params:
+    """Return the averaged params of a state, of the average with this name, for True of the only
+    one, or from a function, and raise a ValueError without an average."""
+    if callable(average):
+        return average(state.opt_state, state.params)
     name = average if isinstance(average, str) else None
     return averaged_params(state.opt_state, state.params, name=name)
 

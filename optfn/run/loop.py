@@ -56,7 +56,8 @@ def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.nda
     with_state = a.model_state is not None
     step = make_train_step(
         a.loss_fn, a.tx, model_state=with_state,
-        average_model_state=with_state and bool(a.evaluate_average), **a.of(StepOptions),
+        average_model_state=with_state and a.evaluate_average not in (False, None)
+        and not callable(a.evaluate_average), **a.of(StepOptions),
     )  # fmt: skip
     return fit(step, step.init(a.params, a.model_state), a.batches, **a.of(LoopOptions))
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from optfn.core import checks
-from optfn.core.types import Batch, LossFn, Params, PyTree
+from optfn.core.types import Batch, LossFn, OptState, Params, PyTree
 from optfn.run.log import Logs
 from optfn.run.shuffled import Shuffled
 from optfn.train.options import StepOptions
@@ -81,9 +81,10 @@ class LoopOptions:
         are (params, model_state). It is called every `evaluate_every` steps and at the end.
         `over_batches(fn, batches)` makes one that takes the mean over batches.
       evaluate_average: whether `evaluate` gets the averaged params in place of the params; a text
-        names the average, if tx has several (`averaged_params`). The history, the log, `monitor`,
-        `patience` and `keep_best` then judge the average; the state that is returned is the whole
-        training state, with both. The model state's floating-point arrays are averaged with the
+        names the average, if tx has several (`averaged_params`), and a function of (opt_state,
+        params) returns them, such as `optax.contrib.schedule_free_eval_params`. The history, the
+        log, `monitor`, `patience` and `keep_best` then judge the average; the state that is
+        returned is the whole training state, with both. The model state's floating-point arrays are averaged with the
         same weights: by `minimize`, or by a step with `average_model_state=True`. With local
         steps, the average belongs into `outer`.
       evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
@@ -150,7 +151,7 @@ class LoopOptions:
     prefetch: Literal[0, 1] = 1
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
-    evaluate_average: bool | str = False
+    evaluate_average: bool | str | Callable[[OptState, Params], Params] = False
     evaluate_every: int | Literal["epoch"] | None = None
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -217,10 +218,11 @@ class FitArguments(LoopOptions):
             )
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
-        if not isinstance(self.evaluate_average, bool | str) or self.evaluate_average == "":
+        average = self.evaluate_average
+        if not (isinstance(average, bool | str) or callable(average)) or average == "":
             raise TypeError(
-                "evaluate_average must be True, False, or the name of an average; got "
-                f"{checks.show(self.evaluate_average)}"
+                "evaluate_average must be True, False, or the name of an average, or a function of "
+                f"(opt_state, params); got {checks.show(average)}"
             )
         if self.evaluate_every == EPOCH:
             if self.epochs is None:

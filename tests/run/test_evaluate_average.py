@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
@@ -155,3 +156,24 @@ def test_what_evaluate_average_refuses():
         train(average=1.5)
     with pytest.raises(ValueError, match="evaluate_average needs evaluate"):
         optfn.minimize(loss_fn, make_optimizer(), PARAMS, X, evaluate_average=True)
+
+
+def test_a_function_reads_what_is_evaluated_from_the_state():
+    """schedule_free keeps its x, which is to be judged, beside the params that are trained."""
+    tx = optax.contrib.schedule_free_sgd(0.1)
+
+    def loss_fn(w, x):
+        return jnp.mean((w - x) ** 2)
+
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    state, history = optfn.minimize(
+        loss_fn, tx, jnp.zeros(2), x, progress=False, evaluate=lambda w: float(w[1]),
+        evaluate_every=1, evaluate_average=optax.contrib.schedule_free_eval_params,
+    )  # fmt: skip
+    params, opt_state, want = jnp.zeros(2), tx.init(jnp.zeros(2)), []
+    for batch in x:
+        u, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+        params = optax.apply_updates(params, u)
+        want.append(optax.contrib.schedule_free_eval_params(opt_state, params)[1])
+    np.testing.assert_allclose(history["evaluation"], want, rtol=1e-6)
+    assert not np.allclose(want[-1], state.params[1])
