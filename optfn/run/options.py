@@ -84,9 +84,9 @@ class LoopOptions:
         names the average, if tx has several (`averaged_params`), and a function of (opt_state,
         params) returns them, such as `optax.contrib.schedule_free_eval_params`. The history, the
         log, `monitor`, `patience` and `keep_best` then judge the average; the state that is
-        returned is the whole training state, with both. The model state's floating-point arrays are averaged with the
-        same weights: by `minimize`, or by a step with `average_model_state=True`. With local
-        steps, the average belongs into `outer`.
+        returned is the whole training state, with both. The model state's floating-point arrays
+        are averaged with the same weights: by `minimize`, or by a step with
+        `average_model_state=True`. With local steps, the average belongs into `outer`.
       evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
         the `epochs`; None evaluates only at the end.
       monitor: if `evaluate` returns a dict, the key of the number that compares evaluations;
