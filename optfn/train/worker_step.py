@@ -222,7 +222,9 @@ class _WorkerStep:
         of_value = self.make_objective(self.later, needs.accumulates)
         value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
         rows = {"row_updates": True} if needs.gives_rows else {}
-        return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **rows}
+        # optax's sophia calls the function of the loss `obj_fn`.
+        extra = {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, "obj_fn": value_fn}
+        return extra | rows
 
     def _update(
         self,

@@ -239,7 +239,7 @@ def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
     The two that are dropped concern only one gradient, not the mean of several.
     """
-    extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
+    extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn", "obj_fn")}
 
     def is_array(x: object) -> bool:
         return isinstance(x, jax.Array | float | int)

@@ -1,5 +1,6 @@
 """make_train_step and minimize: what they compute, in place, and what they show."""
 
+import functools
 import io
 
 import chex
@@ -210,3 +211,26 @@ def test_rng_must_be_a_key():
         optfn.make_train_step(
             None, optfn.sgd(0.1), recompute=["x"], value_and_grad=lambda p, b: (0.0, p)
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"mesh": 4, "shard": "params"}])
+def test_sophia_differentiates_the_loss_twice(options):
+    batches = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+    tx = optax.contrib.sophia(0.1, update_interval=2)
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w) - 1) ** 2)
+
+    want = jnp.full(3, 0.1)
+    opt_state = tx.init(want)
+    for x in batches:
+        g = jax.grad(loss)(want, x)
+        obj_fn = functools.partial(loss, x=x)
+        u, opt_state = tx.update(g, opt_state, want, obj_fn=obj_fn)
+        want = optax.apply_updates(want, u)
+    mesh = {"mesh": optfn.distributed.data_mesh(4)} if "mesh" in options else {}
+    step = optfn.make_train_step(loss, tx, **options | mesh)
+    state = step.init(jnp.full(3, 0.1))
+    for x in batches:
+        state, _ = step(state, x)
+    np.testing.assert_allclose(state.params, want, rtol=1e-4)
