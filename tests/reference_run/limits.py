@@ -53,6 +53,9 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
     e, ends = p.evaluate, facts.ends
     watches = any(len(x) > 2 for x in p.names("plateau"))
     rates = ["rate" in x for x in p.parts]
+    kills = [x["kill"] for x in p.parts if x.get("kill")]
+    per_epoch = max(1, facts.steps // (p.epochs or 1))
+    by_epoch = bool(e) and e["every"] == "epoch"
     return {
         "it has no call": not facts.steps,
         "it ends before it begins": ends != sorted(set(ends)) or max(ends, default=0) > facts.steps,
@@ -62,7 +65,9 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),
         "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
         "a generator ends": p.loader == "generator" and bool(p.epochs),
-        "an epoch is due": bool(e and e["every"] == "epoch" and not p.epochs),
+        "an epoch is due": by_epoch and not p.epochs,
+        # Whether an epoch has ended is known by the next batch, which dies.
+        "it dies between epochs": by_epoch and any(n % per_epoch == 0 for n in kills),
         "a plateau watches evaluations": watches and not (e and e["every"]),
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
     }
