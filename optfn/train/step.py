@@ -514,7 +514,7 @@ def wait_on_cpus(metrics: dict[str, Any]) -> None:
     CPU devices share their threads. If several steps run at once, one may hold the threads that an
     all-reduce of another waits for.
     """
-    if not checks.is_traced(metrics["loss"]) and _is_on_several_cpus(metrics["loss"]):
+    if not checks.has_tracer([metrics["loss"]]) and _is_on_several_cpus(metrics["loss"]):
         jax.block_until_ready(metrics)
 
 

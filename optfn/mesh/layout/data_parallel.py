@@ -145,6 +145,8 @@ def copy_host_arrays(batch: Batch) -> Batch:
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
     jax#37830).
     """
+    if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
+        return batch
     return jax.tree.map(lambda x: _copy_aligned(x) if isinstance(x, np.ndarray) else x, batch)
 
 
