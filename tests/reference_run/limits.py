@@ -1,5 +1,7 @@
 """Programs that are left out: they are wrong, or no text says what they must do."""
 
+import math
+
 from reference_run.program import Program
 from reference_run.source import WAYS
 
@@ -62,6 +64,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "it dies after its end": any(x.get("kill") == facts.steps for x in p.parts),
         "what goes on has been saved": not p.saves and len(p.parts) > 1,
         "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
+        "another rate without a state": any(rates) and min(kills, default=math.inf) < p.save_every,
         "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),
         "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
         "a generator ends": p.loader == "generator" and bool(p.epochs),
