@@ -85,9 +85,9 @@ class OptaxRule(Rule):
         rate = self.rate_of(self.count)
         tx = getattr(optax, name.removeprefix("optax."))(rate, **options)
         self.count += 1
-        own = {k: p[k] for k in self.names}
+        own, own_grads = ({k: np.asarray(x[k]) for k in self.names} for x in (p, g))
         state = tx.init(own) if self.state is None else self.state
-        u, self.state = tx.update({k: g[k] for k in self.names}, state, own)
+        u, self.state = tx.update(own_grads, state, own)
         return {k: np.asarray(x) for k, x in u.items()}
 
 
