@@ -77,16 +77,20 @@ def _is_own(tx: object) -> bool:
     """Tell whether `tx` and all transformations inside it are optfn's."""
     if not isinstance(tx, core.Transform) or checks.package(tx.module) != "optfn":
         return False
+    return all(map(_is_own, _list_inside(tx)))
+
+
+def _list_inside(tx: object) -> list[Any]:
+    """Return the transformations among the arguments of the call that made one of optfn, and in its
+    attributes, or [] for another one."""
+    if not isinstance(tx, core.Transform):
+        return []
     _, positional, named = tx.call
     attrs = (named.get("param_attrs") or {}).values()
     penalties = (attr.regularization for attr in attrs if isinstance(attr, ParamAttr))
     # optax.MultiSteps is not a transformation, but has both functions.
-    inside = (
-        x
-        for x in (*positional, *named.values(), *penalties)
-        if hasattr(x, "init") and hasattr(x, "update")
-    )
-    return all(map(_is_own, inside))
+    found = (*positional, *named.values(), *penalties)
+    return [x for x in found if hasattr(x, "init") and hasattr(x, "update")]
 
 
 def _on_cpu() -> Any:
@@ -109,7 +113,9 @@ def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
             # The rule needs the axes of a mesh, arguments that only a step has, or float32.
             except Exception:
                 continue
-    return ""
+    # An exchange needs axes, but the rules beside it may not.
+    foreign = (x for x in _list_inside(tx) if not _is_own(x))
+    return next(filter(None, (_describe_change(x, params) for x in foreign)), "")
 
 
 class _Trial:

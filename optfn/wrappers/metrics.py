@@ -82,7 +82,8 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       per: patterns of paths, such as ("embed/.*", "layers/.*"). For each of these regular
         expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
-        leaves count in param_norm, and a training step has no gradient of them.
+        leaves count in param_norm, but not inside a wrapper, which leaves them out; a training step
+        has no gradient of them.
       axis_name: if each worker has its own gradient, the mesh axes of the workers, to average the
         squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its own axes.

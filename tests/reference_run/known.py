@@ -10,7 +10,6 @@ from reference_run.program import Program, batches_of
 OPEN = (
     "71 DGC of packed params",
     "72 norms of frozen leaves inside a wrapper",
-    "73 a rule of another library behind a packed exchange",
 )
 
 

@@ -117,6 +117,9 @@ def _begin_program(
             del kind[: len(some)]
             jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
             found.append((some, program([arrays[i] for i in some])))
+    if any(x.sharding.num_devices > 1 and _is_on_cpus(x) for x in arrays):
+        # CPU devices share their threads: the next step may hold those that these wait for.
+        jax.block_until_ready([sums for _, sums in found])
 
     def wait() -> list[np.ndarray]:
         rows: dict[int, np.ndarray] = {}
@@ -191,3 +194,9 @@ def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: M
     run = jax.shard_map(compare, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     found: jax.Array = run(*arrays)
     return found
+
+
+def _is_on_cpus(x: jax.Array) -> bool:
+    """Tell whether an array lies on CPU devices."""
+    device: Any = next(iter(x.sharding.device_set))
+    return bool(device.platform == "cpu")
