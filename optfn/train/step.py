@@ -567,8 +567,8 @@ def make_train_step(options: StepArguments) -> TrainStep:
         weights, as batch statistics belong to params. Averaged params are evaluated with these.
 
     Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;
-    and value_fn, a differentiable function from params to the loss on this batch, also as obj_fn.
-    On a mesh these are means over the workers.
+    and value_fn, a differentiable function from params to the loss on this batch, for sophia as
+    obj_fn. On a mesh these are means over the workers.
 
     Returns:
       A TrainStep. `init(params)` returns the first TrainState, and calling the step with

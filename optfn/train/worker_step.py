@@ -116,6 +116,7 @@ class _Needs(NamedTuple):
     gives_rows: whether its updates may be row-sparse.
     accumulates: whether it takes the mean of several gradients by `accumulate`.
     averages_statistics: whether it averages the model state.
+    curvature: whether it differentiates the loss twice, as sophia does.
     loss_factor: the scale of a `dynamic_loss_scale`; None without one.
     """
 
@@ -123,6 +124,7 @@ class _Needs(NamedTuple):
     gives_rows: bool
     accumulates: bool
     averages_statistics: bool
+    curvature: bool
     loss_factor: jax.Array | None
 
 
@@ -134,6 +136,7 @@ def _ask(opt_state: OptState) -> _Needs:
         may_give_rows(opt_state),
         bool(find_nodes(AccumulateState, opt_state)),
         has_statistics(opt_state),
+        bool(find_nodes(optax.contrib.HutchinsonState, opt_state)),
         scale_of(opt_state),
     )
 
@@ -222,9 +225,9 @@ class _WorkerStep:
         of_value = self.make_objective(self.later, needs.accumulates)
         value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
         rows = {"row_updates": True} if needs.gives_rows else {}
-        # optax's sophia calls the function of the loss `obj_fn`.
-        extra = {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, "obj_fn": value_fn}
-        return extra | rows
+        # optax's sophia calls the function of the loss `obj_fn`, which its line searches refuse.
+        twice = {"obj_fn": value_fn} if needs.curvature else {}
+        return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **twice, **rows}
 
     def _update(
         self,
