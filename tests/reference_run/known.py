@@ -21,8 +21,11 @@ def is_open(p: Program) -> bool:
 def refusal(p: Program) -> str:
     """Return words of the error that a program must end with, "" if it trains.
 
-    docs/recipes.md has the reasons: packed params have no leaves for labels and shapes.
+    docs/recipes.md has the reasons: packed params have no leaves for labels and shapes, and what
+    stands in front of an exchange keeps gradients of one worker.
     """
+    if p.exchanges and p.names("trace"):
+        return "would differ between workers"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
 
