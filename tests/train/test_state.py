@@ -40,7 +40,7 @@ def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@by_entry(registry.ALL, *registry.OTHER_SUITE, *registry.WRAPPERS)
+@by_entry(registry.ALL, *{*registry.OTHER_SUITE, *registry.WRAPPERS})
 def test_names_are_words_without_positions(entry):
     """Each name is the transform's word, a field, a path; an inserted transform moves none."""
     params = tree(0)
@@ -387,7 +387,7 @@ def test_summary_shows_what_is_excluded_from_weight_decay():
     assert "no weight decay" in rows[2] and "weight decay × 0.5" in rows[4]
 
 
-@by_entry(registry.ALL, *registry.SUITE, *registry.WRAPPERS)
+@by_entry(registry.ALL, *{*registry.SUITE, *registry.WRAPPERS})
 def test_summary_of_everything(entry):
     params = tree(0) | {"ids": jnp.arange(3)}
     state = entry.make().init(params)
