@@ -280,37 +280,6 @@ def test_a_window_above_all_updates_warns():
         optfn.model_average(2.0)
 
 
-def is_probed(name):
-    return not any(word in name for word in ("exchange", "DGC", "dgc", "scale of", "scaled"))
-
-
-PROBES = {
-    "ascends": lambda tx: not chains.descends(tx),
-    "no rate": lambda tx: not chains.descends(tx),
-    "grows": chains.grows,
-    "lags": lambda tx: not chains.average_is_params(tx),
-}
-
-
-@pytest.mark.parametrize("kind", PROBES)
-def test_the_probe_finds_the_wrong_orders_wrong(kind):
-    """What the warnings say is seen in the numbers, in eager steps of some of each kind."""
-    found = {name: tx for name, (k, tx) in WRONG.items() if k == kind and is_probed(name)}
-    for name in list(found)[:: max(1, len(found) // 3)]:
-        assert chains.quietly(PROBES[kind], found[name]), name
-
-
-@pytest.mark.nightly
-def test_the_probe_finds_right_orders_right():
-    found = {name: tx for name, tx in RIGHT_ORDERS.items() if is_probed(name)}
-    for name in list(found)[::9]:
-        tx = found[name]
-        assert chains.descends(tx), name
-        assert not chains.grows(tx) or "noise" in name, name
-        if name.startswith("a partition") or name.endswith("in masters"):
-            assert name == "a partition with masters" or chains.average_is_params(tx), name
-
-
 def test_an_exchange_alone_as_the_outer_optimizer_warns():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 
