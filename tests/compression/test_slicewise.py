@@ -305,7 +305,7 @@ def test_bytes_of_two_levels():
 
 
 @pytest.mark.parametrize(
-    ("as_mapping", "workers"), [(False, 2), nightly(True, 2), nightly(False, 5), (True, 5)]
+    ("as_mapping", "workers"), [nightly(False, 2), nightly(True, 2), nightly(False, 5), (True, 5)]
 )
 def test_another_number_of_workers(as_mapping, workers):
     """Published parts stay one whole leaf, whose slices have other owners; residuals are meaned."""

@@ -275,7 +275,7 @@ def deep(w, x):
     return jax.lax.scan(lambda x, w: (jax.jit(block)(w, x), None), x, w)[0]
 
 
-@pytest.mark.parametrize("stage_fn", [block, deep])
+@pytest.mark.parametrize("stage_fn", [nightly(block), deep])
 @pytest.mark.parametrize(
     ("schedule", "stash", "work"),
     [
