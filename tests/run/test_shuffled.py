@@ -135,8 +135,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("partitioner", ["shard_map", "compiler"])
-@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("kind, partitioner", [("shuffled", "shard_map"), ("list", "compiler")])
 def test_a_batch_that_the_workers_do_not_divide_names_the_remedies_before_the_first(
     kind, partitioner
 ):
