@@ -223,13 +223,6 @@ def test_equinox_module(name):
     assert np.isfinite(value)
 
 
-def test_optax_optimizers_run_in_our_train_step():
-    step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optax.adam(0.1))
-    state, metrics = step(step.init(jnp.zeros(3)), jnp.ones(3))
-    np.testing.assert_allclose(state.params, 0.1, rtol=1e-3)
-    assert "learning_rate" not in metrics
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_attributes_on_the_trees_of_every_library():
     """The same two leaves by path, in a flax, an nnx, a haiku and an equinox model."""

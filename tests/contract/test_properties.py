@@ -1,8 +1,8 @@
 """The algebra that the documentation promises, over drawn trees, numbers, wrappers and their order.
 
 A case is one drawn example. 30 of them belong to the suite; `make properties` draws 4,080. Cases
-run operation by operation, on few shapes, so that little is compiled. What compiled programs, packed
-params and a mesh change is drawn by tests/reference_run.
+run operation by operation, on few shapes, so that little is compiled. What compiled
+programs, packed params and a mesh change is drawn by tests/reference_run.
 """
 
 import dataclasses
