@@ -80,8 +80,11 @@ def in_slices(x, workers=N):
 
 @pytest.mark.parametrize(
     ("name", "beta"),
-    suite([(k, 1.0) for k in SENDS] + [("top_k", 0.5)], ("quantize_4", 1.0), ("top_k", 0.5)),
-)
+    suite(
+        [(k, 1.0) for k in SENDS] + [("top_k", 0.5), ("quantize_2", 0.5)],
+        ("quantize_4", 1.0), ("quantize_2", 0.5),
+    ),
+)  # fmt: skip
 def test_follows_the_equations(name, beta):
     """Both residuals and the direction of each step, from those of the step before."""
     compressor, send = SENDS[name]

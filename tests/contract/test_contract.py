@@ -16,7 +16,6 @@ from grids import by_entry, nightly, suite
 
 import optfn
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 # What the boundary around each rule does, for three rules and everything that wraps another.
 AT_THE_EDGE = {"adagrad", "lamb", "adamw_int8", *registry.WRAPPERS, *registry.EXCHANGES}
 EDGE = by_entry(registry.ALL, *AT_THE_EDGE)
@@ -275,7 +274,7 @@ def test_low_precision_leaves(entry, dtype):
     assert len(compiled) == 2
 
 
-@EVERYTHING
+@by_entry(registry.ALL, *registry.SUITE, *registry.SUITE_OF_TRANSFORMS)
 def test_strict_dtype_promotion(entry):
     """No rule relies on promotion between dtypes; and it is a transformation of optax."""
     assert isinstance(entry.make(), optax.GradientTransformationExtraArgs)
@@ -289,7 +288,7 @@ def test_strict_dtype_promotion(entry):
             jax.eval_shape(optfn.apply_updates, params, updates)
 
 
-@EVERYTHING
+@by_entry(registry.ALL, *registry.OTHER_SUITE, *registry.SUITE_OF_TRANSFORMS)
 def test_float64_leaves_keep_float64_state(entry):
     with jax.enable_x64(True):
         tx, params, grads = entry.make(), tree_of(0, np.float64), tree_of(10, np.float64)
