@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.devices import Devices
-from optfn.tables.rows import Rows
+from optfn.tables.rows import Rows, find_distinct
 
 
 def count_rows(owners: Devices, shard: Leaf) -> int:
@@ -112,8 +112,7 @@ def _lookup_alike(
     ]
     padding = max(count_rows(owners, s) for s in shards)
     # Each id is sent once, however often the batch repeats it.
-    unique = partial(jnp.unique, size=ids[0].size, fill_value=padding, return_inverse=True)
-    once, place = jax.vmap(unique)(jnp.stack(places))
+    once, place = jax.vmap(partial(find_distinct, num_rows=padding))(jnp.stack(places))
     rounds = _Rounds.of(once, owners, [len(s) for s in shards])
 
     def ask(first: jax.Array, exchange: Exchange, found: jax.Array) -> jax.Array:
@@ -127,7 +126,7 @@ def _lookup_alike(
 
     row, dtype = shards[0].shape[1:], shards[0].dtype
     found = rounds.run(ask, jnp.zeros((*once.shape, *row), dtype))
-    return list(jax.vmap(lambda rows, place: rows[place.reshape(-1)])(found, place))
+    return list(jax.vmap(lambda rows, place: rows[place])(found, place))
 
 
 def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
@@ -144,7 +143,6 @@ def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
     per_owner = [g.num_rows // owners.size for g in grads]
     rounds = _Rounds.of(once.indices, owners, per_owner)
     width, most = once.indices.shape[1], rounds.most  # no table has a row of number `most`
-    capacity = rounds.sizes[-1]
 
     # 2. Send the ids, so that owners know which rows they get.
     def send_ids(first: jax.Array, exchange: Exchange, arrived: jax.Array) -> jax.Array:
@@ -152,20 +150,19 @@ def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
         return lax.dynamic_update_slice_in_dim(arrived, ids, first, axis=2)
 
     # The last round has room for more ids than there are.
-    shape = len(grads), owners.size, width + capacity
+    shape = len(grads), owners.size, width + rounds.sizes[-1]
     arrived = rounds.run(send_ids, jnp.full(shape, most, jnp.int32))
     # 3. Give each distinct row a place.
     rooms = [_count_room(width, owners.size, count) for count in per_owner]
-    unique = partial(jnp.unique, size=max(rooms), fill_value=most, return_inverse=True)
-    indices, place = jax.vmap(unique)(arrived)
-    # Drop padding.
-    place = jnp.where(arrived < most, place.reshape(shape), max(rooms))
+    number = partial(find_distinct, num_rows=most)
+    indices, place = jax.vmap(number)(arrived.reshape(len(grads), -1))
+    place = place.reshape(shape)
 
     # 4. Send the values, and add them up at their places.
     def send_values(first: jax.Array, exchange: Exchange, sums: list[jax.Array]) -> list[jax.Array]:
         take = jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))
         values = exchange(take(once.values, rounds.find_positions(first)), 0)
-        at = lax.dynamic_slice_in_dim(place, first, capacity, axis=2)
+        at = lax.dynamic_slice_in_dim(place, first, rounds.sizes[-1], axis=2)
         return [x.at[i].add(v, mode="drop") for x, i, v in zip(sums, at, values, strict=True)]
 
     row, dtype = once.values.shape[2:], once.values.dtype
@@ -177,8 +174,8 @@ def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
     ]
 
 
-# (values of the ids of a round, (T, N, capacity, …), a number) -> the values that this device
-# receives from each device, with the number where there is no id.
+# (values of the ids of a round, (T, N, capacity, …), a number) -> the values that each device has
+# sent to this one, with the number in the places without an id.
 Exchange = Callable[[jax.Array, int], jax.Array]
 
 
@@ -188,8 +185,8 @@ class _Rounds(NamedTuple):
     ids: int32 (T, n + 1), increasing; the last of them, and those that there are not, are padding.
     starts, ends: for each table and owner, where its ids begin and end, (T, N).
     fullest: the largest number of ids that an owner gets from a worker, the same on all workers.
-    sizes: the possible numbers of ids for an owner in a round, increasing.
-    axes: the axes of the devices.
+    sizes: the possible numbers of ids for an owner in a round, increasing to the capacity.
+    axes: the mesh axes of the owners.
     firsts: the place of the first row of each owner, (T, N, 1).
     most: the largest number of rows that an owner keeps of a table.
     """
@@ -211,7 +208,9 @@ class _Rounds(NamedTuple):
         All workers must call it, because they agree on the number of rounds.
         """
         firsts = np.multiply.outer(np.int32(per_owner), np.arange(owners.size + 1, dtype=np.int32))
-        bounds = jax.vmap(jnp.searchsorted)(ids, firsts).astype(jnp.int32)
+        bounds = jax.vmap(partial(jnp.searchsorted, method="compare_all"))(ids, firsts).astype(
+            jnp.int32
+        )
         starts, ends = bounds[:, :-1], bounds[:, 1:]
         # The same on all workers: each round is a collective.
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
@@ -224,9 +223,8 @@ class _Rounds(NamedTuple):
         """Apply x = send(first, exchange, x) once per round until the fullest owner has got all its
         ids, and return x, unchanged without ids.
 
-        A round sends each owner its ids from number `first` on. All that is computed of them has
-        room for the capacity, and `exchange` sends the smallest of `sizes` that is enough for the
-        fullest owner.
+        A round sends each owner its ids from number `first` on. All arrays have room for the
+        capacity, and `exchange` sends the smallest of `sizes` that is enough for the fullest owner.
         """
         limits, capacity = np.int32(self.sizes[:-1]), self.sizes[-1]
 
@@ -239,6 +237,7 @@ class _Rounds(NamedTuple):
             first, x = carry
             which = jnp.sum(limits < self.fullest - first)
 
+            # Each size is a program: only what is sent depends on it.
             def exchange(x: jax.Array, padding: int) -> jax.Array:
                 ways = [partial(send_some, size, padding) for size in self.sizes]
                 return lax.switch(which, ways, x)
@@ -263,21 +262,39 @@ class _Rounds(NamedTuple):
         return jnp.where(is_id, take(self.ids, at) - self.firsts, self.most)
 
 
-def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible counts of ids for an owner in a round: the capacity, its half and its
-    quarter.
+def _count_room(width: int, workers: int, per_owner: int) -> int:
+    """Return room for `width` ids of each worker, or for all rows of an owner where these are
+    fewer, in a multiple of `width`."""
+    return width * min(workers, -(-per_owner // width))
 
-    If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
-    itself, and a difference of fewer than eight ids is not worth a program.
+
+def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
+    """Return the possible counts of ids for an owner in a round: the capacity, and two thirds of it
+    for batches that repeat ids.
+
+    Each size is compiled by itself. With more of them fewer padded rows are sent, but the ids of
+    Zipf's law seldom need less than a half.
     """
     most = _count_capacity(ids, workers)
-    return (*(-(-most // k) for k in (4, 2) if most // k >= 8), most)
+    return (-(-most * 2 // 3), most) if most > 8 else (most,)
 
 
 def _count_room(width: int, workers: int, per_owner: int) -> int:
     """Return room for `width` ids of each worker, or for all rows of an owner where these are
     fewer, in a multiple of `width`."""
     return width * min(workers, -(-per_owner // width))
+
+
+def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
+    """Return the possible counts of ids for an owner in a round, equal steps to the capacity, one
+    for each eight ids, but at most eight.
+
+    If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
+    itself, and a difference of fewer than eight ids is not worth a program.
+    """
+    most = _count_capacity(ids, workers)
+    count = min(3, -(-most // 8))
+    return tuple(-(-most * k // count) for k in range(max(1, count - 1), count + 1))
 
 
 def _count_capacity(ids: int, workers: int) -> int:
