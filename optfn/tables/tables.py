@@ -95,7 +95,7 @@ def _map_groups(
 ) -> list[Any]:
     """Apply `fn` to the entries of the columns whose keys are equal, group by group, and return its
     results in the order of the entries."""
-    found = {}
+    found: dict[int, Any] = {}
     for key in dict.fromkeys(keys):
         places = [i for i, k in enumerate(keys) if k == key]
         results = fn(*([column[i] for i in places] for column in columns))
@@ -207,7 +207,9 @@ class _Rounds(NamedTuple):
 
         All workers must call it, because they agree on the number of rounds.
         """
-        firsts = np.multiply.outer(np.int32(per_owner), np.arange(owners.size + 1, dtype=np.int32))
+        counts = np.asarray(per_owner, np.int32)[:, None]
+        firsts = counts * np.arange(owners.size + 1, dtype=np.int32)
+        # One comparison of all: a binary search is a loop, which takes longer to compile.
         bounds = jax.vmap(partial(jnp.searchsorted, method="compare_all"))(ids, firsts).astype(
             jnp.int32
         )
@@ -226,7 +228,7 @@ class _Rounds(NamedTuple):
         A round sends each owner its ids from number `first` on. All arrays have room for the
         capacity, and `exchange` sends the smallest of `sizes` that is enough for the fullest owner.
         """
-        limits, capacity = np.int32(self.sizes[:-1]), self.sizes[-1]
+        limits, capacity = np.asarray(self.sizes[:-1], np.int32), self.sizes[-1]
 
         def send_some(size: int, padding: int, x: jax.Array) -> jax.Array:
             received = lax.all_to_all(x[:, :, :size], self.axes, 1, 1)
@@ -277,24 +279,6 @@ def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
     """
     most = _count_capacity(ids, workers)
     return (-(-most * 2 // 3), most) if most > 8 else (most,)
-
-
-def _count_room(width: int, workers: int, per_owner: int) -> int:
-    """Return room for `width` ids of each worker, or for all rows of an owner where these are
-    fewer, in a multiple of `width`."""
-    return width * min(workers, -(-per_owner // width))
-
-
-def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible counts of ids for an owner in a round, equal steps to the capacity, one
-    for each eight ids, but at most eight.
-
-    If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
-    itself, and a difference of fewer than eight ids is not worth a program.
-    """
-    most = _count_capacity(ids, workers)
-    count = min(3, -(-most // 8))
-    return tuple(-(-most * k // count) for k in range(max(1, count - 1), count + 1))
 
 
 def _count_capacity(ids: int, workers: int) -> int:
