@@ -4,6 +4,7 @@ import functools
 import re
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -375,6 +376,34 @@ def bytes_of_batches(step, draw, width=64, count=20):
         sent.append(once + in_round[int(np.searchsorted(sizes, fullest))])
         least.append(np.mean([np.sum(ids % N != k) for k, ids in enumerate(each)]) * width * 8)
     return np.mean(sent), np.mean(least)
+
+
+def test_tables_share_messages_and_a_lookup_may_depend_on_another():
+    """Tables of other numbers of rows, equally many ids or not, and ids that are rows of a table:
+    the shared step's numbers."""
+    rng = np.random.default_rng(5)
+    sizes = {"a": 64, "b": 40, "c": 16, "wide": 24}
+    params = {
+        name: rng.normal(size=(count, 8 if name == "wide" else WIDTH)).astype(np.float32)
+        for name, count in sizes.items()
+    }
+    draw = {name: rng.integers(-2, count, (STEPS, 32)) for name, count in sizes.items()}
+    draw["few"] = rng.integers(0, 16, (STEPS, 8))
+
+    def loss(params, ids):
+        a, b, wide = (params[name][ids[name]] for name in ("a", "b", "wide"))
+        next_ids = jnp.abs(a[:, 0] * 10).astype(jnp.int32) % 16
+        c = params["c"][ids["c"]] + params["c"][next_ids]
+        few = params["b"][ids["few"]]
+        return jnp.mean((a + b * c + wide[:, :4]) ** 2) + jnp.mean(few**2)
+
+    data = [{k: ids[i].astype(np.int32) for k, ids in draw.items()} for i in range(STEPS)]
+    tx, options = optfn.adam(0.05, lazy=True), {"tables": ".*", "mesh": data_mesh(N)}
+    each = [
+        run(optfn.make_train_step(loss, tx, shard_tables=divided, **options), data, params)
+        for divided in (False, True)
+    ]
+    chex.assert_trees_all_close(*(to_logical(found[0].params) for found in each), atol=1e-5)
 
 
 @pytest.mark.nightly
