@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from optfn.core.types import Leaf, PyTree
+from optfn.core.types import Leaf
 
 PINNED_HOST = "pinned_host"
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
