@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from optfn.core.types import OptState, Params, PyTree
 from optfn.loss.jaxprs.row_loops import run_by_rows
@@ -33,8 +33,10 @@ def run_on_host(
         new = update(old, state._replace(params=params, opt_state=opt_state))
         return new.params, new.opt_state, new.step, new.model_state
 
-    first = None if layout is None else layout.mesh.devices.flat[0]
-    platform = jax.default_backend() if first is None else first.platform
+    platform = jax.default_backend()
+    if layout is not None:
+        is_plan = not isinstance(layout.mesh, Mesh)  # without devices: as a TPU runs it
+        platform = "tpu" if is_plan else layout.mesh.devices.flat[0].platform
     arrays = state.params, before.opt_state
     params, opt_state, step, model_state = run_by_rows(
         of_arrays, arrays, _make_divide(layout, state.params), _PLATFORMS.get(platform, platform)

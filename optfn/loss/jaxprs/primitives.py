@@ -414,6 +414,17 @@ def counts_rows(equation: Equation) -> bool:
     return equation.primitive.name == "iota" and equation.params["dimension"] == 0
 
 
+def count_moved(equation: Equation) -> int:
+    """Return the bytes that an equation moves between the memories of a device and of its host."""
+    if equation.primitive.name != "device_put":
+        return 0
+    pairs = zip(map(type_of, equation.invars), map(type_of, equation.outvars), strict=True)
+    spaces = [
+        (a, getattr(a, "memory_space", None), getattr(b, "memory_space", None)) for a, b in pairs
+    ]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a, x, y in spaces if x != y)
+
+
 def as_slice(equation: Equation) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
     """Return the starts, ends and strides (or None) of a slice, or None for another equation."""
     params = equation.params
