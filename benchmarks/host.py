@@ -59,7 +59,7 @@ SMALL = optfn.adamw(
     1e-4, multi_precision=24, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0)
 )
 ON_DEVICE, STREAMED, WHOLE = "on the device", "streamed", "fetched whole"
-WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, on the device", "small, streamed")
+WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, streamed")
 
 
 def fetch_whole(fn: Any, args: Any, *_: Any) -> Any:

@@ -50,6 +50,7 @@ from optfn.train.ineffective import (
     warn_of_frozen,
     warn_of_lazy,
     warn_of_lazy_sums,
+    warn_of_moves,
     warn_of_replicas,
     warn_of_unclipped,
 )
@@ -164,6 +165,8 @@ class TrainStep:
         warn_of_replicas(params, self.mesh)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
+        if self.options.state_memory is not None:
+            warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
         # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
         if self.local is None:
