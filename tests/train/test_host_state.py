@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
+from grids import by_name, suite
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from compilations import compilations
-from grids import by_name, suite
 from optfn.distributed import (
     compare_replicas,
     data_mesh,
