@@ -227,7 +227,7 @@ def _find_host_seconds(moved: int, mesh: Mesh, host_link: float | None) -> float
     given nor the kind of the devices known."""
     if host_link is None and not isinstance(mesh, AbstractMesh):
         chip = find_chip(mesh.devices.flat[0].device_kind)
-        host_link = chip and chip.host_link
+        host_link = None if chip is None else chip.host_link
     return None if host_link is None else moved / host_link
 
 

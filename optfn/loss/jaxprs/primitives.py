@@ -370,8 +370,10 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     A row is an index of the first axis. With `cut_rows` such an equation runs on some rows.
     """
     name, params = name_of(equation), equation.params
-    shapes = [getattr(type_of(a), "shape", None) for a in equation.invars]
-    made = [getattr(type_of(v), "shape", ()) for v in equation.outvars]
+    shapes, made = (
+        [getattr(type_of(a), "shape", ()) for a in atoms]
+        for atoms in (equation.invars, equation.outvars)
+    )
     shape, has_sharding = made[0] if made else (), params.get("sharding") is not None
     if not shape or has_sharding or {*made} != {shape}:
         return None
@@ -390,9 +392,9 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     if name == "reduce":  # of several arrays, and then their first values
         is_array = tuple(bool(x) for x in shapes)
         return None if 0 in params["dimensions"] else is_array
-    keeps_rows = shapes[0][:1] == shape[:1]
     if name == "reshape":
-        return (True,) if keeps_rows and params["dimensions"] is None else None
+        keeps_rows = shapes[0][:1] == shape[:1] and params["dimensions"] is None
+        return (True,) if keeps_rows else None
     if name == "transpose":
         return (True,) if params["permutation"][0] == 0 else None
     if name == "concatenate":

@@ -415,9 +415,7 @@ def _bind_fetched(fetched: dict[int, Value], equation: Equation, *operands: Valu
         part = memories.to_device(lax.slice(operands[0], starts, ends))
         return [lax.slice(part, [0] * part.ndim, part.shape, strides)]
 
-    def fetch(x: Value) -> Value:
-        if isinstance(x, jax.core.Tracer) and memories.is_on_host(x):
-            return fetched.setdefault(id(x), memories.to_device(x))
-        return x
-
-    return bind(equation, *map(fetch, operands))
+    for x in filter(memories.is_on_host, operands):
+        if id(x) not in fetched:
+            fetched[id(x)] = memories.to_device(x)
+    return bind(equation, *(fetched.get(id(x), x) for x in operands))

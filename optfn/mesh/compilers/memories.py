@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from optfn.core import checks
 from optfn.core.types import Leaf
 
 PINNED_HOST = "pinned_host"
@@ -30,7 +31,8 @@ def is_large(x: Leaf) -> bool:
     """Tell whether an array, or its shape, has at least `LARGE` bytes, with False for keys."""
     if not jnp.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return False
-    return math.prod(x.shape) * x.dtype.itemsize >= LARGE
+    size: int = math.prod(x.shape) * x.dtype.itemsize
+    return size >= LARGE
 
 
 def to_host(x: jax.Array) -> jax.Array:
@@ -43,10 +45,11 @@ def to_device(x: jax.Array) -> jax.Array:
     """Fetch an array from the memory of the host, traced or not, and return another unchanged."""
     if not is_on_host(x):
         return x
-    is_traced = isinstance(x, jax.core.Tracer)
-    moved: jax.Array = jax.device_put(
-        x, _DEVICE if is_traced else x.sharding.with_memory_kind(None)
-    )
+    there: Any = _DEVICE
+    if not checks.is_traced(x):
+        device: Any = next(iter(x.sharding.device_set))
+        there = x.sharding.with_memory_kind(device.default_memory().kind)
+    moved: jax.Array = jax.device_put(x, there)
     return moved
 
 
