@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast
 
 import jax
@@ -149,8 +149,7 @@ def plan_memory(
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     read, in_update = _trace_gradients(tx, stored, layout)
     sent = _count_sent(program, mesh, layout.data_axes) + in_update * local_steps
-    on_host = [x for x in jax.tree.leaves(state.opt_state) if memories.is_on_host(x)]
-    host, moved = count_bytes(on_host), _count_moved(program, on_host, layout)
+    host, moved = count_host_bytes(program, state, layout)
     return MemoryPlan(
         count_bytes(state.params),
         count_bytes(state.opt_state) - host,
@@ -160,7 +159,7 @@ def plan_memory(
         whole,
         host,
         moved,
-        _find_host_seconds(moved, mesh, host_link) if host else None,
+        find_host_seconds(moved, mesh, host_link) if host else None,
     )
 
 
@@ -202,27 +201,28 @@ def _count_sent(program: Jaxpr, mesh: Mesh, along: Axes) -> float:
     return sent
 
 
-def _count_moved(program: Jaxpr, on_host: Sequence[Any], layout: Layout) -> int:
-    """Return the bytes that each device moves between its memory and the host's, in both
-    directions.
+def count_host_bytes(program: Jaxpr, state: TrainState, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of a state that the host of each device keeps, and those that a step moves
+    between the two memories, in both directions.
 
     Args:
       program: the step, which moves arrays of a worker.
-      on_host: the arrays of the state on the host, as they lie on the mesh.
-      layout: how the mesh divides them.
+      state: the shapes of the state, as it lies on the mesh.
+      layout: how the mesh divides it.
     """
+    on_host = [x for x in jax.tree.leaves(state.opt_state) if memories.is_on_host(x)]
     if not on_host:
-        return 0
+        return 0, 0
     moved = sum(live.times * count_moved(live.equation) for live in find_live(program))
     of_worker = 0.0
     for x in on_host:
         along = join_axes(*restrict_spec(x.sharding.spec, layout.worker_axes))
-        workers = count_devices(layout.mesh, along)
-        of_worker += math.prod(x.shape) * x.dtype.itemsize / workers
-    return round(moved * count_bytes(on_host) / of_worker)
+        of_worker += math.prod(x.shape) * x.dtype.itemsize / count_devices(layout.mesh, along)
+    kept = count_bytes(on_host)
+    return kept, round(moved * kept / of_worker)
 
 
-def _find_host_seconds(moved: int, mesh: Mesh, host_link: float | None) -> float | None:
+def find_host_seconds(moved: int, mesh: Mesh, host_link: float | None = None) -> float | None:
     """Return the seconds of these bytes over a link to the host, or None if neither its speed is
     given nor the kind of the devices known."""
     if host_link is None and not isinstance(mesh, AbstractMesh):
