@@ -26,6 +26,7 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.nodes import Stacked
+from optfn.mesh.compilers import memories
 from optfn.mesh.state.bits import DecodedArrays, convert_dtype
 from optfn.mesh.state.inventory import Entry, arrays_with_entries
 from optfn.mesh.state.names import (
@@ -431,4 +432,4 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
         return leaf, problem
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
+    return memories.make_array(array.shape, sharding, lambda index: array[index]), ""

@@ -8,11 +8,14 @@ import re
 import shutil
 import signal
 import warnings
+from unittest import mock
 
 import jax
 import numpy as np
 
 import optfn
+from optfn.loss.jaxprs import row_loops
+from optfn.mesh.compilers import memories
 from reference_run import run as reference
 from reference_run import source
 from reference_run.program import Program, first_params
@@ -31,6 +34,9 @@ def compiled(text: str) -> dict:
     return names
 
 
+# Its header sends small arrays to the host too: other tests do not.
+@mock.patch.multiple(memories, LARGE=memories.LARGE)
+@mock.patch.multiple(row_loops, CHUNK=row_loops.CHUNK)
 def execute(p: Program) -> dict:
     """Run a program, and return what a user can read at its end."""
     names = dict(compiled(source.step_text(p, p.way)))
