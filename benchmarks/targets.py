@@ -60,6 +60,37 @@ def prepare(target: Target) -> None:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 
+class _OnHost(NamedSharding):
+    """A placement in the memory of the host, on devices that tell no memories."""
+
+    @property
+    def memory_kind(self) -> str:
+        return "pinned_host"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _OnHost):
+            return False
+        return self.spec == other.spec and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash((NamedSharding.__hash__(self), "pinned_host"))
+
+
+def keep_memories() -> None:
+    """Let placements on the devices of an NVIDIA GPU's compiler keep the memory of the host.
+
+    JAX asks the devices for their memories, and those of a topology of GPUs have none. XLA compiles
+    for them what it gets.
+    """
+    from jax._src.interpreters import mlir
+
+    def place(self: NamedSharding, kind: str | None) -> NamedSharding:
+        return (_OnHost if kind == "pinned_host" else NamedSharding)(self.mesh, self.spec)
+
+    NamedSharding.with_memory_kind = place
+    mlir._get_mem_kind = lambda x: None if x is None else x.memory_kind or "device"
+
+
 def devices(target: Target) -> list[Any]:
     """Return the devices of a target's topology."""
     about = {"target_config": H100} if target.platform == "cuda" else {}

@@ -14,6 +14,7 @@ import numpy as np
 from optfn.checkpoint.storage import is_remote
 from optfn.core.types import Leaf
 from optfn.interop import packages
+from optfn.mesh.compilers import memories
 from optfn.mesh.layout import processes
 
 # An array of fewer bytes is read as a whole by each process, whatever the sharding of the result.
@@ -116,7 +117,7 @@ def _begin_read(store: Any, template: Leaf) -> _Finish:
     pieces = {region(index): store[index].read() for index in indices}
 
     def finish() -> Leaf:
-        return jax.make_array_from_callback(
+        return memories.make_array(
             shape, sharding, lambda index: np.asarray(pieces[region(index or ())].result())
         )
 

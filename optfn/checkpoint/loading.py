@@ -21,11 +21,12 @@ from optfn.checkpoint.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.checkpoint.snapshot import ABOUT, VERSION
+from optfn.checkpoint.snapshot import ABOUT, KEYS, VERSION
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.nodes import Stacked
+from optfn.mesh.compilers import memories
 from optfn.mesh.state.bits import DecodedArrays, convert_dtype
 from optfn.mesh.state.inventory import Entry, arrays_with_entries
 from optfn.mesh.state.names import (
@@ -126,11 +127,16 @@ def load_named(
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
     leaves, entries = [], arrays_with_entries(plain)
+    impls = dict(np.asarray(mapping.get(KEYS, np.empty((0, 2)))).tolist())
     mapping = _take_one_replica(entries, mapping)
     for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
             value, problem = _fit(_resize(value, leaf, entry, stacked), leaf)
+        if tree.is_key(leaf) and (own := str(jax.random.key_impl(leaf))) != impls.get(
+            entry.name, own
+        ):
+            problem = f"is a key of {impls[entry.name]}, but the template has a key of {own}"
         if problem:
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
@@ -426,4 +432,4 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
         return leaf, problem
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
+    return memories.make_array(array.shape, sharding, lambda index: array[index]), ""

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from optfn.leaves.packed import pack
 from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.equations import Equations
 from optfn.loss.jaxprs.liveness import find_live
-from optfn.loss.jaxprs.primitives import Jaxpr, as_collective
+from optfn.loss.jaxprs.primitives import Jaxpr, as_collective, count_moved
 from optfn.loss.scans import RecordedGather, record_gathers
 from optfn.mesh.collectives.axes import Axes, AxisName, exclude_axes, join_axes, restrict_spec
 from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.compilers import memories
+from optfn.mesh.compilers.chips import find_chip
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import Kind
 from optfn.mesh.state.inventory import find_whole_matrices
@@ -60,6 +62,8 @@ def plan_memory(
     loss_fn: Callable[..., Any] | None = None,
     batch: Batch = None,
     model_state: PyTree = None,
+    state_memory: Literal["pinned_host"] | None = None,
+    host_link: float | None = None,
 ) -> MemoryPlan:
     """Return the bytes that each device keeps and sends with a way of sharding a model, by tracing
     a step without allocating anything.
@@ -107,6 +111,10 @@ def plan_memory(
       batch: the batch of all devices, arrays or their shapes, as for `TrainStep.lower`. `loss_fn`
         is traced with the examples of one microbatch of a device, rounded up.
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
+      state_memory: as for `make_train_step`.
+      host_link: bytes a second of the link between a device and its host in one direction, for the
+        seconds that moving the state takes; None: that of the kind of the mesh's devices, if it is
+        known (`Chip`).
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.
@@ -122,7 +130,7 @@ def plan_memory(
         lambda *arguments: jnp.zeros(()), tx, mesh=mesh, shard=shard, data_axis=data_axis,
         tables=tables, shard_tables=shard_tables, microbatches=microbatches, packed=packed,
         local_steps=local_steps, outer=outer, reduce_dtype=reduce_dtype,
-        model_state=loss_fn is not None and model_state is not None,
+        model_state=loss_fn is not None and model_state is not None, state_memory=state_memory,
     )  # fmt: skip
     layout = find_layout(options)
     assert layout is not None
@@ -141,13 +149,17 @@ def plan_memory(
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     read, in_update = _trace_gradients(tx, stored, layout)
     sent = _count_sent(program, mesh, layout.data_axes) + in_update * local_steps
+    host, moved = count_host_bytes(program, state, layout)
     return MemoryPlan(
         count_bytes(state.params),
-        count_bytes(state.opt_state),
+        count_bytes(state.opt_state) - host,
         _count_gradients(read, stored, layout, held, tables),
         round(sent + _count_padded(layout, stored, local_steps)),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
         whole,
+        host,
+        moved,
+        find_host_seconds(moved, mesh, host_link) if host else None,
     )
 
 
@@ -187,6 +199,36 @@ def _count_sent(program: Jaxpr, mesh: Mesh, along: Axes) -> float:
             devices = collective.group or count_devices(mesh, collective.axes)
             sent += live.times * collective.count_sent(devices, live.needed)
     return sent
+
+
+def count_host_bytes(program: Jaxpr, state: TrainState, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of a state that the host of each device keeps, and those that a step moves
+    between the two memories, in both directions.
+
+    Args:
+      program: the step, which moves arrays of a worker.
+      state: the shapes of the state, as it lies on the mesh.
+      layout: how the mesh divides it.
+    """
+    on_host = [x for x in jax.tree.leaves(state.opt_state) if memories.is_on_host(x)]
+    if not on_host:
+        return 0, 0
+    moved = sum(live.times * count_moved(live.equation) for live in find_live(program))
+    of_worker = 0.0
+    for x in on_host:
+        along = join_axes(*restrict_spec(x.sharding.spec, layout.worker_axes))
+        of_worker += math.prod(x.shape) * x.dtype.itemsize / count_devices(layout.mesh, along)
+    kept = count_bytes(on_host)
+    return kept, round(moved * kept / of_worker)
+
+
+def find_host_seconds(moved: int, mesh: Mesh, host_link: float | None = None) -> float | None:
+    """Return the seconds of these bytes over a link to the host, or None if neither its speed is
+    given nor the kind of the devices known."""
+    if host_link is None and not isinstance(mesh, AbstractMesh):
+        chip = find_chip(mesh.devices.flat[0].device_kind)
+        host_link = None if chip is None else chip.host_link
+    return None if host_link is None else moved / host_link
 
 
 def _count_padded(layout: Layout, params: Params, local_steps: int) -> float:

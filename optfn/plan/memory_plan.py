@@ -11,7 +11,7 @@ class MemoryPlan(NamedTuple):
     """Bytes of a training step on each device.
 
     params: bytes of the parameters.
-    state: bytes of the optimizer's state.
+    state: bytes of the optimizer's state, without those on the host.
     gradients: bytes of the gradient that each worker computes, before it is reduced. The gradient
       of a leaf that the update does not read, such as a frozen one, is neither computed nor sent.
       With "params" and `loss_fn`, a leaf that only scans take counts one layer before it is
@@ -27,6 +27,12 @@ class MemoryPlan(NamedTuple):
     gathered_whole: with "params" and `loss_fn`, the line of your program that needs a divided leaf
       as a whole, by the path of the leaf; the operation where no line is known. A leaf that only
       scans take has none.
+    host: with `state_memory`, bytes of the optimizer's state in the memory of the host, of each
+      device.
+    host_link_bytes: bytes that a call moves between a device and its host, in both directions
+      together. What an update reads twice counts twice.
+    host_seconds: their time over the link, one direction after the other, during which nothing else
+      runs; None if the speed of the link is not known.
 
     `kept` is a property: the bytes of params and state.
     """
@@ -37,6 +43,9 @@ class MemoryPlan(NamedTuple):
     sent: int
     gathered_in_update: tuple[str, ...] = ()
     gathered_whole: Mapping[str, str] = MappingProxyType({})
+    host: int = 0
+    host_link_bytes: int = 0
+    host_seconds: float | None = None
 
     @property
     def kept(self) -> int:
@@ -52,8 +61,12 @@ class MemoryPlan(NamedTuple):
             "gradients": self.gradients,
             "sent": self.sent,
         }
+        if self.host:
+            numbers |= {"host": self.host, "host_link_bytes": self.host_link_bytes}
         unit = max(x for x in _UNITS if x <= max(1, *numbers.values()))
         words = [f"{name}={x / unit:.3g} {_UNITS[unit]}" for name, x in numbers.items()]
+        if self.host_seconds is not None:
+            words.append(f"host_seconds={self.host_seconds:.3g}")
         if self.gathered_in_update:
             words.append(f"gathered_in_update={self.gathered_in_update}")
         if self.gathered_whole:

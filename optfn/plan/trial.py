@@ -15,9 +15,11 @@ from jax.sharding import Mesh
 from optfn.core import tree
 from optfn.core.types import Batch, Leaf, LossFn, Params, PyTree
 from optfn.mesh.compilers.chips import find_chip
+from optfn.mesh.compilers.memories import is_on_host
 from optfn.mesh.layout import processes
-from optfn.plan.memory import count_bytes
+from optfn.plan.memory import count_bytes, count_host_bytes, find_host_seconds
 from optfn.plan.step_estimate import estimate_step
+from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 
 Way: TypeAlias = Mapping[str, Any]  # options of `make_train_step`
@@ -41,6 +43,8 @@ class Trial:
     spread: the least and the greatest seconds of a step that was measured; None if `seconds` were
       not measured.
     compile_seconds: of the compilation; None without one.
+    host_seconds: of moving a state to the device and back, which are in `exposed` and `seconds`; 0
+      with the state on the device.
     problem: why a number is missing, or ""; an error begins with its type.
     """
 
@@ -54,6 +58,7 @@ class Trial:
     seconds: float | None = None
     spread: tuple[float, float] | None = None
     compile_seconds: float | None = None
+    host_seconds: float = 0.0
     problem: str = ""
 
     @property
@@ -124,7 +129,8 @@ class TuneArguments:
         function that measures the seconds of a step."""
         options = {"model_state": self.model_state is not None, **self.options, **trial.way}
         step = make_train_step(self.loss_fn, self.tx, mesh=self.mesh, **options)
-        kept = count_bytes(step.shapes(self.params, batch, self.model_state))
+        state, examples = step.shapes(self.params, batch, self.model_state)
+        kept = count_bytes([x for x in jax.tree.leaves((state, examples)) if not is_on_host(x)])
         trial = dataclasses.replace(trial, kept=kept)
         if self.memory is not None and kept > self.memory:
             return dataclasses.replace(trial, fits=False, problem=NOT_COMPILED), None
@@ -147,11 +153,25 @@ class TuneArguments:
             estimate = estimate_step(compiled)
         except ValueError as error:
             return dataclasses.replace(trial, problem=f"not estimated: {error}"), None
-        exposed = sum(estimate.exposed.values())
+        link = self._find_host_seconds(step, state, examples)
+        if link is None:
+            problem = "not estimated: the speed of the link to the host is not known"
+            return dataclasses.replace(trial, problem=problem), None
+        exposed = sum(estimate.exposed.values()) + link
         estimated = dataclasses.replace(
-            trial, compute=estimate.compute, exposed=exposed, seconds=estimate.seconds
-        )
+            trial, compute=estimate.compute, exposed=exposed, seconds=estimate.seconds + link,
+            host_seconds=link,
+        )  # fmt: skip
         return estimated, None
+
+    def _find_host_seconds(self, step: TrainStep, state: TrainState, batch: Batch) -> float | None:
+        """Return the seconds in which a step moves its state to the device and back, 0 if it lies
+        there, or None if the speed of the link is not known."""
+        if step.options.state_memory is None:
+            return 0.0
+        program = step.compiled.trace(*step.list_arguments(state, batch)).jaxpr.jaxpr
+        assert step.layout is not None
+        return find_host_seconds(count_host_bytes(program, state, step.layout)[1], self.mesh)
 
     def _measure(self, step: TrainStep, compiled: jax.stages.Compiled, batch: Batch) -> float:
         """Run the compiled step twice from new arrays, and return the seconds of the second."""

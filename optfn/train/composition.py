@@ -78,7 +78,9 @@ def compose_step(
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
     of_loss = layout and average_in_loss(layout, averaged, options)
-    step = make_worker_step(make, tx, key_of, averaged, of_loss, options.reduce_dtype)
+    step = make_worker_step(
+        make, tx, key_of, averaged, of_loss, options.reduce_dtype, options.state_memory
+    )
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -162,7 +164,11 @@ def _compose_for_compiler(
         return objective
 
     key_of = make_key_of(options.rng, Axes())
-    step = _finish_means(make_worker_step(make_objective, tx, key_of, Axes(), inner))
+    step = _finish_means(
+        make_worker_step(
+            make_objective, tx, key_of, Axes(), inner, state_memory=options.state_memory
+        )
+    )
     if layout.is_divided:
         step = _place_state(step, inner)
 
@@ -184,9 +190,11 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
         old = state._replace(opt_state=layout.unpad_state(state.opt_state))
         new, metrics = step(old, batch)
         new = new._replace(opt_state=layout.pad_state(new.opt_state, state.params))
-        return lax.with_sharding_constraint(
-            new, layout.make_shardings(specs_of_state(new, layout))
-        ), metrics
+        specs = specs_of_state(new, layout)
+        placement = layout.make_shardings(specs)._replace(
+            opt_state=layout.in_memory(layout.make_shardings(specs.opt_state), new.opt_state)
+        )
+        return lax.with_sharding_constraint(new, placement), metrics
 
     return run
 

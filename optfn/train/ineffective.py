@@ -15,7 +15,9 @@ from optfn.core.types import Leaf, OptState, Params
 from optfn.interop.calls import iterate_links, show_transform
 from optfn.leaves import contents
 from optfn.mesh.state.names import iterate_nodes
+from optfn.mesh.state.per_worker import find_nodes
 from optfn.mesh.state.reports import read_local
+from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import resolve
 
 
@@ -30,6 +32,16 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
     if all(name in frozen for name, x in contents.leaves_with_names(params) if tree.is_inexact(x)):
         why = f"{show_transform(tx)} freezes all of them" if frozen else "params have no leaves"
         checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
+
+
+def warn_of_moves(opt_state: OptState) -> None:
+    """Warn of an optimizer on the host that takes the mean of several gradients: a call without a
+    step of it moves the state too."""
+    if any(find_nodes(x, opt_state) for x in (AccumulateState, optax.MultiStepsState)):
+        checks.warn(
+            "state_memory: an accumulation of gradients moves the state to the device and back in "
+            "every call, whole, also in those without a step: leave it out, and pass microbatches="
+        )
 
 
 def _find_frozen(tx: object, params: Params) -> set[str]:

@@ -17,6 +17,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.loss.recomputation.named_segments import check_names
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.compilers import memories
 from optfn.mesh.layout.sharding import Kind, Sharded, check_reduce_dtype
 
 P = ParamSpec("P")
@@ -48,6 +49,12 @@ EXCLUDES = (
     ("pass_step", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
+    (
+        "state_memory",
+        "local_steps",
+        "each of the steps would move the state of the workers over the link to the host",
+    ),
+    ("state_memory", "tables", "the host would send all rows for the few that a batch looks up"),
 )
 
 
@@ -139,6 +146,12 @@ class StepOptions:
         them. Options that need workers are refused: an optimizer that exchanges gradients,
         `local_steps`, compressors of `sharded`, divided tables and `value_and_grad`; see
         docs/models.md.
+      state_memory: "pinned_host" keeps the arrays of the optimizer's state that have a megabyte or
+        more in the memory of the host, where each device has its part of them. A step reads and
+        writes them once, in chunks, so that a device holds params, gradients and about one leaf of
+        the state. It takes the time of these bytes over the link to the host, 24 bytes a parameter
+        for masters and two moments in float32, which microbatches divide among them; see
+        docs/will-it-fit.md. Values are those without it, up to rounding. None: on the device.
     """
 
     has_aux: bool = False
@@ -158,6 +171,7 @@ class StepOptions:
     compiler_options: Mapping[str, Any] | None = None
     reduce_dtype: DType | None = None
     partitioner: Literal["shard_map", "compiler"] = "shard_map"
+    state_memory: Literal["pinned_host"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +207,7 @@ class StepArguments(StepOptions):
                 f"got {checks.show(self.compiler_options)}"
             )
         checks.choice("partitioner", self.partitioner, ("shard_map", "compiler"))
+        checks.choice("state_memory", self.state_memory, (None, memories.PINNED_HOST))
         _check_together(self.list_given())
         if self.partitioner == "compiler":
             self._check_compiler()

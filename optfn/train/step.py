@@ -10,6 +10,7 @@ composed of the same functions (composition.py):
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ from optfn.train.ineffective import (
     warn_of_frozen,
     warn_of_lazy,
     warn_of_lazy_sums,
+    warn_of_moves,
     warn_of_replicas,
     warn_of_unclipped,
 )
@@ -163,6 +165,8 @@ class TrainStep:
         warn_of_replicas(params, self.mesh)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
+        if self.options.state_memory is not None:
+            warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
         # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
         if self.local is None:
@@ -188,10 +192,10 @@ class TrainStep:
                 refuse_changed_rules("outer", self.local.outer, given)
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
-            step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
+            step, opt_state = jnp.zeros((), jnp.int32), self._init_optimizer(params)
             opt_state = self._add_statistics(opt_state, model_state, lambda x: x)
             state = TrainState(step, params, opt_state, model_state)
-            return replicate_counters(copy_repeated(state))
+            return replicate_counters(copy_repeated(self._keep_in_memory(state)))
         layout = layout or self.layout.follow(params)
         # Tables in the params of an earlier state have the stored order of their rows.
         params = layout.place_params(to_logical(params))
@@ -202,7 +206,24 @@ class TrainStep:
         check_rows(opt_state)
         opt_state = self._add_statistics(opt_state, model_state, layout.replicate)
         step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
-        return copy_repeated(TrainState(step, params, opt_state, model_state))
+        return self._keep_in_memory(copy_repeated(TrainState(step, params, opt_state, model_state)))
+
+    def _init_optimizer(self, params: Params) -> OptState:
+        """Return the optimizer's state without a mesh, made in the memory where it stays."""
+        if self.options.state_memory is None or checks.is_traced(params):
+            return self.tx.init(params)
+        from optfn.train.host_state import init_on_host
+
+        return init_on_host(self.tx.init, params)
+
+    def _keep_in_memory(self, state: TrainState) -> TrainState:
+        """Return a state whose large arrays of the optimizer lie in `state_memory`, with all arrays
+        committed to their devices, or unchanged without one or while a function is traced."""
+        if self.options.state_memory is None or checks.is_traced(state.step):
+            return state
+        from optfn.train.host_state import place_state
+
+        return place_state(state)
 
     def _add_statistics(
         self, opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
@@ -275,6 +296,10 @@ class TrainStep:
             split = jax.tree.map(lambda x: parallel.batch_spec(x, along), batch)
             state = layout.shapes(specs_of_state(state, layout), state)
             batch = layout.shapes(split, batch)
+        if self.options.state_memory is not None:
+            from optfn.train.host_state import describe_state
+
+            state = describe_state(state)
         return state, batch
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -530,10 +555,11 @@ def find_layout(options: StepArguments) -> Layout | None:
     # Any way of sharding divides tables by rows: a lookup fetches rows from their owners, where
     # another layout would gather the whole table for it.
     tables = options.tables if options.shard_tables or options.shard else None
-    return layout_of(
+    layout = layout_of(
         options.shard, options.mesh, options.data_axis, tables, options.tx, options.reduce_dtype,
         options.partitioner,
     )  # fmt: skip
+    return dataclasses.replace(layout, state_memory=options.state_memory)
 
 
 @accept_fields(StepArguments)

@@ -85,6 +85,7 @@ def make_worker_step(
     axes: Axes,
     layout: Layout | None = None,
     reduce_dtype: DType | None = None,
+    state_memory: str | None = None,
 ) -> StepFn:
     """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
@@ -98,9 +99,10 @@ def make_worker_step(
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
       reduce_dtype: the dtype for averaging gradients over the workers; None: their own.
+      state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
-    worker = _WorkerStep(make_objective, tx, key_of, axes, layout, reduce_dtype)
+    worker = _WorkerStep(make_objective, tx, key_of, axes, layout, reduce_dtype, state_memory)
 
     # JAX names the compiled program after this function, which profiles show.
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -151,6 +153,7 @@ class _WorkerStep:
     axes: Axes
     layout: Layout | None
     reduce_dtype: DType | None
+    state_memory: str | None
 
     @functools.cached_property
     def later(self) -> Layout | None:
@@ -188,7 +191,12 @@ class _WorkerStep:
             extra["model_state"] = model_state
         # 3. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         state_before, state = state, TrainState(state.step, params, state.opt_state, model_state)
-        state = self._update(state_before, state, grads, extra)
+        update = functools.partial(self._update, grads=grads, extra=extra)
+        if self.state_memory is not None:
+            from optfn.train.host_state import run_on_host
+
+            update = functools.partial(run_on_host, update, self.layout)
+        state = update(state_before, state)
         metrics = _collect_metrics(loss, aux, state.opt_state)
         if values.weight is not None:
             # A mean over nothing is no number.

@@ -23,7 +23,7 @@ from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import repack, unpack
-from optfn.mesh.compilers import xla
+from optfn.mesh.compilers import memories, xla
 from optfn.mesh.state.per_worker import find_nodes
 from optfn.transforms.in_place import run_in_passes
 
@@ -319,6 +319,7 @@ def read_average(state: OptState, params: Params) -> Params:
     """
     if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
         # The buffers of an average lack the leaves that are frozen.
+        state = jax.tree.map(memories.to_device, state)
         return repack(params, read_average(unpack(state), unpack(params)))
     if isinstance(state, ExponentialMovingAverageState):
         # A state of several workers has each scalar in a wrapper.
@@ -339,7 +340,7 @@ def read_average(state: OptState, params: Params) -> Params:
                 f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, but its average has "
                 f"{terms[0].shape}: the average was made for other params"
             )
-        total = functools.reduce(operator.add, terms)
+        total = functools.reduce(operator.add, map(memories.to_device, terms))
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 

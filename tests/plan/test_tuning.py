@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import Trial, Tuning, data_mesh, plan_memory, scan_layers, sharded, tune
+from optfn.mesh.compilers import memories
 from optfn.mesh.layout.sharding import Sharded
 from optfn.plan import trial, tuning
 
@@ -278,3 +279,22 @@ def test_stacked_matrices_that_the_optimizer_needs_whole_are_tried_whole():
     )
     tried = [x.way["shard"].whole for x in found.rows if isinstance(x.way.get("shard"), Sharded)]
     assert tried == ["layers/w"] * 2
+
+
+def test_the_state_goes_to_the_host_where_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(memories, "LARGE", 512)
+    rows = tuned(memory=50e3).rows
+    # A CPU has one memory, so the state counts there too.
+    on_host = [row for row in rows if "state_memory" in row.way]
+    assert {row.way.get("shard") for row in on_host} == {None, "state", "params"}
+    assert len([row for row in rows if row not in on_host]) == 3
+    divided = next(row for row in on_host if row.way.get("shard") == "params")
+    assert divided.compile_seconds and not divided.problem
+    assert not [row for row in tuned(memory=1e9).rows if "state_memory" in row.way]
+
+
+def test_a_table_says_which_microbatches_hide_the_link():
+    way = {"shard": "params", "state_memory": "pinned_host"}
+    row = Trial(way, 64, fits=True, seconds=0.5, compute=0.1, exposed=0.4, host_seconds=0.375)
+    assert "takes 375 ms" in str(Tuning((row,), 1e9))
+    assert "a fifth of one with 12 such batches" in str(Tuning((row,), 1e9))

@@ -31,6 +31,7 @@ class Way:
 
 
 _MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
+_HOST = 'state_memory="pinned_host"'
 WAYS = {
     "one": Way(),
     "microbatches": Way("microbatches=4", 0, 4),
@@ -50,6 +51,10 @@ WAYS = {
         2,
     ),
     "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
+    "host": Way(_HOST),
+    "host, mesh, microbatches": Way(f"{_MESH}, {_HOST}, microbatches=2", 4, 2),
+    "host, params": Way(f'{_MESH}, {_HOST}, shard="params"', 4),
+    "host, state, packed": Way(f'{_MESH}, {_HOST}, shard="state", packed=True', 4),
     "compiler": Way(f'{_MESH}, partitioner="compiler"', 0),
     "compiler, params": Way(f'{_MESH}, partitioner="compiler", shard="params"', 0),
     "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
@@ -58,6 +63,7 @@ WAYS = {
     "mesh, exchange": Way(_MESH, 4, 1, 4),
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
     "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
+    "host, mesh, exchange": Way(f"{_MESH}, {_HOST}", 4, 1, 4),
     "local steps": Way(_MESH),
     "local steps, packed": Way(f"{_MESH}, packed=True"),
     "grid, state, exchange": Way(
@@ -94,6 +100,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 from optfn.distributed import exchange, quantize, top_k
 jax.config.update("jax_enable_x64", True)
 nan = np.nan
+"""
+
+
+# Small arrays go to the host too, in several chunks.
+ON_HOST = """\
+from optfn.loss.jaxprs import row_loops
+from optfn.mesh.compilers import memories
+memories.LARGE, row_loops.CHUNK = 1, 32
 """
 
 
@@ -326,7 +340,9 @@ def fit_text(p: Program, part: dict) -> str:
 
 def whole_text(p: Program) -> str:
     """Return a program as a file that can be run by itself."""
-    lines, made = [HEADER, data_text(p)], None
+    ways = [p.way, *(part.get("way", p.way) for part in p.parts)]
+    header = HEADER + (ON_HOST if any("host" in way for way in ways) else "")
+    lines, made = [header, data_text(p)], None
     for part in p.parts:
         own = dataclasses.replace(p, rate=part.get("rate", p.rate))
         step = step_text(own, part.get("way", p.way))

@@ -249,6 +249,11 @@ def test_the_log_has_one_object_a_step(tmp_path):
     assert seen_while_running[-1] >= 5
 
 
+def test_a_log_on_a_full_disk_is_named():
+    with pytest.raises(OSError, match=r"log cannot be written: No space left .*: '/dev/full'"):
+        run(steps=3, log="/dev/full")
+
+
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path):
     path, options = tmp_path / "run.jsonl", {"checkpoint": tmp_path / "run", "save_every": 4}
     with pytest.raises(RuntimeError, match="power cut"):

@@ -64,6 +64,18 @@ _FUSED = _CHEAP | frozenset(
     | {"expm1", "log", "log1p", "logistic", "pow", "reduce_and", "reduce_max", "reduce_min"}
     | {"reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"}
 )
+# Each entry of the result depends on the same entry of the operands, or on scalars.
+_BY_ELEMENT = frozenset(
+    {"abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"}
+    | {"clz", "conj", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"}
+    | {"erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite"}
+    | {"le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter"}
+    | {"not", "optimization_barrier", "or", "pcast", "population_count", "pow", "pvary", "real"}
+    | {"reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "sign", "sin"}
+    | {"shift_right_arithmetic", "shift_right_logical", "sqrt", "square", "stop_gradient", "sub"}
+    | {"tan", "tanh", "xor"}
+)
+_REDUCTIONS = frozenset(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum"))
 
 
 def type_of(atom: Atom) -> Any:
@@ -237,6 +249,17 @@ def as_branches(equation: Equation) -> list[Jaxpr] | None:
     return [branch.jaxpr for branch in equation.params["branches"]]
 
 
+def as_platform_branch(equation: Equation, platform: str) -> Call | None:
+    """Return the branch of a `lax.platform_dependent` for a platform, as a function of the operands
+    behind the first, or None for any other equation."""
+    platforms = equation.params.get("branches_platforms")
+    if equation.primitive.name != "cond" or platforms is None:
+        return None
+    chosen = [i for i, names in enumerate(platforms) if names and platform in names]
+    branch = equation.params["branches"][chosen[0] if chosen else platforms.index(None)]
+    return Call(branch.jaxpr, [*branch.consts], False)
+
+
 def count_runs(equation: Equation) -> int:
     """Return how often the devices together run the functions inside of an equation: the length
     of a scan, the number of devices of a `shard_map`, else 1."""
@@ -335,6 +358,81 @@ def is_barrier(equation: Equation) -> bool:
 def draws_bits(equation: Equation) -> bool:
     """Tell whether an equation draws random bits."""
     return equation.primitive.name == "random_bits"
+
+
+# Rows.
+
+
+def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
+    """Return for each operand of an equation whether row i of its results reads row i of it alone,
+    with False for an operand that it reads whole; or None if its rows depend on others.
+
+    A row is an index of the first axis. With `cut_rows` such an equation runs on some rows.
+    """
+    name, params = name_of(equation), equation.params
+    shapes, made = (
+        [getattr(type_of(a), "shape", ()) for a in atoms]
+        for atoms in (equation.invars, equation.outvars)
+    )
+    shape, has_sharding = made[0] if made else (), params.get("sharding") is not None
+    if not shape or has_sharding or {*made} != {shape}:
+        return None
+    if name in _BY_ELEMENT:
+        return tuple(x == shape for x in shapes) if {*shapes} <= {(), shape} else None
+    if name == "iota":
+        return ()
+    if name == "broadcast_in_dim":
+        kept = dict(zip(params["broadcast_dimensions"], range(len(shapes[0])), strict=True))
+        if 0 not in kept or shapes[0][kept[0]] != shape[0]:
+            return (False,)
+        return (True,) if kept[0] == 0 else None
+    if name in _REDUCTIONS or name == "squeeze":
+        axes = params["dimensions"] if name == "squeeze" else params["axes"]
+        return None if 0 in axes else (True,)
+    if name == "reduce":  # of several arrays, and then their first values
+        is_array = tuple(bool(x) for x in shapes)
+        return None if 0 in params["dimensions"] else is_array
+    if name == "reshape":
+        keeps_rows = shapes[0][:1] == shape[:1] and params["dimensions"] is None
+        return (True,) if keeps_rows else None
+    if name == "transpose":
+        return (True,) if params["permutation"][0] == 0 else None
+    if name == "concatenate":
+        return None if params["dimension"] == 0 else (True,) * len(shapes)
+    return None
+
+
+def cut_rows(equation: Equation, rows: int) -> Equation:
+    """Return an equation that has a row rule, for this count of rows."""
+    of_shape = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "iota": "shape"}
+    name = of_shape.get(equation.primitive.name)
+    if name is None:
+        return equation
+    return equation.replace(params=equation.params | {name: (rows, *equation.params[name][1:])})
+
+
+def counts_rows(equation: Equation) -> bool:
+    """Tell whether an equation returns the number of each row."""
+    return equation.primitive.name == "iota" and equation.params["dimension"] == 0
+
+
+def count_moved(equation: Equation) -> int:
+    """Return the bytes that an equation moves between the memories of a device and of its host."""
+    if equation.primitive.name != "device_put":
+        return 0
+    pairs = zip(map(type_of, equation.invars), map(type_of, equation.outvars), strict=True)
+    spaces = [
+        (a, getattr(a, "memory_space", None), getattr(b, "memory_space", None)) for a, b in pairs
+    ]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a, x, y in spaces if x != y)
+
+
+def as_slice(equation: Equation) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
+    """Return the starts, ends and strides (or None) of a slice, or None for another equation."""
+    params = equation.params
+    if equation.primitive.name != "slice":
+        return None
+    return params["start_indices"], params["limit_indices"], params["strides"]
 
 
 # Lookups.

@@ -28,6 +28,7 @@ class Chip:
       node: how many chips a switch joins, None for all of them.
       network: bytes a second between nodes in one direction, for each chip.
       memory: bytes of its main memory; None if it is not known.
+      host_link: bytes a second between it and its host in one direction; None if not known.
 
     `Chip.of("h100")` has the constants of a name, and `dataclasses.replace` changes some of them.
     """
@@ -45,6 +46,7 @@ class Chip:
     node: int | None = None
     network: float | None = None
     memory: float | None = None
+    host_link: float | None = None
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a constant that is out of range."""
@@ -81,15 +83,23 @@ class Chip:
 # H100: NVIDIA's data sheet of the SXM5: 989 TFLOP/s, 3.35 TB/s, 18 links of 25 GB/s in one
 # direction, and in a DGX a ConnectX-7 of 400 Gbit/s for each GPU. Assumptions: 0.8 of links and
 # network, 5 μs, and 0.75 of the peak for products. H200: the data sheet of the SXM5.
+# Links to the host: of TPUs the PCIe of the same book, 16 GB/s a chip, and 32 GB/s of v6e; of H100
+# and H200 PCIe 5.0 × 16, 64 GB/s in the data sheet. Assumption: 0.86 of it for large pinned copies.
 _REACHED_BY_NCCL = 0.8
 _H100 = Chip(
     "h100", 989e12, 3.35e12, 25e9 * _REACHED_BY_NCCL, 18, 5e-6, efficiency=0.75,
-    node=8, network=50e9 * _REACHED_BY_NCCL, memory=80e9,
+    node=8, network=50e9 * _REACHED_BY_NCCL, memory=80e9, host_link=64e9 * 0.86,
 )  # fmt: skip
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16, memory=16e9),
-    "v5p": Chip("v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4, memory=95e9),
-    "v6e": Chip("v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16, memory=32e9),
+    "v5e": Chip(
+        "v5e", 197e12, 8.1e11, 4.5e10, 4, 1e-6, clock=1.5e9, ring_of=16, memory=16e9, host_link=16e9
+    ),
+    "v5p": Chip(
+        "v5p", 459e12, 2.8e12, 9e10, 6, 1e-6, clock=1.75e9, ring_of=4, memory=95e9, host_link=16e9
+    ),
+    "v6e": Chip(
+        "v6e", 918e12, 1.6e12, 9e10, 4, 1e-6, clock=1.75e9, ring_of=16, memory=32e9, host_link=32e9
+    ),
     "h100": _H100,
     "h200": dataclasses.replace(_H100, name="h200", hbm=4.8e12, memory=141e9),
 }

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.collectives.axes import Axes, exclude_axes, join_axes
-from optfn.mesh.compilers import xla
+from optfn.mesh.compilers import memories, xla
 
 _GOLDEN = np.uint32(0x9E3779B1)
 # Odd multipliers of the two sums, from MurmurHash3's finalizer.
@@ -113,10 +113,12 @@ def _begin_program(
     found: list[tuple[list[int], jax.Array]] = []
     for kind in kinds.values():
         while kind:
-            some = kind[: _AT_A_TIME if len(kind) >= _AT_A_TIME else 1]
+            # A device has room for one large array of the host, not for several.
+            on_host = memories.is_on_host(arrays[kind[0]])
+            some = kind[: _AT_A_TIME if len(kind) >= _AT_A_TIME and not on_host else 1]
             del kind[: len(some)]
-            jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
-            found.append((some, program([arrays[i] for i in some])))
+            jax.block_until_ready([sums for _, sums in found[-1 if on_host else -_IN_FLIGHT :][:1]])
+            found.append((some, program([memories.to_device(arrays[i]) for i in some])))
     if any(x.sharding.num_devices > 1 and _is_on_cpus(x) for x in arrays):
         # CPU devices share their threads: the next step may hold those that these wait for.
         jax.block_until_ready([sums for _, sums in found])
@@ -156,15 +158,17 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
             continue
         if _replica_axes(lies.spec, mesh):
             copied.append((name, x, lies.spec))
-    if not copied:
-        return
-    names, arrays, specs = zip(*copied, strict=True)
-    differ = np.asarray(_compare_copies(arrays, specs, mesh).addressable_data(0))
-    if differ.any():
-        raise RuntimeError(
-            f"the copies of {names[differ.argmax()]!r} differ between the devices of the mesh: all "
-            "devices must begin with the same params and get the same updates"
-        )
+    # One program for all arrays on the devices, and one for each that is fetched from the host.
+    fetched = [[x] for x in copied if memories.is_on_host(x[1])]
+    for group in filter(None, [[x for x in copied if not memories.is_on_host(x[1])], *fetched]):
+        names, arrays, specs = zip(*group, strict=True)
+        arrays = tuple(map(memories.to_device, arrays))
+        differ = np.asarray(_compare_copies(arrays, specs, mesh).addressable_data(0))
+        if differ.any():
+            raise RuntimeError(
+                f"the copies of {names[differ.argmax()]!r} differ between the devices of the mesh: "
+                "all devices must begin with the same params and get the same updates"
+            )
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:

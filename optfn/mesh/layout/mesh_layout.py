@@ -47,7 +47,12 @@ from optfn.mesh.layout.data_parallel import copy_to_devices, refuse_exchange, re
 from optfn.mesh.state.inventory import Entry, inventory, map_entries
 from optfn.mesh.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
 from optfn.mesh.state.per_worker import check_wrappers, join_exchange_axes, map_divided
-from optfn.mesh.state.placement import spec_over_workers, specs_over_workers, widen_init
+from optfn.mesh.state.placement import (
+    place_on_host,
+    spec_over_workers,
+    specs_over_workers,
+    widen_init,
+)
 from optfn.wrappers.attributes import mark_stacked_params
 
 
@@ -95,6 +100,7 @@ class Layout:
     mean_axes: the worker axes over which the loss averages the gradients of large divided leaves
       (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
     mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: their own.
+    state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
     mesh: Mesh
@@ -108,6 +114,7 @@ class Layout:
     compiler_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
+    state_memory: str | None = dataclasses.field(default=None, kw_only=True)
     # What `describe` has found, by structure, shapes and dtypes of params.
     _described: dict[Any, PyTree] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -373,6 +380,13 @@ class Layout:
         does not change."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
+    def in_memory(self, shardings: PyTree, state: OptState) -> PyTree:
+        """Return the shardings of an optimizer's state with `state_memory` for large arrays, but
+        for those that are padded, and unchanged without one."""
+        if self.state_memory is None:
+            return shardings
+        return place_on_host(shardings, state)
+
     def place_params(self, params: Params) -> Params:
         """Copy each leaf of params to the mesh, divided by its spec, and return traced leaves
         unchanged."""
@@ -403,7 +417,8 @@ class Layout:
         specs = self.state_specs(shapes, params)
         if self.compiler_axes:
             all_workers = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
-        return jax.jit(all_workers, out_shardings=self.shardings(specs, shapes))(params)
+        placement = self.in_memory(self.shardings(specs, shapes), shapes)
+        return jax.jit(all_workers, out_shardings=placement)(params)
 
     def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers, with per-worker

@@ -24,10 +24,12 @@ from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.mesh.collectives.axes import AxisName, check_axis_names, to_axes
 from optfn.mesh.collectives.means import map_key_data
 from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.compilers import memories
 from optfn.mesh.state.bits import DecodedArrays, is_raw, view_as_bits
 from optfn.mesh.state.encoded import find_codes
 from optfn.mesh.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.mesh.state.names import find_names_in_field
+from optfn.mesh.state.padded import is_padded
 from optfn.mesh.state.per_worker import PerWorker, check_wrappers, has_per_worker_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
@@ -297,3 +299,22 @@ def _average_workers(by_worker: np.ndarray) -> np.ndarray:
 def _repeat(x: np.ndarray, count: int) -> np.ndarray:
     """Repeat one worker's array, (n, …), for `count` workers, (count·n, …)."""
     return np.asarray(np.tile(x, (count, *[1] * (x.ndim - 1))))
+
+
+def place_on_host(shardings: PyTree, state: OptState) -> PyTree:
+    """Return the shardings of a state with the memory of the host for its large arrays, and
+    unchanged for all others.
+
+    Padded arrays stay on the device, where each step cuts the padding off.
+
+    Args:
+      shardings: the sharding of each array.
+      state: the state, or its shapes.
+    """
+
+    def place(sharding: Any, x: Leaf) -> Any:
+        if is_padded(x) or not memories.is_large(x):
+            return sharding
+        return sharding.with_memory_kind(memories.PINNED_HOST)
+
+    return jax.tree.map(place, shardings, state, is_leaf=is_padded)

@@ -1,0 +1,306 @@
+"""Optimizer state in the memory of the host: the values, the place, checkpoints, and plans."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compilations import compilations
+from grids import by_name, suite
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import (
+    compare_replicas,
+    data_mesh,
+    exchange,
+    plan_memory,
+    quantize,
+    scan_layers,
+    sharded,
+)
+from optfn.loss.jaxprs import row_loops
+from optfn.mesh.compilers import memories
+from optfn.mesh.layout.fingerprint import begin_finite_check, fingerprints
+
+RNG = np.random.default_rng(0)
+BATCHES = [RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(3)]
+ON_HOST = {"state_memory": "pinned_host"}
+CLIP = optfn.clip_by_global_norm(0.5)
+
+
+@pytest.fixture(autouse=True)
+def small_arrays(monkeypatch):
+    """Send arrays of half a kilobyte, in several chunks."""
+    monkeypatch.setattr(memories, "LARGE", 512)
+    monkeypatch.setattr(row_loops, "CHUNK", 1024)
+
+
+def params(dtype=jnp.float32):
+    shapes = {"in": (16, 32), "out": (32, 24), "odd": (37, 5)}
+    found = {k: RNG.normal(size=s) / 4 for k, s in shapes.items()}
+    found["layers"] = optfn.Stacked({"w": RNG.normal(size=(8, 32, 32)) / 8, "b": np.zeros((8, 32))})
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+
+
+PARAMS = params()
+NARROW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+
+
+def loss_fn(p, x):
+    h = scan_layers(lambda q, h: h + jnp.tanh(h @ q["w"] + q["b"]), p["layers"], x @ p["in"])
+    return jnp.mean((h @ p["out"]) ** 2) + jnp.sum(p["odd"] ** 2)
+
+
+def large(state):
+    return [x for x in jax.tree.leaves(state.opt_state) if memories.is_large(x)]
+
+
+def kinds(state):
+    return {x.sharding.memory_kind for x in large(state)}
+
+
+def train(tx, start=PARAMS, batches=BATCHES, **options):
+    """Return the step and the last state."""
+    step = optfn.make_train_step(loss_fn, tx, **options)
+    state = step.init(start)
+    for batch in batches:
+        state, _ = step(state, batch)
+    return step, state
+
+
+def assert_near(found, want, tolerance=2e-6):
+    def near(x, y):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(near, found, want)
+
+
+def grid():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("slow", "fast"))
+
+
+MASTERS = optfn.adamw(1e-2, multi_precision=True, grad_clip=CLIP)
+LEVELS = ("slow", "fast")
+LAYOUTS = {
+    "one device": {},
+    "packed": {"packed": True},
+    "microbatches": {"microbatches": 2},
+    "data": lambda: {"mesh": data_mesh()},
+    "state": lambda: {"mesh": data_mesh(), "shard": "state"},
+    "params": lambda: {"mesh": data_mesh(), "shard": "params"},
+    "params, packed": lambda: {"mesh": data_mesh(), "shard": "params", "packed": True},
+    "params, microbatches": lambda: {"mesh": data_mesh(), "shard": "params", "microbatches": 2},
+    "two levels": lambda: {
+        "mesh": grid(), "data_axis": LEVELS, "shard": sharded("params", axis="fast"),
+    },
+    "specs": lambda: {
+        "mesh": grid(), "data_axis": "slow",
+        "shard": {"in|out": P(None, "fast"), "layers/w": P("slow", None, "fast")},
+    },
+    "compiler": lambda: {"mesh": data_mesh(), "shard": "params", "partitioner": "compiler"},
+    "as placed": lambda: {"mesh": data_mesh(), "partitioner": "compiler"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", by_name(LAYOUTS, *LAYOUTS))
+def test_each_layout_has_the_values_of_a_state_on_the_device(options):
+    options = options() if callable(options) else options
+    _, want = train(MASTERS, NARROW, **options)
+    step, found = train(MASTERS, NARROW, **options, **ON_HOST)
+    assert kinds(found) == {"pinned_host"} and compilations(step) == 1
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    assert_near(found, want, 1e-5)
+
+
+OPTIMIZERS = {
+    "adam": optfn.adam(1e-2),
+    "adam, int8": optfn.adam(1e-2, moment_dtype="int8"),
+    "adam, bfloat16": optfn.adam(1e-2, moment_dtype="bfloat16"),
+    "momentum": optfn.momentum(1e-2, 0.9, grad_clip=CLIP),
+    "lars": optfn.lars(1e-2, 0.9),
+    "lamb": optfn.lamb(1e-2),
+    "muon": optfn.muon(1e-2),
+    "ftrl": optfn.ftrl(1e-2),
+    "rmsprop": optfn.rmsprop(1e-2, centered=True),
+    "adagrad": optfn.adagrad(1e-2),
+    "decayed_adagrad": optfn.decayed_adagrad(1e-2),
+    "adadelta": optfn.adadelta(1e-2),
+    "adamax": optfn.adamax(1e-2),
+    "asgd": optfn.asgd(1e-2, batch_num=2),
+    "an average": optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9)),
+    "skip_nonfinite": optfn.skip_nonfinite(optfn.adam(1e-2)),
+    "skip_spikes": optfn.skip_spikes(optfn.adam(1e-2), 5.0, window=3),
+    "loss scale": optfn.dynamic_loss_scale(optfn.adam(1e-2)),
+    "record_metrics": optfn.record_metrics(optfn.adam(1e-2)),
+    "attributes": optfn.adamw(
+        1e-2, param_attrs={"in": optfn.ParamAttr(trainable=False), "out": optfn.ParamAttr(0.5)}
+    ),
+    "optax.adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "optax.lion": optax.lion(1e-3),
+    "optax.adafactor": optax.adafactor(1e-2),
+    "optax.lamb": optax.lamb(1e-2),
+    "optax.prodigy": optax.contrib.prodigy(1.0),
+    "optax.schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "optax.muon": optax.contrib.muon(1e-2),
+}
+CHOSEN = ("adam", "adam, int8", "lamb", "muon", "an average", "attributes", "optax.adafactor",
+          "optax.schedule_free", "skip_nonfinite")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", suite(OPTIMIZERS, *CHOSEN))
+def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
+    options = {"mesh": data_mesh(), "shard": "params"}
+    _, want = train(OPTIMIZERS[name], **options)
+    step, found = train(OPTIMIZERS[name], **options, **ON_HOST)
+    assert kinds(found) <= {"pinned_host"} and compilations(step) == 1
+    assert_near(found.params, want.params, 1e-5)
+
+
+@pytest.mark.parametrize("bits", [None, 32, 24])
+def test_each_form_of_masters(bits):
+    tx = optfn.adamw(1e-2, multi_precision=True if bits is None else bits, moment_dtype="int8")
+    _, want = train(tx, NARROW)
+    _, found = train(tx, NARROW, **ON_HOST)
+    assert kinds(found) == {"pinned_host"}
+    assert_near(found.params, want.params, 1e-2)  # another rounding, of bfloat16 or a code
+
+
+EXCHANGES = {
+    "exchange": optfn.chain(exchange(quantize(4)), optfn.adam(1e-2)),
+    "dgc": optfn.dgc_momentum(1e-2, 0.9, rampup_begin_step=0, min_size=2),
+}
+
+
+@pytest.mark.parametrize("tx", by_name(EXCHANGES, *EXCHANGES))
+def test_residuals_lie_on_the_host_too(tx):
+    _, want = train(tx, mesh=data_mesh())
+    _, found = train(tx, mesh=data_mesh(), **ON_HOST)
+    assert kinds(found) == {"pinned_host"}
+    assert_near(found.params, want.params, 1e-5)
+
+
+def test_without_the_option_nothing_is_imported():
+    program = (
+        "import jax.numpy as jnp, optfn, sys\n"
+        "step = optfn.make_train_step(lambda p, x: jnp.sum(p * x), optfn.adam(1e-2))\n"
+        "step(step.init(jnp.ones(3)), jnp.ones(3))\n"
+        "assert not {'optfn.train.host_state', 'optfn.loss.jaxprs.row_loops'} & {*sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("before, after", [(ON_HOST, ON_HOST), (ON_HOST, {}), ({}, ON_HOST)])
+def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
+    if is_sharded:
+        pytest.importorskip("orbax.checkpoint")
+    options = {"mesh": data_mesh(), "shard": "params"} if is_sharded else {}
+    tx = optfn.chain(MASTERS, optfn.exponential_moving_average(0.9))
+    _, state = train(tx, NARROW, **options, **before)
+    optfn.save_checkpoint(tmp_path, state, sharded=is_sharded)
+    step = optfn.make_train_step(loss_fn, tx, **options, **after)
+    loaded, *_ = optfn.restore_checkpoint(tmp_path, step.init(NARROW))
+    assert kinds(loaded) == ({"pinned_host"} if after else kinds(step.init(NARROW)))
+    jax.tree.map(np.testing.assert_array_equal, loaded, state)
+    step(loaded, BATCHES[0])
+    assert compilations(step) == 1
+
+
+def test_what_reads_a_state_fetches_it():
+    tx = optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9))
+    _, state = train(tx, mesh=data_mesh(), **ON_HOST)
+    on_device = jax.tree.map(memories.to_device, state)
+    leaves = jax.tree.leaves(state)
+    np.testing.assert_array_equal(fingerprints(leaves), fingerprints(jax.tree.leaves(on_device)))
+    assert begin_finite_check(leaves)()
+    compare_replicas(state, data_mesh())
+    average = optfn.averaged_params(state.opt_state, state.params)
+    assert not any(map(memories.is_on_host, jax.tree.leaves(average)))
+    want = optfn.averaged_params(on_device.opt_state, state.params)
+    jax.tree.map(np.testing.assert_array_equal, average, want)
+    assert optfn.state_dict(state)["train/step"] == 3
+
+
+def test_one_function_makes_arrays_by_their_shards():
+    """JAX's own forgets the memory of an array on one device, and the next step ends the
+    process."""
+    root = Path(optfn.__file__).parent
+    callers = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search(r"\bmake_array_from_callback\(", path.read_text())
+    }
+    # The second one takes a NamedSharding.
+    assert callers == {"mesh/compilers/memories.py", "mesh/layout/data_parallel.py"}
+
+
+def test_a_step_inside_a_scan():
+    step = optfn.make_train_step(loss_fn, optfn.adam(1e-2), **ON_HOST)
+    batches = jnp.stack(BATCHES)
+    found, _ = jax.jit(lambda state: jax.lax.scan(step, state, batches))(step.init(PARAMS))
+    _, want = train(optfn.adam(1e-2))
+    assert_near(found.params, want.params, 1e-5)
+
+
+def test_the_plan_counts_the_host():
+    mesh, tx = AbstractMesh((8,), ("data",)), optfn.adamw(1e-2, multi_precision=True)
+    options = {"shard": "params"}
+    on_device = plan_memory(tx, NARROW, mesh, **options)
+    plan = plan_memory(tx, NARROW, mesh, **options, **ON_HOST, host_link=1e9)
+    assert plan.host + plan.state == on_device.state and plan.params == on_device.params
+    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(), **options, **ON_HOST)
+    assert plan.host == sum(x.addressable_shards[0].data.nbytes for x in large(step.init(NARROW)))
+    # Masters and two moments are read once and written once, and samples of the masters once more.
+    assert plan.host_link_bytes == pytest.approx(2 * plan.host, rel=0.01)
+    assert plan.host_seconds == plan.host_link_bytes / 1e9
+    assert "host=" in repr(plan) and "host" not in repr(on_device)
+
+
+def test_refused_options():
+    with pytest.raises(ValueError, match="state_memory='pinned_host' cannot be combined with loc"):
+        train(MASTERS, mesh=data_mesh(), local_steps=2, **ON_HOST)
+    with pytest.raises(ValueError, match="cannot be combined with tables"):
+        train(MASTERS, tables="in", **ON_HOST)
+    with pytest.raises(ValueError, match="state_memory must be one of"):
+        train(MASTERS, state_memory="disk")
+
+
+@pytest.mark.parametrize("tx", [optfn.accumulate(MASTERS, 2), optax.MultiSteps(MASTERS, 2)])
+def test_an_accumulation_moves_the_state_in_every_call(tx):
+    with pytest.warns(UserWarning, match="moves the state to the device and back in every call"):
+        _, found = train(tx, **ON_HOST)
+    _, want = train(tx)
+    assert_near(found.params, want.params, 1e-5)
+
+
+def by_rows(fn, *args, divide=lambda shape: (1, 1)):
+    """Return fn(*args), whose first argument lies on the host."""
+
+    def run(*args):
+        return row_loops.run_by_rows(fn, args, divide, "cpu")
+
+    return jax.jit(run)(jax.device_put(args[0], jax.memory.Space.Host), *args[1:])
+
+
+@pytest.mark.parametrize("rows", [64, 67, 1, 1000])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_chunks_of_any_number_of_rows(rows, devices):
+    def fn(m, p):
+        number = jax.lax.broadcasted_iota(jnp.float32, m.shape, 0)
+        norm = jnp.sqrt(jnp.sum(m**2))
+        m = 0.9 * m + jnp.sum(p, axis=1, keepdims=True) + number
+        p = p - m.reshape(rows, 2, 4).reshape(rows, 8) / norm
+        return m, jnp.where(jnp.sum(m) > 0, p, 0.0), norm
+
+    m, p = (RNG.normal(size=(rows, 8)).astype(np.float32) for _ in range(2))
+    found = by_rows(fn, m, p, divide=lambda shape: (devices, 1))
+    assert memories.is_on_host(found[0]) and not memories.is_on_host(found[1])
+    assert_near(found, jax.jit(fn)(m, p), 1e-5)
