@@ -47,6 +47,9 @@ DGC = [
     for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
 ]
 COMMON_RULES = RULES[:6]
+EXCHANGING = [way for way in WAYS if "exchange" in way]
+LOCAL = [way for way in WAYS if "local" in way]
+USUAL = [way for way in WAYS if way not in (*EXCHANGING, *LOCAL)]
 ATTRS = [
     {"trainable": False},
     {"trainable": False},
@@ -61,7 +64,7 @@ ATTRS = [
 def structures(rng):
     """Draw what a compiled step depends on: way, loss, optimizer."""
     pick, chance = picker(rng)
-    way = pick(*WAYS) if chance(0.75) else pick("one", "packed", "state", "params")
+    way = pick(*EXCHANGING) if chance(0.2) else pick(*LOCAL) if chance(0.1) else pick(*USUAL)
     partition, links = None, []
     rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
     is_foreign = rule[0].startswith("optax.")

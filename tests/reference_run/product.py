@@ -163,5 +163,5 @@ def check(p: Program) -> tuple[list, set]:
         except FloatingPointError:
             got = {"raised": "FloatingPointError", "disk": {}}
         except Exception as error:
-            return [(f"raised {type(error).__name__}", "", str(error)[:400])], reached
+            return [(f"raised {type(error).__name__}", "", str(error))], reached
     return compare(p, want, got), reached
