@@ -342,7 +342,8 @@ class SkipNonfinite:
     def __init__(self, program, inner):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
         limit = np.finfo(program.dtype).max
-        has_squares = isinstance(inner, Rule) and program.rule[0] in SQUARES
+        has_rule = any(isinstance(x, Rule) for x in links_of(inner))
+        has_squares = has_rule and program.rule[0] in SQUARES
         self.most = np.sqrt(limit) if has_squares else limit
 
     def is_bad(self, g):
