@@ -12,6 +12,7 @@ import optax
 import pytest
 from compilations import compilations
 from grids import by_name, suite
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -304,3 +305,27 @@ def test_chunks_of_any_number_of_rows(rows, devices):
     found = by_rows(fn, m, p, divide=lambda shape: (devices, 1))
     assert memories.is_on_host(found[0]) and not memories.is_on_host(found[1])
     assert_near(found, jax.jit(fn)(m, p), 1e-5)
+
+
+def named_layer(q, h):
+    h = checkpoint_name(h, "h")
+    return h + jnp.tanh(h @ q["w"] + q["b"])
+
+
+@pytest.mark.parametrize("shard", [None, "params"])
+def test_saved_activations_wait_on_the_host(shard):
+    def loss(layer):
+        return lambda p, x: jnp.mean(scan_layers(layer, p["layers"], x @ p["in"]) ** 2)
+
+    found, params = [], {k: PARAMS[k] for k in ("in", "layers")}
+    for layer in (
+        named_layer, optfn.recompute(named_layer, checkpoints=["h"], offload=True),
+    ):  # fmt: skip
+        step = optfn.make_train_step(loss(layer), optfn.sgd(0.1), mesh=data_mesh(), shard=shard)
+        state, _ = step(step.init(params), BATCHES[0])
+        program = str(step.compiled.trace(state, BATCHES[0]).jaxpr)
+        found.append((state.params, program.count("<host>")))
+    assert_near(found[1][0], found[0][0])
+    assert not found[0][1] and found[1][1]
+    with pytest.raises(ValueError, match="offload=True needs checkpoints"):
+        optfn.recompute([named_layer], segments="each", offload=True)

@@ -161,6 +161,13 @@ def as_checkpoint(equation: Equation) -> Checkpoint | None:
     return Checkpoint(call.body, params["policy"], is_prevented)
 
 
+def offloads(equation: Equation) -> bool:
+    """Tell whether an equation is a `jax.checkpoint` that saves values in the memory of the host,
+    by a policy of JAX."""
+    checkpoint = as_checkpoint(equation)
+    return checkpoint is not None and "offload" in getattr(checkpoint.policy, "__qualname__", "")
+
+
 def name_of_value(equation: Equation) -> str | None:
     """Return the name that `checkpoint_name` gives a value, or None for another equation."""
     return _params_of(equation)["name"] if name_of(equation) == "name" else None
