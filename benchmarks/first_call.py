@@ -1,12 +1,15 @@
 """How long is the wait before the first step of a model of many leaves?
 
     python -m benchmarks.first_call [--leaves 2000] [--size 1000] [--rounds 3] [--no-compile]
-        [--options]
+        [--options | --tables]
 
 Adam on equal leaves, with optfn and with optax: seconds to trace, to lower and to compile the step
 (params, state, gradients) -> (params, state), in interleaved rounds; nothing is cached between
 them. Then the learning rate is changed, and the compiled programs are counted. With --options what
 is compared is what XLA's own options make of compiling optfn's step, in seconds of CPU.
+
+With --tables a step that looks rows up in tables is compiled for eight CPU devices: the tables are
+shared, or their rows divided, once each or, with "twice", by two arrays of ids a table.
 
 optfn traces faster because leaves of one shape share a traced rule. XLA compiles a loop for each
 leaf, and none of these options changes that.
@@ -14,12 +17,18 @@ leaf, and none of these options changes that.
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from typing import Any
 
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
+    "XLA_FLAGS", ""
+)
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optfn
@@ -118,6 +127,46 @@ def run(leaves: int, size: int, rounds: int, compiles: bool) -> list[measure.Row
     return rows
 
 
+def lookup_step(count: int, lookups: int, divided: bool, size: int) -> tuple[Any, Any, Any]:
+    """Return a step that looks rows up in `count` tables, `lookups` times in each, with its state
+    and a batch of `size` examples."""
+    params = {f"table{k}": jnp.zeros((4096, 16)) for k in range(count)} | {"head": jnp.ones(16)}
+    ids = np.arange(count * lookups * size, dtype=np.int32).reshape(count, lookups, size) * 7 % 4096
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        tables = [params[f"table{k}"] for k in range(count)]
+        rows = [t[batch[f"ids{k}"][:, j]] for k, t in enumerate(tables) for j in range(lookups)]
+        return jnp.mean((sum(rows) @ params["head"] - 1) ** 2)
+
+    step = optfn.make_train_step(
+        loss, optfn.adam(1e-3, lazy=True), mesh=optfn.distributed.data_mesh(),
+        tables="table.*", shard_tables=divided,
+    )  # fmt: skip
+    return step, step.init(params), {f"ids{k}": ids[k].T for k in range(count)}
+
+
+def run_tables(size: int, rounds: int) -> list[measure.Row]:
+    """Return a row for each number of tables and lookups: CPU seconds of the whole wait, medians,
+    and lines of the compiled program, of shared and of divided tables; print them."""
+    rows: list[measure.Row] = []
+    for count, lookups in ((1, 1), (1, 2), (3, 1)):
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        lines = {}
+        for _, divided in itertools.product(range(rounds), seconds):
+            step, state, batch = lookup_step(count, lookups, divided, size)
+            jax.clear_caches()
+            start = time.process_time()
+            text = step.lower(state, batch).compile().as_text()
+            seconds[divided].append(time.process_time() - start)
+            lines[divided] = len(text.splitlines())
+        shared, divided_ = (statistics.median(seconds[divided]) for divided in (False, True))
+        name = f"{count}, twice" if lookups > 1 else str(count)
+        cells = f"{shared:.1f} | {divided_:.1f} | {divided_ / shared:.1f}"
+        print(f"| {name} | {cells} | {lines[False]:,} | {lines[True]:,} |", flush=True)
+        rows.append({"tables": name, "shared_s": shared, "divided_s": divided_})
+    return rows
+
+
 def programs_after_a_new_rate() -> int:
     """Return how often XLA compiles a train step whose learning rate is changed."""
     compiled = []
@@ -142,12 +191,21 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--tables", action="store_true", help="compile steps with tables")
     parser.add_argument("--options", action="store_true", help="compare options of the compiler")
     options = measure.parse(parser, leaves=3, size=5, rounds=1)
     if options.options:
         head = "| option | CPU s (min) | none/option |\n|---|---|---|"
         sizes = options.leaves, options.size, options.rounds
         measure.report(options, head, lambda: run_options(*sizes))
+        return
+    if options.tables:
+        head = (
+            "| tables | shared, CPU s | divided, CPU s | divided/shared "
+            "| lines of HLO, shared | divided |\n"
+            "|---|---|---|---|---|---|"
+        )
+        measure.report(options, head, lambda: run_tables(8 * options.size, options.rounds))
         return
     head = "| seconds | optfn | optax | optax/optfn |\n|---|---|---|---|"
     measure.report(

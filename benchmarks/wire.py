@@ -49,8 +49,7 @@ def bytes_sent(compiled: Any, devices: int, rounds: int = 1, branch: int | None 
       compiled: a compiled program of the CPU, where collectives are not split in two.
       devices: how many there are.
       rounds: how often each loop runs whose number of iterations the compiler does not know.
-      branch: which branch runs of each choice between more than two; None, as of a choice between
-        two, counts the one that sends most.
+      branch: which branch runs of each choice; None counts the one that sends most.
     """
     return sum(FACTORS[x.kind](devices) * x.size for x in collectives(compiled, rounds, branch))
 
@@ -77,8 +76,7 @@ def collectives(compiled: Any, rounds: int = 1, branch: int | None = None) -> li
     Args:
       compiled: the program.
       rounds: how often each loop runs whose number of iterations the compiler does not know.
-      branch: which branch runs of each choice between more than two; None, as of a choice between
-        two, counts the one that sends most.
+      branch: which branch runs of each choice; None counts the one that sends most.
     """
     return of_text(compiled.as_text(), rounds, branch)
 
@@ -111,10 +109,9 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
             found = [list(found_in(called, each)) for called in x.called]
             if x.opcode in ("async-start", "custom-call-start"):  # the second on a sparse core
                 found = [[y._replace(is_async=True) for y in some] for some in found]
-            if branch is not None and len(found) > 2:
-                found = [found[branch]]
-            elif found and x.opcode == "conditional":
-                found = [max(found, key=lambda some: sum(x.size for x in some))]
+            if found and x.opcode == "conditional":
+                most = max(found, key=lambda some: sum(x.size for x in some))
+                found = [most if branch is None else found[branch]]
             yield from itertools.chain(*found)
 
     return list(found_in(program.entry, 1))

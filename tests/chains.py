@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import optfn
@@ -306,46 +305,3 @@ def quietly(fn: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fn(*arguments, **more)
-
-
-def steps(tx: Any, params: Any, gradient: Callable[[Any], Any], count: int = 4) -> Any:
-    """Return the params after some steps, and the state."""
-    state = tx.init(params)
-    for _ in range(count):
-        updates, state = tx.update(gradient(params), state, params, value=None)
-        params = optfn.apply_updates(params, updates)
-    return params, state
-
-
-def distance(a: Any, b: Any) -> float:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return float(sum(np.sum(np.abs(np.float64(x) - np.float64(y))) for x, y in pairs))
-
-
-def descends(tx: Any) -> bool:
-    """Tell whether steps along the gradient of ‖p‖²/2 make params smaller."""
-    after, _ = steps(tx, PARAMS, lambda p: p)
-    return distance(after, jax.tree.map(jnp.zeros_like, after)) < distance(
-        PARAMS, jax.tree.map(jnp.zeros_like, after)
-    )
-
-
-def grows(tx: Any) -> bool:
-    """Tell whether params grow without a gradient."""
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    after, _ = steps(tx, PARAMS, lambda p: zeros)
-    return distance(after, zeros) > distance(PARAMS, zeros) * (1 + 1e-6)
-
-
-def average_is_params(tx: Any) -> bool:
-    """Tell whether an average of the last params alone equals the params."""
-    params, state = steps(tx, PARAMS, lambda p: p)
-    return distance(optfn.averaged_params(state, params), params) < 1e-5
-
-
-def master_is_param(tx: Any) -> bool:
-    """Tell whether masters, rounded, are the params."""
-    params, state = steps(tx, NARROW, lambda p: p, 20)
-    (masters,) = [x.master for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "master"))
-                  if hasattr(x, "master")]  # fmt: skip
-    return distance(jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), params) == 0

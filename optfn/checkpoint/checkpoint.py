@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,7 +24,7 @@ from optfn.checkpoint.finiteness import may_keep_last_loss
 from optfn.checkpoint.frozen import FrozenParams
 from optfn.checkpoint.loader import HISTORY, Loaded, Loader, list_reserved
 from optfn.checkpoint.newest import OtherRun, find_newest, remove_oldest
-from optfn.checkpoint.snapshot import Snapshot, check_leaves, to_key_data
+from optfn.checkpoint.snapshot import Snapshot, check_leaves
 from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
 from optfn.checkpoint.storage import Backend, is_remote, to_path
 from optfn.core import checks, tree
@@ -148,7 +147,7 @@ def write_checkpoint(
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
     path = directory / f"step_{number:09d}{backend.suffix}"
     is_last_finite = may_keep_last_loss(state, history or {})
-    snapshot = Snapshot.of(jax.tree.map(to_key_data, state), list_reserved(state))
+    snapshot = Snapshot.of(state, list_reserved(state))
     entries = dict(history or {})
     if frozen is not None:
         snapshot, entry = frozen.leave_out(snapshot)

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from optfn.checkpoint.background import copy_to_host
 from optfn.checkpoint.directory_arrays import read_directory
 from optfn.checkpoint.finiteness import select_judged
-from optfn.checkpoint.snapshot import ABOUT, VERSION, Snapshot
+from optfn.checkpoint.snapshot import ABOUT, KEYS, VERSION, Snapshot
 from optfn.checkpoint.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.core.tree import list_names
 from optfn.core.types import PyTree
@@ -94,6 +94,7 @@ class OrbaxDirectory:
         about = {
             "version": VERSION,
             PER_WORKER_KEY: snapshot.per_worker,
+            **({KEYS: [*snapshot.keys.items()]} if snapshot.keys else {}),
             "names": list(arrays),
             "beside": list(beside),
             "texts": texts,

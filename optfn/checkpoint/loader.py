@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 
 from optfn.checkpoint.changes import Changes, Misfit
@@ -14,7 +13,7 @@ from optfn.checkpoint.directory import ENTRIES
 from optfn.checkpoint.frozen import FROZEN, compare_frozen, select_frozen
 from optfn.checkpoint.loading import load_named
 from optfn.checkpoint.newest import OtherRun, backend_of
-from optfn.checkpoint.snapshot import ABOUT, Snapshot, to_key_data
+from optfn.checkpoint.snapshot import ABOUT, Snapshot
 from optfn.checkpoint.storage import NONFINITE
 from optfn.core import checks
 from optfn.core.tree import list_names
@@ -56,7 +55,7 @@ class Loader:
     def like(self) -> Snapshot:
         """The arrays of the template by name. Rows of divided tables are in stored order."""
         reserved = list_reserved(self.template)
-        return Snapshot.of(jax.tree.map(to_key_data, self.template), reserved, unwrap_tables)
+        return Snapshot.of(self.template, reserved, unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the state's arrays in a checkpoint, without the history's names. No

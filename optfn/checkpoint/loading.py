@@ -21,7 +21,7 @@ from optfn.checkpoint.packed_state import (
     pack_state,
     unpack_state,
 )
-from optfn.checkpoint.snapshot import ABOUT, VERSION
+from optfn.checkpoint.snapshot import ABOUT, KEYS, VERSION
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
@@ -127,11 +127,16 @@ def load_named(
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
     leaves, entries = [], arrays_with_entries(plain)
+    impls = dict(np.asarray(mapping.get(KEYS, np.empty((0, 2)))).tolist())
     mapping = _take_one_replica(entries, mapping)
     for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
             value, problem = _fit(_resize(value, leaf, entry, stacked), leaf)
+        if tree.is_key(leaf) and (own := str(jax.random.key_impl(leaf))) != impls.get(
+            entry.name, own
+        ):
+            problem = f"is a key of {impls[entry.name]}, but the template has a key of {own}"
         if problem:
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)

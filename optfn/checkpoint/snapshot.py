@@ -22,7 +22,8 @@ from optfn.tables.sharded_table import to_logical
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
 # The keys of a mapping of `state_dict` that name no array of the state.
-ABOUT = ("version", PER_WORKER_KEY, DTYPES)
+KEYS = "key_impls"  # (name, implementation) of each typed PRNG key
+ABOUT = ("version", PER_WORKER_KEY, DTYPES, KEYS)
 
 
 class Snapshot(NamedTuple):
@@ -31,11 +32,13 @@ class Snapshot(NamedTuple):
     state: the state with an array for each leaf: no buffers of packed params, and no padding.
     arrays: its arrays by name.
     per_worker: the sorted names of the arrays that differ between workers.
+    keys: the implementation of each typed PRNG key by name; `arrays` has its data.
     """
 
     state: PyTree
     arrays: dict[str, Any]
     per_worker: list[str]
+    keys: dict[str, str]
 
     @classmethod
     def of(
@@ -60,11 +63,12 @@ class Snapshot(NamedTuple):
         """
         plain = arrange(unpack_state(state))
         named = list(arrays_with_names(plain))
+        keys = {name: str(jax.random.key_impl(x)) for name, x in named if _is_key_array(x)}
         check_array_names([name for name, _ in named], reserved)
         per_worker: list[str] = []
         if has_per_worker_state(plain):
             per_worker = sorted(x.name for x in inventory(plain) if x.kept == "per_worker")
-        return cls(plain, dict(named), per_worker)
+        return cls(plain, {name: to_key_data(x) for name, x in named}, per_worker, keys)
 
     def without(self, left_out: Collection[str]) -> "Snapshot":
         """Return the snapshot without the arrays of these names."""
@@ -76,6 +80,8 @@ class Snapshot(NamedTuple):
         encoded for a file, and the version."""
         # A reader on another number of workers must know which arrays to convert.
         listed = {PER_WORKER_KEY: np.array(self.per_worker)} if self.per_worker else {}
+        if self.keys:
+            listed[KEYS] = np.array([*self.keys.items()])
         arrays = encode_arrays({**self.arrays, **beside})
         return {"version": np.asarray(VERSION), **listed, **arrays}
 
@@ -97,7 +103,12 @@ def check_leaves(who: str, state: PyTree) -> None:
 def to_key_data(x: Leaf) -> Leaf:
     """Return the data of a typed PRNG key, because files keep no keys, and any other leaf
     unchanged."""
-    return jax.random.key_data(x) if isinstance(x, jax.Array) and tree.is_key(x) else x
+    return jax.random.key_data(x) if _is_key_array(x) else x
+
+
+def _is_key_array(x: Leaf) -> bool:
+    """Tell whether a leaf is an array of typed PRNG keys, not only its shape."""
+    return isinstance(x, jax.Array) and tree.is_key(x)
 
 
 def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -> None:

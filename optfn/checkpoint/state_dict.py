@@ -60,7 +60,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     Raises:
       TypeError: you passed an optimizer instead of its state.
       ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have; a
-        name has a NUL character, or is "version", "dtypes" or "per_worker".
+        name has a NUL character, or is "version", "dtypes", "per_worker" or "key_impls".
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
@@ -68,16 +68,17 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             f"got {checks.show(opt_state)}"
         )
     check_arrays("state_dict: state", opt_state)
-    return Snapshot.of(jax.tree.map(_host_copy, opt_state)).to_mapping()
+    snapshot = Snapshot.of(jax.tree.map(_host_copy, opt_state))
+    return snapshot.to_mapping() | {k: _host_copy(snapshot.arrays[k]) for k in snapshot.keys}
 
 
 def _host_copy(leaf: Leaf) -> Leaf:
-    """Copy an array, or the data of a key, to the host, and return it unchanged if it is traced or
-    this process holds only a shard of it."""
+    """Copy an array to the host, and return it unchanged if it is a typed key, is traced, or this
+    process holds only a shard of it."""
     # Neither has a value here; the caller's program or orbax deals with it.
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
-    return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
+    return leaf if tree.is_key(leaf) else np.array(leaf)
 
 
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:

@@ -17,6 +17,7 @@ from optfn.loss.jaxprs.equations import (
     Value,
     bindings,
     read,
+    run_equations,
     variables,
 )
 from optfn.loss.jaxprs.primitives import (
@@ -88,24 +89,24 @@ class _Lookup(NamedTuple):
             ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
         return ids
 
-    def fetch(self, owners: Devices | None, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Fetch the rows of `ids`, (*ids.shape, …), from a whole table, or from the devices of
-        `owners` unless it is None, with ids out of range read as the equation's mode says."""
-        row, fill = table.shape[1:], self.how.fill
-        if owners is None:
-            last = tuple(range(ids.ndim, ids.ndim + len(row)))
-            numbers = GatherDimensionNumbers(last, (0,), (0,))
-            rows: jax.Array = lax.gather(
-                table, ids[..., None], numbers, (1, *row), mode=self.how.mode, fill_value=fill
-            )
-            return rows
-        # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
-        inside = jnp.clip(ids, 0, count_rows(owners, table) - 1)
-        rows = lookup_rows(owners, table, inside.reshape(-1)).reshape(*ids.shape, *row)
-        if self.how.mode == GatherScatterMode.FILL_OR_DROP:
-            is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(row))
-            rows = jnp.where(is_inside, rows, jnp.nan if fill is None else fill)
+    def read_whole(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Read the rows of `ids`, (*ids.shape, …), from a whole table, with ids out of range read
+        as the equation's mode says."""
+        row, mode, fill = table.shape[1:], self.how.mode, self.how.fill
+        numbers = GatherDimensionNumbers(tuple(range(ids.ndim, ids.ndim + len(row))), (0,), (0,))
+        rows: jax.Array = lax.gather(
+            table, ids[..., None], numbers, (1, *row), mode=mode, fill_value=fill
+        )
         return rows
+
+    def fill_outside(self, rows: jax.Array, is_inside: jax.Array) -> jax.Array:
+        """Return the rows of ids with those that are not inside the table as the equation's mode
+        reads them, from the nearest rows for them."""
+        # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
+        if self.how.mode != GatherScatterMode.FILL_OR_DROP:
+            return rows
+        is_inside = is_inside.reshape(*is_inside.shape, *[1] * (rows.ndim - is_inside.ndim))
+        return jnp.where(is_inside, rows, jnp.nan if self.how.fill is None else self.how.fill)
 
     def result(self, program: Equations, rows: jax.Array) -> jax.Array:
         """Apply the loss's casts of the table to the rows of the ids, (*ids.shape, …), and return
@@ -165,20 +166,37 @@ class TracedLoss:
 
     def look_up(self, inputs: Sequence[Value]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the equations that the lookups depend on, look the rows up, and return the ids and
-        the rows of each lookup."""
-        ids, rows = [], []
+        the rows of each lookup.
 
-        def run(lookup: _Lookup, table: jax.Array, *indices: Value) -> list[jax.Array]:
-            ids.append(lookup.ids(type_of(lookup.source.table), list(indices)))
-            rows.append(lookup.fetch(self._owners, table, ids[-1]))
-            return [lookup.result(self._program, rows[-1])]
-
-        instead = {id(x.equation): partial(run, x) for x in self._lookups}
-        outputs = [x.equation.outvars[0] for x in self._lookups]
-        needed = set(map(id, self._program.find_equations(outputs)))
-        equations = [e for e in self._equations if id(e) in needed]
-        self._program.run(equations, self._values_of(inputs), instead, run_on_shards)
-        return ids, rows
+        Lookups whose ids depend on no rows look up together.
+        """
+        found: dict[int, tuple[jax.Array, jax.Array]] = {}
+        values = self._program.constants | self._values_of(inputs)
+        left = dict(enumerate(self._lookups))
+        while left:
+            later = {x.equation.outvars[0] for x in left.values()}
+            ready = {
+                i: x
+                for i, x in left.items()
+                if later.isdisjoint(self._program.find_dependencies(x.equation.invars[1:]))
+            }
+            operands = [a for x in ready.values() for a in x.equation.invars[1:]]
+            needed = set(map(id, self._program.find_equations(operands)))
+            equations = [
+                e for e in self._equations if id(e) in needed and e.outvars[0] not in values
+            ]
+            values = run_equations(equations, values, rule=run_on_shards)
+            tables = [values[x.source.table] for x in ready.values()]
+            ids = [
+                x.ids(type_of(x.source.table), read(values, x.equation.invars[1:]))
+                for x in ready.values()
+            ]
+            rows = _fetch_rows(self._owners, list(ready.values()), tables, ids)
+            found |= dict(zip(ready, zip(ids, rows, strict=True), strict=True))
+            for x, r in zip(ready.values(), rows, strict=True):
+                values[x.equation.outvars[0]] = x.result(self._program, r)
+            left = {i: x for i, x in left.items() if i not in ready}
+        return [found[i][0] for i in sorted(found)], [found[i][1] for i in sorted(found)]
 
     def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
         """Run the program on its inputs, with `rows` in place of what its lookups read, and return
@@ -212,6 +230,24 @@ class TracedLoss:
         lookups cast only the rows that they read."""
         known = bindings(self._program.inputs, inputs)
         return known | {v: known[source.table] for v, source in self._sources.items()}
+
+
+def _fetch_rows(
+    owners: Devices | None,
+    lookups: Sequence[_Lookup],
+    tables: Sequence[jax.Array],
+    ids: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Return the rows of each lookup, (*ids.shape, …), from whole tables, or from the devices of
+    `owners` unless it is None."""
+    if owners is None:
+        return [x.read_whole(t, i) for x, t, i in zip(lookups, tables, ids, strict=True)]
+    inside = [jnp.clip(i, 0, count_rows(owners, t) - 1) for t, i in zip(tables, ids, strict=True)]
+    rows = lookup_rows(owners, tables, [i.reshape(-1) for i in inside])
+    return [
+        x.fill_outside(r.reshape(*i.shape, *r.shape[1:]), i == j)
+        for x, r, i, j in zip(lookups, rows, ids, inside, strict=True)
+    ]
 
 
 def _within(ids: jax.Array, count: int) -> jax.Array:

@@ -164,9 +164,11 @@ class LossProgram:
             for i, g in zip(dense, grads, strict=True)
         }
         if program is not None:
-            for i, g in program.gradients(ids, row_grads).items():
-                rows = keep_if(self._counts, g)
-                found[i] = rows if self._owners is None else send_gradients(self._owners, rows)
+            of_tables = program.gradients(ids, row_grads)
+            kept = [keep_if(self._counts, g) for g in of_tables.values()]
+            if self._owners is not None:
+                kept = send_gradients(self._owners, kept)
+            found |= dict(zip(of_tables, kept, strict=True))
         return value, jax.tree.unflatten(self._structure, [found[i] for i in sorted(found)])
 
     def whole_params(self) -> Params:

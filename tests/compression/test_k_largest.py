@@ -51,7 +51,16 @@ def kinds(n):
 
 @pytest.mark.parametrize("kind", kinds(1))
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 1), (5, 2), (33, 32), (256, 256), (5000, 50), (70001, 70), (70001, 30000)]
+    ("n", "k"),
+    [
+        (1, 1),
+        nightly(5, 2),
+        (33, 32),
+        nightly(256, 256),
+        nightly(5000, 50),
+        (70001, 70),
+        nightly(70001, 30000),
+    ],
 )
 def test_exact(n, k, kind):
     check(kinds(n)[kind], k)
@@ -97,7 +106,7 @@ def test_every_worker_of_a_vmap():
         np.testing.assert_array_equal(v, row[i])
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "clustered"])
+@pytest.mark.parametrize("kind", [nightly("normal"), "ties", nightly("clustered")])
 def test_a_small_array_of_every_worker_of_a_vmap(kind):
     """The counts of one segment, of which XLA's CPU compiler once took a single number."""
     x = np.stack([(1 + n) * kinds(1024)[kind] for n in range(4)])

@@ -27,8 +27,7 @@ def after(entry, x):
 
 
 SUITE = (
-    "sgd", "lars", "decayed_adagrad", "adam", "adamw", "adamax", "lamb_corrected", "param_attrs",
-    "skip_nonfinite", "exponential_moving_average",
+    "lars", "decayed_adagrad", "adam", "adamax", "skip_nonfinite", "exponential_moving_average",
 )  # fmt: skip
 
 

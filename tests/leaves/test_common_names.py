@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly
 
 import optfn
 from optfn.leaves.contents import leaves_with_names
@@ -68,7 +69,7 @@ def nnx_model():
     return nnx.state(Net(), nnx.Param)
 
 
-@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("stacks", [nightly(False), True])
 @pytest.mark.parametrize("make", [flax_model, nnx_model])
 def test_models_of_others(make, stacks):
     """The chosen leaves are those of one axis before layers are stacked; flax's projections of

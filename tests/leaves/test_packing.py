@@ -13,7 +13,6 @@ from grids import nightly, suite
 
 import optfn
 from optfn import sparse
-from optfn.distributed import data_mesh
 from optfn.leaves.packed import pack_like
 
 
@@ -132,44 +131,6 @@ def test_every_rule_is_that_of_the_tree(name):
     assert_same(entry.make(), **dict(entry.extra))
 
 
-ATTRS = {
-    r".*/b": optfn.ParamAttr(learning_rate=0.5, regularization=None, need_clip=False),
-    r"c/.*": optfn.ParamAttr(trainable=False),
-    r"d/0": optfn.ParamAttr(regularization=optfn.l1_decay(0.1)),
-}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **k: optfn.adamw(0.1, exclude=r".*/b", **k),
-        nightly(lambda **k: optfn.lamb(0.1, exclude=lambda path: path == "a/w", **k)),
-        nightly(lambda **k: optfn.lars(0.1, 0.9, grad_clip=optfn.clip_by_norm(0.5), **k)),
-        lambda **k: optfn.ftrl(0.1, l1=0.01, regularization=optfn.l2_decay(0.1), **k),
-        nightly(lambda **k: optfn.sgd(0.1, grad_clip=optfn.clip_by_global_norm(0.5), **k)),
-    ],
-    ids=["adamw", "lamb", "lars", "ftrl", "sgd"],
-)
-def test_patterns_and_attributes_are_those_of_the_leaves(make):
-    assert_same(make())
-    assert_same(make(param_attrs=ATTRS))
-    # Patterns that meet no leaf once those that are held are taken out.
-    assert_same(
-        make(
-            param_attrs={
-                r"c/.*|n": optfn.ParamAttr(trainable=False),
-                r"a/b": optfn.ParamAttr(regularization=None, need_clip=False),
-            }
-        )
-    )
-    found, _ = follow(make(param_attrs=ATTRS), True)
-    chex.assert_trees_all_equal(found["c"]["w"], params()["c"]["w"])  # held bit for bit
-    chex.assert_trees_all_equal(
-        optfn.summary(make(param_attrs=ATTRS), optfn.pack(params())),
-        optfn.summary(make(param_attrs=ATTRS), params()),
-    )
-
-
 def test_moments_in_fewer_bits():
     """Rounded by other random bits, in other blocks: the same to their precision."""
     tree, _ = follow(optfn.adam(0.1, moment_dtype="int8"), False)
@@ -183,49 +144,6 @@ def loss_fn(tree, x):
     for k in ("a", "c"):
         x = x + jnp.tanh(x @ tree[k]["w"].T) @ tree[k]["w"] + tree[k]["b"]
     return jnp.mean((x * tree["d"][1] + tree["d"][0][:4]) ** 2)
-
-
-BATCH = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mesh": 4}, {"rng": 3}, {"has_aux": True}, {"value_and_grad": True}],
-    ids=["plain", "mesh", "rng", "aux", "given"],
-)
-def test_train_step(options):
-    """loss_fn sees the tree; the state is one buffer for each of p, m and v."""
-    options = dict(options)
-    fn = loss_fn
-    if "mesh" in options:
-        options["mesh"] = data_mesh(options["mesh"])
-    if "rng" in options:
-
-        def fn(tree, x, key):
-            return loss_fn(tree, x + jax.random.normal(key, x.shape))
-
-    if "has_aux" in options:
-
-        def fn(tree, x):
-            return loss_fn(tree, x), {"norm": jnp.sum(tree["a"]["w"] ** 2)}
-
-    if "value_and_grad" in options:
-        options["value_and_grad"] = jax.value_and_grad(loss_fn, allow_int=True)
-    tx = optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(0.1))
-    states, metrics = [], []
-    for packed in (False, True):
-        step = optfn.make_train_step(fn, tx, packed=packed, **options)
-        state = step.init(params())
-        for _ in range(3):
-            state, out = step(state, BATCH)
-        states.append(state)
-        metrics.append(out)
-    chex.assert_trees_all_close(
-        jax.device_get(optfn.unpack(states[1].params)), jax.device_get(states[0].params), rtol=1e-5
-    )
-    chex.assert_trees_all_close(jax.device_get(metrics[1]), jax.device_get(metrics[0]), rtol=1e-5)
-    assert len(jax.tree.leaves(states[1].params)) == 2  # the buffer, and n
-    assert len(jax.tree.leaves(states[1].opt_state)) < 10
 
 
 @pytest.mark.optimized
@@ -242,16 +160,6 @@ def test_a_packed_step_is_in_place(name):
 
     step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make(), packed=True)
     optfn.assert_in_place(step, step.init(tree), jnp.ones((4, 32)))
-
-
-def test_minimize_goes_on_from_the_checkpoint_of_the_tree(tmp_path):
-    tx, batches = optfn.lamb(0.01), [BATCH] * 6
-    whole, _ = optfn.minimize(loss_fn, tx, params(), batches, progress=False)
-    kept = {"progress": False, "checkpoint": tmp_path}
-    optfn.minimize(loss_fn, tx, params(), batches[:3], **kept)
-    state, _ = optfn.minimize(loss_fn, tx, params(), batches, packed=True, **kept)
-    assert int(state.step) == 6
-    chex.assert_trees_all_close(optfn.unpack(state.params), whole.params, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.optimized

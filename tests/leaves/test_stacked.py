@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registry
-from grids import suite
+from grids import nightly, suite
 from problems import STAGES, batch, block, blocks, compiled, mean_square, mesh_of, steps, whole
 
 import optfn
@@ -60,7 +60,7 @@ NORM_RULES = {
 ENTRY = registry.OPTIMIZERS["lamb"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [nightly(False), True])
 @pytest.mark.parametrize("name", suite(NORM_RULES, "lamb"))
 def test_an_attribute_stacks_as_stack_stages_does(name, packed):
     """Also in a Packed, and beside leaves of the same shape that are one tensor."""

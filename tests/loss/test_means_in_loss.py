@@ -203,7 +203,7 @@ def check(case, monkeypatch):
         assert sum(count(case)) == sum(sent)
 
 
-SUITE = range(8)
+SUITE = range(3)
 
 
 @pytest.mark.parametrize("seed", SUITE)

@@ -69,9 +69,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way", suite(WAYS, "one device", "tables", "state", "two levels", "rounds")
-)
+@pytest.mark.parametrize("way", suite(WAYS, "sharded tables", "rounds"))
 def test_the_step_is_that_of_the_whole_batch(way):
     options = WAYS[way]()
     loss = None if way == "own gradient" else loss_fn

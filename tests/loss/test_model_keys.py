@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly, suite
 from jax.sharding import Mesh
 
 import optfn
@@ -84,7 +85,7 @@ def draw_by_count(params, keys, x):
     return jax.random.bernoulli(key, shape=(64,)), keys | {"count": keys["count"] + 1}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", suite(WAYS, "microbatches", "two levels", "params, microbatches"))
 def test_a_key_that_the_loss_splits_gives_a_mask_for_each_worker_and_step(way):
     keys = {"key": jax.random.key(1), "fixed": jax.random.key(2)}
     seen, state = count_masks(draw_and_split, keys, way)
@@ -94,7 +95,7 @@ def test_a_key_that_the_loss_splits_gives_a_mask_for_each_worker_and_step(way):
     assert len({np.asarray(shard.data).tobytes() for shard in key.addressable_shards}) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", suite(WAYS, "workers, microbatches"))
 def test_an_array_of_keys_with_a_count_stays_as_it_is_and_gives_as_many_masks(way):
     keys = {"key": jax.random.split(jax.random.key(1), 3), "count": jnp.zeros((), jnp.uint32)}
     seen, state = count_masks(draw_by_count, keys, way)
@@ -139,8 +140,9 @@ def test_dropout_of_nnx_with_microbatches_on_a_mesh():
     assert int(rngs.count[...]) == STEPS * WAYS[way][0].get("microbatches", 1)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("shard", [None, "params"])
+@pytest.mark.parametrize(
+    "impl, shard", [("threefry2x32", "params"), nightly("rbg", None), ("unsafe_rbg", None)]
+)
 def test_each_step_worker_and_microbatch_has_a_key_of_its_own(impl, shard):
     """The folds of unsafe_rbg commute, so that step 3 of worker 5 would be step 5 of worker 3."""
     seen = []

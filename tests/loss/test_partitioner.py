@@ -1,6 +1,7 @@
 """A step that is left to the compiler is the step of one device, whatever divides its arrays."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from arrays import weights
 from compilations import count_compilations
+from grids import nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_models import MODELS, WIDTH, constrain
@@ -121,7 +123,18 @@ CASES = [(way, "adamw", kind) for way in WAYS for kind in (AUTO, EXPLICIT)] + [
 ]
 
 
-@pytest.mark.parametrize("way, name, kind", CASES, ids=lambda x: getattr(x, "name", x))
+OFTEN = (
+    ("as placed", "adamw", EXPLICIT),
+    ("over one of two axes", "adamw", AUTO),
+    ("specs", "muon", AUTO),
+    ("specs", "int8", EXPLICIT),
+    ("specs", "line search", AUTO),
+)
+
+
+@pytest.mark.parametrize(
+    "way, name, kind", suite(CASES, *OFTEN), ids=lambda x: getattr(x, "name", x)
+)
 def test_a_step_left_to_the_compiler_is_that_of_one_device(way, name, kind):
     tx, mesh = OPTIMIZERS[name], mesh_of(kind)
     params = {k: x for k, x in PARAMS.items() if k != "count" or name not in OF_OPTAX}
@@ -132,8 +145,7 @@ def test_a_step_left_to_the_compiler_is_that_of_one_device(way, name, kind):
     np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
-@pytest.mark.parametrize("way", ["as placed", "specs"])
+@pytest.mark.parametrize("way, kind", [("as placed", EXPLICIT), ("specs", AUTO)])
 def test_state_stays_where_it_is(way, kind):
     mesh = mesh_of(kind)
     options = {"mesh": mesh, "partitioner": "compiler"} | WAYS[way](mesh)
@@ -149,9 +161,8 @@ def test_state_stays_where_it_is(way, kind):
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))  # it was donated
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
-def test_steps_in_a_scan(kind):
-    mesh = mesh_of(kind)
+def test_steps_in_a_scan():
+    mesh = mesh_of(EXPLICIT)
     step = optfn.make_train_step(loss_fn, optfn.adam(1e-2), mesh=mesh, partitioner="compiler")
 
     @jax.jit
@@ -163,8 +174,7 @@ def test_steps_in_a_scan(kind):
     assert_near(state.params, train(optfn.adam(1e-2))[1].params)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
-@pytest.mark.parametrize("way", ["as placed", "params"])
+@pytest.mark.parametrize("way, kind", [("as placed", EXPLICIT), nightly("params", AUTO)])
 def test_microbatches_and_masters(way, kind):
     def tx():
         return optfn.adamw(1e-2, multi_precision=True)
@@ -196,21 +206,9 @@ def test_rows_of_an_example_stay_in_its_microbatch(examples):
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["whole", "params"])
-def test_packed_params(way):
-    mesh = mesh_of()
-    options = {"mesh": mesh, "partitioner": "compiler", "packed": True} | WAYS[way](mesh)
+def test_packed_params():
+    options = {"mesh": mesh_of(), "partitioner": "compiler", "packed": True, "shard": "params"}
     assert_near(train(optfn.adam(1e-2), **options)[1].params, train(optfn.adam(1e-2))[1].params)
-
-
-def test_a_key_is_that_of_one_device():
-    def loss(params, batch, key):
-        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-        return loss_fn(params, batch | {"x": batch["x"] * kept})
-
-    _, expected, _ = train(optfn.sgd(0.1), loss, rng=7)
-    options = {"mesh": mesh_of(), "partitioner": "compiler", "shard": SPECS}
-    assert_near(train(optfn.sgd(0.1), loss, rng=7, **options)[1].params, expected.params)
 
 
 def test_model_state_and_aux_are_those_of_the_whole_batch():
@@ -226,13 +224,12 @@ def test_model_state_and_aux_are_those_of_the_whole_batch():
         return step(step.init(PARAMS, np.zeros(WIDTH, np.float32)), BATCH)
 
     expected, metrics = run()
-    for kind in (AUTO, EXPLICIT):
-        state, found = run(mesh=mesh_of(kind), partitioner="compiler", shard=SPECS)
-        assert_near(state.model_state, expected.model_state)
-        assert_near(found["aux"], metrics["aux"])
+    state, found = run(mesh=mesh_of(EXPLICIT), partitioner="compiler", shard=SPECS)
+    assert_near(state.model_state, expected.model_state)
+    assert_near(found["aux"], metrics["aux"])
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
+@pytest.mark.parametrize("kind", [nightly(AUTO), EXPLICIT], ids=lambda x: x.name)
 def test_checkpoints_go_to_other_layouts_and_back(kind):
     mesh = mesh_of(kind)
 
@@ -240,7 +237,7 @@ def test_checkpoints_go_to_other_layouts_and_back(kind):
         out = jnp.tanh(batch["x"] @ params["first"]["w"]) @ params["last"]["w"]
         return jnp.mean((jnp.mean(out, -1) - batch["y"]) ** 2)
 
-    others = [{}, {"mesh": data_mesh(8), "shard": "params"}, {"mesh": data_mesh(8), "packed": True}]
+    others = [{"mesh": data_mesh(8), "shard": "params"}, {"mesh": data_mesh(8), "packed": True}]
     for options in others:
 
         def tx(moments=None if "packed" in options else "int8"):
@@ -287,20 +284,6 @@ def test_lower_plans_the_step_of_params_as_they_are_placed():
     optfn.assert_in_place(step, step.init(placed(mesh)), BATCH)
 
 
-def test_minimize_trains_evaluates_and_resumes(tmp_path):
-    mesh = mesh_of()
-    options = {"mesh": mesh, "partitioner": "compiler", "progress": False}
-
-    def run(batches, **more):
-        return optfn.minimize(loss_fn, optfn.adam(1e-2), placed(mesh), batches, **options, **more)
-
-    expected, _ = run([BATCH] * 4)
-    run([BATCH] * 2, checkpoint=tmp_path)
-    state, _ = run([BATCH] * 4, checkpoint=tmp_path)
-    assert_near(state.params, expected.params)
-    assert state.params["first"]["w"].sharding.spec == P("data", "model")
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -344,8 +327,10 @@ def test_other_names_are_refused():
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), partitioner="xla")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("inside", [False, True], ids=["no context", "set_mesh"])
+@pytest.mark.parametrize(
+    "model, inside",
+    suite(itertools.product(MODELS, [False, True]), *zip(MODELS, itertools.cycle([True, False]))),
+)
 def test_models_with_shardings_inside(model, inside):
     apply, params, specs_of = model()
     mesh = mesh_of()

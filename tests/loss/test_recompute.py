@@ -305,7 +305,7 @@ def simulate(costs, segmentation, last, occupied):
     return flops, peak
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, nightly(1), nightly(2)])
 def test_the_table_finds_the_best_of_all_segmentations(seed):
     rng = np.random.default_rng(seed)
     costs = []
@@ -364,7 +364,7 @@ def test_flops_of_loops_and_convolutions():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", [0.3, nightly(0.6)])
 def test_a_budget_is_met(share):
     fns, params = heterogeneous_chain()
     if not is_recomputation_kept():
@@ -379,7 +379,7 @@ def test_a_budget_is_met(share):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("segments", ["sqrt", "each"])
+@pytest.mark.parametrize("segments", ["sqrt", nightly("each")])
 def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
     fns, params = heterogeneous_chain()
     cut = optfn.recompute(fns, segments=segments)

@@ -242,7 +242,7 @@ def trained(loss, params, **options):
     return losses, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", suite(MODELS, *COMPILED, "tied", "scan_layers of tied"))
 def test_params_are_those_of_one_device(name):
     params, loss = MODELS[name]()
     want, got = trained(loss, params), trained(loss, params, mesh=data_mesh(N), shard="params")
@@ -260,7 +260,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", suite(OPTIONS, "packets", "layers divided"))
 def test_a_scan_trains_like_scan_layers(option):
     """The two differ in what they recompute, so only in roundings."""
     mesh = data_mesh(N) if option != "two levels" else jax.make_mesh((2, 4), ("slow", "fast"))
@@ -300,7 +300,9 @@ def use_scans_of_jax(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize(
+    "name", suite(RECOMPUTED, "scan_layers", "scan of checkpoint in reverse", "nnx, remat")
+)
 def test_a_recomputed_scan_has_the_bits_of_the_scan_of_jax(name, monkeypatch):
     params, loss = MODELS[name]()
     got = trained(loss, params, mesh=data_mesh(N), shard="params")
@@ -309,7 +311,7 @@ def test_a_recomputed_scan_has_the_bits_of_the_scan_of_jax(name, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", suite(OPTIONS, "microbatches", "two levels"))
 def test_a_recomputed_scan_has_these_bits_with_each_option(option, monkeypatch):
     mesh = data_mesh(N) if option != "two levels" else jax.make_mesh((2, 4), ("slow", "fast"))
 
@@ -329,7 +331,7 @@ def compiled(name):
     return step.lower(params, batches()[0]).compile()
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", suite(FOUND, *COMPILED, "scan with results", "scan of checkpoint"))
 def test_a_plan_gathers_no_layers_whole(name):
     """For each model by its equations, which takes a tenth of the time of a compilation."""
     params, loss = MODELS[name]()
@@ -339,7 +341,7 @@ def test_a_plan_gathers_no_layers_whole(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", suite(FOUND, *COMPILED))
+@pytest.mark.parametrize("name", suite(FOUND, "scan", "scan of groups", "linen, remat"))
 def test_no_device_holds_all_layers(name):
     """Temporaries: some layers, shards, activations; with all layers gathered they are 2.5 P."""
     whole = 4 * LAYERS * WIDTH * WIDTH

@@ -6,19 +6,12 @@ import pytest
 from jax.sharding import Mesh
 
 import optfn
-from optfn.distributed import data_mesh, sharded
+from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(6, 16, 4)).astype(np.float32)
 WAYS = {
-    "one device": {},
-    "microbatches": {"microbatches": 4},
-    "workers": {"mesh": data_mesh(4), "microbatches": 2},
-    "state": {"mesh": data_mesh(4), "shard": "state"},
-    "params": {"mesh": data_mesh(4), "shard": sharded("params", gather_once=True)},
-    "params, microbatches": {"mesh": data_mesh(4), "shard": "params", "microbatches": 2},
-    "compiler": {"mesh": data_mesh(4), "partitioner": "compiler", "microbatches": 2},
+    "workers, microbatches": {"mesh": data_mesh(4), "microbatches": 2},
     "explicit": {"mesh": "explicit", "partitioner": "compiler", "microbatches": 2},
-    "packed": {"packed": True, "microbatches": 2},
 }
 
 
@@ -81,18 +74,6 @@ def test_the_last_steps_of_int32_have_their_index():
     state = step.init({"w": jnp.ones(4)})._replace(step=jnp.int32(2**31 - 2))
     _, metrics = step(state, X[0])
     assert metrics["aux"]["step"] == 2.0**31
-
-
-def test_a_run_that_goes_on_counts_on(tmp_path):
-    def run(steps):
-        _, history = optfn.minimize(
-            loss_fn, optfn.sgd(0.1), {"w": np.ones(4, np.float32)}, list(X), steps=steps,
-            has_aux=True, pass_step=True, progress=False, checkpoint=tmp_path / "run",
-        )  # fmt: skip
-        return history["aux/step"]
-
-    run(2)
-    np.testing.assert_array_equal(run(6), np.arange(6))
 
 
 def test_the_last_argument_comes_after_model_state_and_key():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -65,8 +66,8 @@ def count(loss_fn, tx=None, **options):
     return len(traces)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("loss_fn", [plain, scanned, mean])
+@pytest.mark.parametrize("microbatches", [nightly(1), 4])
+@pytest.mark.parametrize("loss_fn", [nightly(plain), scanned, mean])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_is_traced_once(way, loss_fn, microbatches):
     found = count(loss_fn, microbatches=microbatches, **WAYS[way])

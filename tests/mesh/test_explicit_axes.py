@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
+from grids import nightly
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -66,7 +67,7 @@ TX = {
 
 
 @pytest.mark.parametrize("name", TX)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [nightly(1), 2])
 def test_the_run_is_that_of_one_device(name, microbatches):
     alone = optfn.make_train_step(loss_fn, TX[name](), microbatches=microbatches)
     expected, losses = trained(alone, alone.init(host_params()), X)

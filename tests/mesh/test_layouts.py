@@ -138,11 +138,8 @@ def assert_same_values(found, expected):
     ("before", "after"),
     suite(
         itertools.permutations(LAYOUTS, 2),
-        ("one device", "packed"),
-        ("two workers", "params"),
         ("packed workers", "two levels, specs"),
         ("tables", "two workers"),
-        ("two levels, state", "tables"),
         ("two levels, specs", "four groups"),
     ),
 )
@@ -166,7 +163,6 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
             for kind in ("exchange", "local_steps")
             for a, b in itertools.permutations(OF_WORKERS, 2)
         ],
-        ("two workers", "four workers", "exchange"),
         ("two levels, packed", "two levels, params", "exchange"),
         ("two levels, specs", "packed workers", "local_steps"),
     ),

@@ -7,27 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mesh_layouts import WAYS, Layout, difference, outcomes
 
 import optfn
 
-# The seeds of each way that `make test` runs: each layout takes a second or two to compile.
-SUITE = range(1)
+# `make test` runs a layout of these ways: each takes a second or two to compile.
+SUITE = ("specs, one of two", "tables", "pipeline of a list", "pipeline in a step")
 
 
 def test_layouts_train_as_one_device_and_as_planned():
-    assert outcomes([(way, seed) for way in WAYS for seed in SUITE]) == {}
+    assert outcomes([(way, 0) for way in SUITE]) == {}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_hundreds_of_layouts_train_as_one_device_and_as_planned(way):
-    assert outcomes([(way, seed) for seed in range(len(SUITE), 40)]) == {}
+    assert outcomes([(way, seed) for seed in range(40)]) == {}
 
 
-@pytest.mark.parametrize("way", ["state, one of two", "params, one of two", "specs, one of two"])
+@pytest.mark.parametrize(
+    "way", [nightly("state, one of two"), "params, one of two", nightly("specs, one of two")]
+)
 def test_workers_along_an_axis_behind_the_shards_train_or_are_refused(way):
     """XLA ends the process from jaxlib 0.11.2 on; two axes alone are right there too."""
     specs = {"cube": P("fast"), "layers/w": P(None, "fast")}

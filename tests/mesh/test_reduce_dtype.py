@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -64,7 +65,7 @@ def reductions(jaxpr):
     return found
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", suite(WAYS, "gathered once", "two levels"))
 def test_the_mean_is_the_float64_mean_rounded_once(name):
     step = make(name, reduce_dtype="float32")
     state, _ = step(step.init(PARAMS), OF_WORKER)
@@ -179,7 +180,7 @@ def test_it_needs_a_mesh():
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), reduce_dtype="float32")
 
 
-@pytest.mark.parametrize("way", ["data parallel", "params", "two levels"])
+@pytest.mark.parametrize("way", [nightly("data parallel"), "params", "two levels"])
 def test_means_of_float16_are_finite_where_every_number_is(way):
     """Gradients, the loss, aux and the model state of eight workers, each of 20,000."""
     options = {k: x() if k == "mesh" else x for k, x in WAYS[way].items()}

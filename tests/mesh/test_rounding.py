@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import suite
 from jax.sharding import Mesh
 
 import optfn
@@ -134,7 +135,13 @@ def error(mean):
     return np.sqrt(np.mean((mean - GRADIENT) ** 2))
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        ROUNDED, "reduced once", "reduced on two levels", "gathered params", "exchanged by parts",
+        "drifts", "int8 moments", "masters of 24 bits",
+    ),
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 def test_equal_gradients_are_right_in_the_mean(name):
     """After 64 steps the error is about an eighth of that after one, as of independent numbers."""

@@ -17,10 +17,7 @@ DIVISIONS = divisions(TOY)
     "name",
     suite(
         DIVISIONS,
-        "data",
-        "FSDP",
         "two levels, quantize(4)",
-        "tables",
         "exchange, gathered",
         "local steps",
     ),
@@ -34,6 +31,7 @@ def test_more_devices_add_no_collective(name):
     assert [row["sent_over"] for row in rows] == pytest.approx([1.0] * len(rows), rel=0.05)
 
 
+@pytest.mark.nightly
 def test_gradients_of_rows_take_no_more_than_the_rows_that_a_device_keeps():
     """With two devices fewer rows can arrive than a device keeps, with eight more."""
     division = divisions(TOY._replace(entries=256))["tables"]

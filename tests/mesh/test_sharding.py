@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import nightly, suite
+from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,22 +104,6 @@ def test_replicated_in_shard_map(entry, check_vma):
     want = expected(entry)
     chex.assert_trees_all_close(jax.device_get(new), want[0], rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(jax.device_get(state), want[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", ["adam", nightly("stack"), nightly("ftrl"), nightly("lamb"), "param_attrs"]
-)
-def test_pmap(name):
-    entry = registry.EVERYTHING[name]
-    tx = entry.make()
-    stack = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 4))
-    params = stack(arrays(0))
-    state = jax.pmap(tx.init)(params)
-    new, _ = jax.pmap(functools.partial(steps, entry, tx), axis_name="data")(
-        params, state, [stack(arrays(k)) for k in (1, 2)]
-    )
-    one = jax.tree.map(lambda x: x[3], new)
-    chex.assert_trees_all_close(jax.device_get(one), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_each_worker_with_its_own_state():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import suite
 from jax.sharding import PartitionSpec as P
 
 import optfn
@@ -56,7 +57,7 @@ def test_vectors_stay_whole_and_matrices_are_divided(shard):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", suite(SHARDS, "params"))
 def test_more_vectors_add_no_collective(shard):
     found = []
     for vectors in (1, 2):
@@ -69,7 +70,7 @@ def test_more_vectors_add_no_collective(shard):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", suite(SHARDS, "params"))
 def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch):
     """Files of both forms load into steps of both forms, and train alike."""
     pytest.importorskip("orbax.checkpoint")

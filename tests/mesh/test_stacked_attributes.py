@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import count_compilations
+from grids import nightly
 from jax.sharding import PartitionSpec as P
 from problems import stacked_layers, trained
 
@@ -70,7 +71,7 @@ def test_attributes_divide_as_a_mark_in_the_tree_does(name, way):
         assert unmarked != expected
 
 
-@pytest.mark.parametrize("way", ["params", "whole"])
+@pytest.mark.parametrize("way", [nightly("params"), "whole"])
 def test_attributes_train_as_a_mark_in_the_tree_does(way):
     found, kept = [], []
     for tx, p in both(MAKERS["lamb"]):
@@ -116,7 +117,7 @@ def test_layers_of_equinox_which_takes_no_mark_in_the_tree():
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shard", ["state", "params"])
+@pytest.mark.parametrize("shard", [nightly("state"), "params"])
 def test_moments_of_8_bits_compile_a_step_once(shard):
     """The scales of a leaf that no device divides come back as they went in."""
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -47,7 +48,7 @@ def expected():
     return value, (dx, d_in, d_out)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [nightly(False), True])
 def test_the_gradient_is_that_of_the_whole_layer(check_vma):
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     run = jax.shard_map(

@@ -127,11 +127,13 @@ RULES = {
 BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
 
 
-@pytest.mark.parametrize("layers", [8, 6])
 @pytest.mark.parametrize(
-    ("rule", "kind"),
-    suite(itertools.product(RULES, ["state", "params"]), ("muon", "params"), ("lamb", "state")),
-)
+    ("rule", "kind", "layers"),
+    suite(
+        itertools.product(RULES, ["state", "params"], [8, 6]),
+        ("muon", "params", 6), ("lamb", "state", 8),
+    ),
+)  # fmt: skip
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()
     alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)
@@ -207,7 +209,7 @@ def test_preconditioners_lie_with_their_layers():
     assert kept == [(6, 16), (8, 16, 16), (8, 32, 32)]
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": data_mesh(2), "shard": "state"}])
+@pytest.mark.parametrize("options", [nightly({}), {"mesh": data_mesh(2), "shard": "state"}])
 def test_a_padded_state_loads_on_other_devices_and_back(options):
     tx = muon(moment_dtype="int8")
     padded = optfn.make_train_step(scanned, tx, mesh=data_mesh(4), shard=PADDED)
@@ -323,20 +325,6 @@ def test_a_plan_counts_what_products_of_the_update_send(kind):
         found = step.lower(params, np.ones(4, np.float32)).compile()
         assert set(plan.gathered_in_update) == set(gathered)
         assert plan.sent == pytest.approx(wire.bytes_sent(found, 4), rel=0.01)
-
-
-def test_each_device_keeps_whole_matrices():
-    step = optfn.make_train_step(
-        scanned, muon(), mesh=data_mesh(4), shard=sharded("state", whole=MATRICES)
-    )
-    state = step.init(model())
-    assert state.params["layers"]["in"].sharding.is_fully_replicated
-    velocities = [
-        x for x in jax.tree.leaves(state.opt_state) if x.shape in ((8, 16, 32), (8, 32, 16))
-    ]
-    assert len(velocities) == 2
-    for x in velocities:
-        assert x.addressable_shards[0].data.shape == (2, *x.shape[1:])
 
 
 OF_LIST = {"layers": [{"in": np.ones((16, 16), np.float32)}] * 4}

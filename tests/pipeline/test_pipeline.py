@@ -2,11 +2,6 @@
 
 import functools
 import itertools
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -280,7 +275,7 @@ def deep(w, x):
     return jax.lax.scan(lambda x, w: (jax.jit(block)(w, x), None), x, w)[0]
 
 
-@pytest.mark.parametrize("stage_fn", [block, deep])
+@pytest.mark.parametrize("stage_fn", [nightly(block), deep])
 @pytest.mark.parametrize(
     ("schedule", "stash", "work"),
     [
@@ -688,67 +683,3 @@ def test_wrong_calls():
         unstack_stages({"a": np.zeros((2, 3)), "b": np.zeros((3, 3))})
     with pytest.raises(ValueError, match="schedule must be one of"):
         plan(2, 2, schedule="interleaved")
-
-
-PROCESS = """
-import sys
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-address, process = "127.0.0.1:" + sys.argv[1], int(sys.argv[2])
-jax.distributed.initialize(address, 2, process, initialization_timeout=60)
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P, NamedSharding
-import test_pipeline as t
-assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
-# Stages lie across the processes, data workers within.
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2).T, ("data", "stage"))
-gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-host = lambda tree: jax.tree.map(np.asarray, gather(tree))
-options = dict(mesh=mesh, num_microbatches=2, data_axis="data")
-fn = t.pipeline_value_and_grad(t.dropout, t.mean_square, **options)
-rng = jax.random.key(3)
-loss, grads = fn(t.stack_stages(t.blocks(2), mesh=mesh), *t.batch(), rng=rng)
-want = t.dropout_reference(t.blocks(2), *t.batch(), rng, 4)
-t.assert_close((host(loss), t.unstack_stages(host(grads))), want)
-fn = t.pipeline_value_and_grad([t.block] * 2, t.mean_square, **options)
-loss, grads = fn(t.blocks(2), *t.batch())
-t.assert_close((host(loss), host(grads)), t.reference(2))
-print("exact", flush=True)
-"""
-
-
-@pytest.mark.nightly  # test_processes.py and faults/ have real processes without a pipeline
-def test_two_processes():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    folders = Path(__file__).parents[:3]
-    environment = os.environ | {
-        # The last one counts; examples and benchmarks that are imported add their own.
-        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-    }
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, port, str(i)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = []
-    try:
-        for run in runs:
-            outputs.append(run.communicate(timeout=120)[0])
-    except subprocess.TimeoutExpired:
-        outputs.append("no end after 120 s")
-    finally:
-        for run in runs:
-            run.kill()
-            run.wait()
-    report = "\n".join(f"process {i}:\n{text[-3000:]}" for i, text in enumerate(outputs))
-    assert [run.returncode for run in runs] == [0, 0], report
-    assert all("exact" in text for text in outputs), report

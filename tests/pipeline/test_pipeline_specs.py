@@ -70,7 +70,7 @@ CASES += [("1f1b", 2, False), ("1f1b", 1, True)]
 
 @pytest.mark.parametrize(
     ("schedule", "virtual", "explicit"),
-    suite(CASES, ("1f1b", 1, False), ("zb", 1, False), ("1f1b", 1, True)),
+    suite(CASES, ("zb", 1, False), ("1f1b", 1, True)),
 )
 def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit):
     mesh, params = mesh_of(explicit), stacked(STAGES * virtual)
@@ -93,7 +93,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make_tx", by_name(OPTIMIZERS, "adam and clip", "lars"))
+@pytest.mark.parametrize("make_tx", by_name(OPTIMIZERS, "lars"))
 def test_training_is_that_of_one_device_with_an_eighth_of_the_bytes(make_tx):
     mesh, params = mesh_of(), optfn.Stacked(stacked(STAGES))
     alone = optfn.make_train_step(lambda p, b: on_one_device(p.layers, b), make_tx())

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from compilations import compilations
+from grids import nightly
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,7 +35,7 @@ def pipelined(stage_fn, mesh):
     return optfn.make_train_step(mean_square, optimizer(), value_and_grad=f)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [nightly(False), True])
 def test_state_stays_sharded_by_stage(explicit):
     """Losses as on one device; params and moments stay sharded; one compilation, no moves."""
     mesh = mesh_of(explicit)

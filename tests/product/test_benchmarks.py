@@ -95,6 +95,7 @@ def test_the_bytes_that_an_update_must_move():
     assert update.Side(tx, shapes, 4).bytes_moved == 400 + 2 * (400 + velocity) + 3 * 3 * 400
 
 
+@pytest.mark.nightly
 def test_moments(toy):
     found = by("moments", toy(moments, "moments"))
     assert found["int8"]["state"] < 2.2 < 4 <= found["bfloat16"]["state"] < 4.01
@@ -116,6 +117,7 @@ def test_moments_train():
     assert all(0 < row["figures"][0] < np.log(10) for row in losses)
 
 
+@pytest.mark.nightly
 def test_passes(toy):
     found = toy(passes, "passes")
     assert [row["pass"] for row in found if row["rule"] == "lamb"] == [
@@ -132,6 +134,7 @@ def test_rows(toy):
     assert lazy["floor_ms"] < 0.02 * dense["floor_ms"]  # 16 of 2,000 rows
 
 
+@pytest.mark.nightly
 def test_selection(toy):
     normal, _, exact = toy(selection, "selection")
     assert normal["k"] == 4 and exact["data"] == "constant"
@@ -166,6 +169,7 @@ def test_packed(toy):
     assert all(row.keys() >= {"floor_ms", "ratio", "first_ratio"} for row in found)
 
 
+@pytest.mark.nightly
 def test_adam_in_chunks_is_adam(toy):
     p, m, v, g = (jax.random.normal(jax.random.key(k), (60,)) for k in range(4))
     found = fused_adam.in_chunks(16, p, m, v**2, g)  # chunks of 15
@@ -198,6 +202,7 @@ def test_tables(toy):
     assert spread["sent"] == pytest.approx(7 / 8 * 4 * words, rel=0.01, abs=200)
 
 
+@pytest.mark.nightly
 def test_sharding(toy):
     found = toy(sharding, "sharding")
     assert [row["shard"] for row in found] == ["None", "state", "params"] * 2
@@ -225,6 +230,7 @@ def test_what_grows_with_the_devices_or_leaves_the_formula_is_found():
     assert scale.grown([row, row | {"sent_over": 1.03}]) == ["sent"]
 
 
+@pytest.mark.nightly
 def test_matrices(toy):
     whole, rows, alike, optax = toy(matrices, "matrices")
     assert [row["shard"] for row in (whole, rows, alike)] == ["`whole=`", '`"state"`', "`None`"]
@@ -256,6 +262,7 @@ def test_loops_count_as_often_as_they_run():
     assert wire.bytes_sent(compiled, 8, rounds=3) == 2 * 7 / 8 * 16 * (5 + 3)
 
 
+@pytest.mark.nightly
 def test_recompute(toy, tmp_path):
     found = toy(recompute, "recompute")
     named = by("recomputed", found)

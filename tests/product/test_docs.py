@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from grids import nightly
 from questions import QUESTIONS
 
 import optfn
@@ -73,7 +74,13 @@ CHECKS |= dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
+# These train for ten seconds and longer.
+LONG = {"notebooks/recommender.md", "notebooks/language-model.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [nightly(page) if page in LONG else page for page in PAGES if programs(page)]
+)
 def test_programs_run(page, capsys, tmp_path, monkeypatch):
     """Without an error, and to the output that stands below: `make outputs` writes it anew."""
     monkeypatch.chdir(tmp_path)  # programs may write files

@@ -41,8 +41,6 @@ def test_attributes_are_the_first_match():
     suite(
         sorted({e.name for e in registry.OPTIMIZERS.values()}),
         "adadelta",
-        "adamax",
-        "decayed_adagrad",
         "lars",
         "rmsprop",
     ),
@@ -59,8 +57,7 @@ def test_rate_factor_is_a_rate(name):
 
 
 UNTRAINED = (
-    "momentum_nesterov", "asgd_batches", "rmsprop", "adam_algorithm_1", "adamw", "adamw_int8",
-    "ftrl_dense_rows", "muon",
+    "asgd_batches", "rmsprop", "adamw_int8", "ftrl_dense_rows", "muon",
 )  # fmt: skip
 
 
@@ -140,7 +137,7 @@ def _item(keys, nested):
     return functools.reduce(operator.getitem, keys, nested)
 
 
-@pytest.mark.parametrize("name", DECAYING)
+@pytest.mark.parametrize("name", suite(DECAYING, "lamb", "asgd"))
 def test_a_factor_of_the_decay_is_a_decay(name):
     """Each leaf moves as under NumPy's rule, and bit for bit as alone, with its own coefficient."""
     factory, argument, own = DECAYING[name]

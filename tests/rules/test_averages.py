@@ -10,63 +10,6 @@ from problems import run, tree
 import optfn
 
 
-def numpy_ema(trail, decay, thres_steps):
-    e, product = np.zeros_like(trail[0], np.float64), 1.0
-    for s, p in enumerate(trail):
-        d = min(decay, (1 + s) / (10 + s)) if thres_steps else decay
-        e, product = d * e + (1 - d) * p, product * d
-    return e / (1 - product)
-
-
-@pytest.mark.parametrize("thres_steps", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.3, 0.999])
-def test_ema_against_numpy(decay, thres_steps):
-    tx = optfn.chain(
-        optfn.sgd(0.1), optfn.exponential_moving_average(decay, thres_steps=thres_steps)
-    )
-    params = tree(0)
-    chex.assert_trees_all_equal(optfn.averaged_params(tx.init(params), params), params)
-    trail, state = run(tx, params, [tree(k) for k in range(1, 8)])
-    before = jax.device_get(state)
-    got = optfn.averaged_params(state, trail[-1])
-    chex.assert_trees_all_equal(before, jax.device_get(state))
-    for path in (("a", "w"), ("a", "b")):
-        series = [np.asarray(p[path[0]][path[1]]) for p in trail]
-        want = numpy_ema(series, decay, thres_steps)
-        np.testing.assert_allclose(got[path[0]][path[1]], want, rtol=2e-6, atol=1e-7)
-
-
-def numpy_model_average(trail, rate, shortest, longest):
-    s1 = s2 = s3 = 0.0
-    updates = acc = old = 0
-    for p in trail:
-        updates, acc, s1 = updates + 1, acc + 1, s1 + p.astype(np.float64)
-        if updates % 16384 == 0:
-            s2, s1 = s2 + s1, 0.0
-        if acc >= shortest and acc >= min(longest, int(np.float32(updates) * np.float32(rate))):
-            s3, s1, s2, old, acc = s1 + s2, 0.0, 0.0, acc, 0
-    return (s1 + s2 + s3) / (acc + old)
-
-
-@pytest.mark.parametrize(
-    ("rate", "shortest", "longest"), [(0.5, 2, 5), (0.15, 1, 100), (1.0, 9, 9)]
-)
-def test_model_average_against_numpy(rate, shortest, longest):
-    tx = optfn.chain(
-        optfn.sgd(0.1),
-        optfn.model_average(rate, min_average_window=shortest, max_average_window=longest),
-    )
-    params = {"w": jnp.arange(3.0)}
-    chex.assert_trees_all_equal(optfn.averaged_params(tx.init(params), params), params)
-    gradients = [{"w": jnp.asarray(np.random.default_rng(k).normal(size=3))} for k in range(20)]
-    trail, _ = run(tx, params, gradients)
-    for k in (1, 7, 20):
-        _, state = run(tx, params, gradients[:k])
-        want = numpy_model_average([np.asarray(p["w"]) for p in trail[:k]], rate, shortest, longest)
-        got = optfn.averaged_params(state, trail[k - 1])["w"]
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
 def test_model_average_at_its_sum_boundary():
     """The first sum moves into the second at update 16384, in one scan."""
     tx = optfn.model_average(0.15, min_average_window=20000, max_average_window=20000)

@@ -280,7 +280,7 @@ def test_what_has_no_remainder_is_refused_by_name(make, error, words):
         make()
 
 
-@pytest.mark.parametrize("where", ["packed", nightly("state"), "params"])
+@pytest.mark.parametrize("where", [nightly("packed"), nightly("state"), "params"])
 def test_remainders_lie_where_the_parameters_lie(where):
     """In buffers and in parts of leaves the masters are those of copies."""
     options = {"packed": True}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import suite
+from grids import by_name, nightly, suite
 
 import optfn
 from optfn.transforms import codes as quantization
@@ -93,7 +93,7 @@ def test_the_hash_is_random_enough():
         assert abs(np.mean(a * b)) * 12 < 5 / np.sqrt(n)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (300, 256), (3, 5, 8, 1)])
+@pytest.mark.parametrize("shape", [(), (300, 256), (3, 5, 8, 1)])
 def test_the_hash_is_that_of_the_number_of_the_element(shape):
     for seed in (0, 0x85EBCA6B, 2**32 - 1):
         x = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape) * 0x9E3779B1 + seed
@@ -130,7 +130,7 @@ def test_each_row_has_its_maximum(shape):
 
 
 @pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("shape", [(2, 3, 512), (3, 100), (1500,), ()])
+@pytest.mark.parametrize("shape", [(2, 3, 512), nightly((3, 100)), nightly((1500,)), ()])
 def test_each_element_has_the_scale_of_its_row(kind, shape):
     """Scaled by a power of two, a row is its numbers, scaled; the codes are the same."""
     encode, decode, _ = CODES[kind]
@@ -214,7 +214,7 @@ def noisy_least_squares(make, moment_dtype):
     return np.asarray(trained(np.full(n, 0.1, np.float32), noise))
 
 
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("make", by_name(RULES, "adam", "lamb", "rmsprop"))
 @pytest.mark.parametrize(("moment_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.1)])
 def test_small_moments_follow_float32(make, moment_dtype, bound):
     """The parameters stay near those of float32 moments."""

@@ -6,14 +6,14 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import by_entry, suite
+from grids import by_entry, nightly, suite
 
 import optfn
 from optfn import core
 from optfn.optimizers.assembly import optimizer
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float16)])
 @pytest.mark.parametrize("apply", [optax.apply_updates, optfn.apply_updates])
 def test_master_weights_land_on_the_rounded_master(dtype, apply):
     """Over magnitudes from 1e-4 to 1e4, steps small and large, both ways of applying."""

@@ -1,9 +1,13 @@
 """Averaged params are evaluated with averaged batch statistics, by the same weights."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly, suite
 
 import optfn
 from optfn.distributed import data_mesh
@@ -47,6 +51,7 @@ WAYS = {
 }
 
 
+@functools.cache
 def by_hand():
     """Return params and statistics after each step, of a plain run."""
     step = optfn.make_train_step(loss, optfn.adam(0.05), model_state=True)
@@ -58,8 +63,9 @@ def by_hand():
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(
+    "kind, way", suite(itertools.product(AVERAGES, WAYS), ("ema", "params"), ("window", "packed"))
+)
 def test_evaluate_gets_both_averages(kind, way, tmp_path):
     make, average = AVERAGES[kind]
     seen = []
@@ -136,7 +142,7 @@ def test_what_has_nothing_to_average_is_an_error():
         optfn.make_train_step(loss, optfn.adam(0.1), average_model_state=True)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [False, nightly(True)])
 def test_a_run_that_resumes_with_another_evaluate_average_names_it(first, tmp_path):
     def go(steps, evaluate_average):
         optfn.minimize(

@@ -1,13 +1,11 @@
 """`evaluate_average`: what is evaluated, compared and kept is the average of the parameters."""
 
-import json
-
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import suite
 from jax.sharding import Mesh
 
 import optfn
@@ -24,16 +22,6 @@ def loss_fn(params, batch):
 PARAMS = {"w": jnp.zeros(3)}
 
 
-def average_in_numpy(steps):
-    """Return w and its average after each step, in float64."""
-    target, w, sums, weight, rows = np.array([1.0, -2.0, 0.5]), np.zeros(3), np.zeros(3), 0.0, []
-    for x in X[:steps].astype(np.float64):
-        w = w - RATE * 2 / len(x) * x.T @ (x @ w - x @ target)
-        sums, weight = DECAY * sums + (1 - DECAY) * w, DECAY * weight + 1 - DECAY
-        rows.append((w, sums / weight))
-    return rows
-
-
 def make_optimizer():
     return optfn.chain(optfn.sgd(RATE), optfn.exponential_moving_average(DECAY))
 
@@ -47,42 +35,6 @@ def train(tx=None, average=True, **options):
         loss_fn, tx or make_optimizer(), PARAMS, options.pop("batches", X), progress=False,
         evaluate=read, evaluate_average=average, evaluate_every=1, **options,
     )  # fmt: skip
-
-
-def test_the_average_is_evaluated_and_logged(tmp_path):
-    state, history = train(log=tmp_path / "log.jsonl")
-    want = average_in_numpy(6)
-    got = np.stack([history["evaluation/first"], history["evaluation/second"]], 1)
-    np.testing.assert_allclose(got, [average[:2] for _, average in want], rtol=1e-5)
-    np.testing.assert_allclose(state.params["w"], want[-1][0], rtol=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    np.testing.assert_array_equal([line["evaluation/first"] for line in lines], got[:, 0])
-    assert np.any(np.abs(got - [w[:2] for w, _ in want]) > 0.01)
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_keep_best_and_patience_judge_what_is_evaluated(tmp_path, average):
-    """The average passes 0.5 some steps after the params do."""
-    rows = average_in_numpy(6)
-    distances = [abs(row[1 if average else 0][0] - 0.5) for row in rows]
-    best = int(np.argmin(distances))
-
-    def evaluate(params):
-        return jnp.abs(params["w"][0] - 0.5)
-
-    state, _ = optfn.minimize(
-        loss_fn, make_optimizer(), PARAMS, X, progress=False, evaluate=evaluate,
-        evaluate_average=average, evaluate_every=1, keep_best=True, checkpoint=tmp_path,
-    )  # fmt: skip
-    assert int(state.step) == best + 1
-    np.testing.assert_allclose(state.params["w"], rows[best][0], rtol=1e-5)
-    averaged = optfn.averaged_params(state.opt_state, state.params)
-    np.testing.assert_allclose(averaged["w"], rows[best][1], rtol=1e-5)
-    again, _ = optfn.minimize(
-        loss_fn, make_optimizer(), PARAMS, X, progress=False, evaluate=evaluate,
-        evaluate_average=average, evaluate_every=1, keep_best=True, checkpoint=tmp_path,
-    )  # fmt: skip
-    chex.assert_trees_all_equal(again, state)
 
 
 def test_a_name_chooses_one_of_several_averages():
@@ -105,7 +57,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", suite(LAYOUTS, "packed on a mesh", "rows of a table"))
 def test_the_average_of_any_layout_lies_as_its_params(layout):
     """11 rows are padded on eight devices; rows of a divided table are not."""
     rows = 16 if "table" in layout else 11

@@ -35,83 +35,6 @@ def run(batches=X, state=None, **options):
     return optfn.fit(STEP, state, batches, **{"progress": False} | options)
 
 
-class Loader:
-    """Batches in another order in each pass, as a DataLoader that shuffles gives them."""
-
-    def __init__(self, length=6):
-        self.passes, self.length = 0, length
-
-    def __iter__(self):
-        self.passes += 1
-        order = np.random.default_rng(self.passes).permutation(self.length)
-        yield from (X[i] for i in order)
-
-    def __len__(self):
-        return self.length
-
-
-def test_epochs_go_through_the_batches_again():
-    state, history = run(Loader(4), epochs=3)
-    assert history["epoch"].tolist() == [1] * 4 + [2] * 4 + [3] * 4
-    loader = Loader(4)
-    want, losses = run([x for _ in range(3) for x in loader])
-    np.testing.assert_array_equal(state.params, want.params)
-    np.testing.assert_array_equal(history["loss"], losses["loss"])
-    assert "epoch" not in losses
-
-
-def test_an_evaluation_at_the_end_of_each_epoch():
-    def distance(w):
-        return jnp.sum((w - TARGET) ** 2)
-
-    _, history = run(X[:4], epochs=3, steps=10, evaluate=distance, evaluate_every="epoch")
-    assert history["evaluation_step"].tolist() == [4, 8, 10]
-    _, whole = run([*X[:4]] * 3, evaluate=distance, evaluate_every=1)
-    expected = whole["evaluation"][[3, 7, 9]]
-    np.testing.assert_array_equal(history["evaluation"], expected)
-
-
-def test_a_run_of_epochs_resumes_bit_for_bit(tmp_path):
-    options = {"epochs": 3, "evaluate": lambda w: w[0], "evaluate_every": "epoch", "save_every": 1}
-    whole, history = run(Loader(4), **options)
-    first = optfn.fit(
-        STEP, STEP.init(jnp.zeros(3)), Loader(4), checkpoint=tmp_path, progress=False,
-        callback=lambda n, state, metrics: n == 6, **options | {"evaluate_every": None},
-    )  # fmt: skip
-    assert first[1]["epoch"].tolist() == [1] * 4 + [2] * 2
-    state, resumed = run(Loader(4), checkpoint=tmp_path, **options)
-    np.testing.assert_array_equal(state.params, whole.params)
-    np.testing.assert_array_equal(resumed["epoch"], history["epoch"])
-    assert resumed["evaluation_step"].tolist() == [8, 12]
-
-
-def stopped_at(n, values, directory, **options):
-    """Return the result of a run that its callback ends after step n."""
-    return run(
-        Loader(4), evaluate=scripted(values), evaluate_every="epoch", checkpoint=directory,
-        callback=lambda step, state, metrics: step == n, **options,
-    )  # fmt: skip
-
-
-def test_an_evaluation_within_an_epoch_does_not_count_for_patience(tmp_path):
-    """The run was stopped within an epoch, twice; the ends of epochs count."""
-    options = {"epochs": 6, "patience": 2}
-    stopped_at(6, [3.0, 4.0], tmp_path, **options)
-    stopped_at(10, [4.0, 4.0], tmp_path, **options)
-    state, history = stopped_at(99, [2.0, 4.0, 4.0], tmp_path, **options)
-    assert history["evaluation_step"].tolist() == [4, 8, 12, 16, 20]
-    again, same = stopped_at(99, [], tmp_path, **options)
-    assert int(again.step) == int(state.step) == 20
-    chex.assert_trees_all_equal(same, history)
-
-
-def test_an_evaluation_where_a_run_was_stopped_at_the_end_of_an_epoch_counts(tmp_path):
-    options = {"epochs": 4, "patience": 1}
-    stopped_at(8, [3.0, 4.0], tmp_path, **options)
-    state, _ = stopped_at(99, [], tmp_path, **options)
-    assert int(state.step) == 8
-
-
 def test_epochs_need_batches_that_can_be_iterated_again():
     with pytest.raises(ValueError, match=r"epochs=2 needs batches that can be iterated again.*gen"):
         run((x for x in X), epochs=2)
@@ -147,17 +70,6 @@ def test_the_bar_and_the_log_show_the_epoch(tmp_path, capfd):
     with Progress(6, True, file=file) as bar:
         bar(1, {"loss": 1.0, "epoch": 1}, X[0])
     assert "epoch 1 loss 1.0000" in file.getvalue() and "/6" in file.getvalue()
-
-
-def test_mode_max_keeps_the_state_with_the_largest_number_and_waits_for_it_to_rise():
-    values = [0.5, 0.7, 0.6, 0.7, 0.9]
-    options = {"evaluate_every": 1, "mode": "max"}
-    state, history = run(evaluate=scripted(values), keep_best=True, patience=2, **options)
-    assert history["evaluation"].tolist() == values[:4] and int(state.step) == 2
-    want, _ = run(steps=2)
-    np.testing.assert_array_equal(state.params, want.params)
-    state, _ = run(evaluate=scripted(values), steps=5, keep_best=True, patience=3, **options)
-    assert int(state.step) == 5
 
 
 def test_mode_max_survives_a_restart(tmp_path):

@@ -48,15 +48,6 @@ def params_after(steps):
     return w
 
 
-def test_evaluations_are_of_the_steps_they_name():
-    state, history = run(steps=10, evaluate=distance, evaluate_every=4)
-    assert history["evaluation_step"].tolist() == [4, 8, 10]
-    want = [np.sum((params_after(n) - TARGET) ** 2) for n in (4, 8, 10)]
-    np.testing.assert_allclose(history["evaluation"], want, rtol=1e-4)
-    assert history["loss"].shape == (10,)
-    np.testing.assert_allclose(state.params, params_after(10), rtol=1e-4)
-
-
 def fitted(step, state, batches, **options):
     return optfn.fit(step, state, batches, progress=False, **options)
 
@@ -131,47 +122,12 @@ def test_a_dict_of_evaluations_and_only_one_at_the_end():
     assert history["evaluation_step"].tolist() == [3, 6]  # the last one not twice
 
 
-def test_packed_params_are_evaluated_as_the_tree():
-    def loss(params, batch):
-        return loss_fn(params["w"], batch)
-
-    options = {"evaluate": lambda p: distance(p["w"]), "progress": False, "steps": 5}
-    _, history = optfn.minimize(
-        loss, optfn.sgd(0.1), {"w": jnp.zeros(3)}, X, packed=True, **options
-    )
-    np.testing.assert_allclose(
-        history["evaluation"], [np.sum((params_after(5) - TARGET) ** 2)], rtol=1e-4
-    )
-
-
 def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):
     _, want = run(steps=10)
     monkeypatch.setattr("optfn.run.history._CHUNK", 3)
     _, history = run(steps=10)
     chex.assert_trees_all_equal(history, want)
     assert history["loss"].shape == (10,)
-
-
-def test_patience_ends_the_run_and_the_best_state_comes_back():
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]
-    options = {"evaluate_every": 2, "patience": 2}
-    state, history = run(evaluate=scripted(values), **options)
-    assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0]  # no better twice
-    assert int(state.step) == 8
-    best, _ = run(evaluate=scripted(values), keep_best=True, **options)
-    assert int(best.step) == 4
-    np.testing.assert_allclose(best.params, params_after(4), rtol=1e-4)
-
-
-def test_the_best_state_and_the_patience_survive_a_restart(tmp_path):
-    values = [3.0, 1.0, 2.0, 2.5, 2.6]
-    options = {"evaluate_every": 2, "patience": 3, "keep_best": True, "save_every": 2}
-    whole, history = run(evaluate=scripted(values), **options)
-    run(evaluate=scripted(values[:3]), steps=6, checkpoint=tmp_path, **options)
-    best, resumed = run(evaluate=scripted(values[3:]), checkpoint=tmp_path, **options)
-    assert int(best.step) == int(whole.step) == 4
-    chex.assert_trees_all_equal(jax.device_get(best), jax.device_get(whole))
-    chex.assert_trees_all_equal(resumed, history)
 
 
 def test_monitor_names_the_number_that_has_to_fall():
@@ -203,28 +159,6 @@ def test_a_dict_of_evaluations_needs_monitor_where_they_are_compared(options):
     assert len(seen) == 1
 
 
-def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
-    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
-    state, history = run(evaluate=scripted([3.0, 2.0, 2.5, 2.0]), **options)
-    again, same = run(evaluate=scripted([]), **options)
-    assert int(again.step) == int(state.step) == 8
-    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
-    chex.assert_trees_all_equal(same, history)
-    with_more_patience, history = run(
-        evaluate=scripted([1.0]), steps=10, **options | {"patience": 3}
-    )
-    assert int(with_more_patience.step) == 10
-    assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
-
-
-def test_an_evaluation_where_a_run_was_stopped_does_not_count_for_patience(tmp_path):
-    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
-    run(evaluate=scripted([3.0, 2.0, 2.5]), callback=lambda n, state, metrics: n == 5, **options)
-    state, history = run(evaluate=scripted([2.4, 1.0, 1.1, 1.2]), **options)
-    assert history["evaluation_step"].tolist() == [2, 4, 6, 8, 10, 12]
-    assert int(state.step) == 12
-
-
 def without_keep_best_and_then_with(values, steps, directory):
     """Return what comes back, after a first run of so many steps that kept no best state."""
     options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
@@ -242,12 +176,6 @@ def test_a_better_evaluation_whose_state_was_not_kept_is_said(tmp_path):
     with pytest.warns(UserWarning, match=words):  # what was kept is found again
         state, _ = run(steps=5, evaluate=distance, keep_best=True, checkpoint=tmp_path)
     np.testing.assert_allclose(state.params, params_after(4), rtol=1e-4)
-
-
-def test_the_state_that_a_run_resumes_from_may_be_the_best(tmp_path):
-    state, _ = without_keep_best_and_then_with([5.0, 1.0, 4.0, 2.0], 2, tmp_path)
-    assert int(state.step) == 2
-    np.testing.assert_allclose(state.params, params_after(2), rtol=1e-4)
 
 
 def test_a_better_evaluation_of_this_run_needs_no_warning(tmp_path):
@@ -319,6 +247,11 @@ def test_the_log_has_one_object_a_step(tmp_path):
     np.testing.assert_array_equal([line["loss"] for line in lines], history["loss"])
     assert [line["step"] for line in lines if "evaluation" in line] == [5, 7]
     assert seen_while_running[-1] >= 5
+
+
+def test_a_log_on_a_full_disk_is_named():
+    with pytest.raises(OSError, match=r"log cannot be written: No space left .*: '/dev/full'"):
+        run(steps=3, log="/dev/full")
 
 
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path):

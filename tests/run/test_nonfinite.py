@@ -45,8 +45,13 @@ def warnings_of(call):
     return result, [str(entry.message) for entry in caught if entry.category is UserWarning]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("how", ["at the end", "log", "callback", "progress", "save"])
+@pytest.mark.parametrize(
+    "how, value",
+    [
+        ("at the end", np.nan), ("log", np.inf), ("callback", np.nan), ("progress", np.inf),
+        ("save", np.nan),
+    ],
+)  # fmt: skip
 def test_one_warning_names_the_first_step_and_what_helps(how, value, tmp_path, capfd):
     options = {
         "at the end": {},

@@ -8,7 +8,6 @@ import pytest
 import reference_schedules
 
 import optfn
-from optfn.distributed import data_mesh
 from optfn.schedules import record_evaluation, reduce_on_plateau
 
 EVERY, STEPS = 3, 36
@@ -44,44 +43,6 @@ def expected_rates(values=VALUES, **options):
     """Return the rate of each step: an evaluation counts from the step after it on."""
     rates = reference_schedules.reduce_on_plateau(values, 0.1, **OPTIONS | options)
     return np.repeat(rates, EVERY)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mesh": 8},
-        {"mesh": 8, "shard": "state"},
-        {"mesh": 8, "shard": "params"},
-        {"mesh": 8, "partitioner": "compiler"},
-        {"microbatches": 2},
-        {"packed": True},
-    ],
-    ids=str,
-)
-def test_the_rate_falls_by_evaluations(options):
-    more = {"mesh": data_mesh()} if "mesh" in options else {}
-    _, history = train(optimizer(), make_evaluate(), **options | more)
-    np.testing.assert_allclose(history["learning_rate"], expected_rates(), rtol=1e-6)
-
-
-def test_the_largest_may_be_best():
-    values = [-x for x in VALUES]
-    _, history = train(optimizer(mode="max"), make_evaluate(values), mode="max", patience=9)
-    expected = expected_rates(values, mode="max")
-    np.testing.assert_allclose(history["learning_rate"], expected, rtol=1e-6)
-    assert len({*history["learning_rate"]}) > 2
-
-
-@pytest.mark.parametrize("stop", [7, 9, 17, 18])
-def test_a_run_that_was_stopped_has_the_same_rates(stop, tmp_path):
-    """Also after an evaluation that the run made only because it ended."""
-    options = {"checkpoint": tmp_path, "save_every": 100}
-    provisional = stop % EVERY != 0
-    values = VALUES[: stop // EVERY] + [9.0] * provisional
-    train(optimizer(), make_evaluate(values), callback=lambda n, s, m: n == stop, **options)
-    _, history = train(optimizer(), make_evaluate(done=stop // EVERY), **options)
-    np.testing.assert_allclose(history["learning_rate"], expected_rates(), rtol=1e-6)
 
 
 def test_the_monitored_number_of_a_dict_is_watched():

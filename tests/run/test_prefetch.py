@@ -49,23 +49,6 @@ def run(batches, **options):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_batch_ahead_changes_no_result(layout, prefetch):
-    seen, loader = [], Loader()
-    state, history = run(
-        loader, prefetch=prefetch, callback=lambda *_: seen.append(loader.read), **LAYOUTS[layout]
-    )
-    assert seen == ([2, 3, 4, 5, 6, 6] if prefetch else [1, 2, 3, 4, 5, 6])
-    step = optfn.make_train_step(loss_fn, optfn.adam(0.1), **LAYOUTS[layout])
-    want, losses = step.init(jnp.zeros(3)), []
-    for x in X:
-        want, metrics = step(want, x)
-        losses.append(float(metrics["loss"]))
-    chex.assert_trees_all_equal(state, want)
-    np.testing.assert_array_equal(history["loss"], np.float32(losses))
-
-
 def test_no_batch_is_read_beyond_the_steps():
     loader = Loader()
     run(loader, steps=4)

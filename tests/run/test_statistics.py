@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
+from grids import nightly
 
 import optfn
 
@@ -46,7 +47,7 @@ def expected(params):
     }
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 0.999])
+@pytest.mark.parametrize("momentum", [nightly(0.0), 0.9, nightly(0.99), 0.999])
 def test_they_are_the_means_of_the_batches(momentum):
     loss_fn, params, stats = make(momentum)
     stats = jax.tree.map(lambda x: x + 3.0, stats)  # those from before do not count
@@ -104,7 +105,9 @@ def test_a_key_is_that_of_the_batch():
     np.testing.assert_allclose(found["m"], np.mean(draws), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("decay", "steps"), [(0.9, 3), (0.9, 70), (0.99, 640), (0.999, 7000)])
+@pytest.mark.parametrize(
+    ("decay", "steps"), [(0.9, 3), nightly(0.9, 70), (0.99, 640), nightly(0.999, 7000)]
+)
 def test_an_average_may_be_corrected_for_its_start(decay, steps):
     """As those of haiku: a hidden average, the corrected one, and how many there were."""
 
@@ -123,7 +126,7 @@ def test_an_average_may_be_corrected_for_its_start(decay, steps):
     assert found["counter"] == steps
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1e6, 1e9])
+@pytest.mark.parametrize("scale", [1e-9, nightly(1e6), 1e9])
 def test_statistics_may_be_large_or_small(scale):
     def loss_fn(params, state, x):
         new = {"mean": jnp.mean(x, 0), "var": scale * jnp.var(x, 0)}

@@ -123,7 +123,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        FORMS, "vmap of vmap", "jit of an id", "short ids", "take of wrapped ids", "vmap of take",
+        "at", "slices", "a cast", "one of two", "checkpoints",
+    ),
+)  # fmt: skip
 def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     """Out of range at both ends, negative and ordinary; every row has a weight of its own."""
     ids = jnp.array([7, -9, 5, -6, 0, -1])  # of a table of five rows
@@ -138,56 +144,6 @@ def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     assert float(value) == pytest.approx(float(want), rel=1e-5)
     rtol = 2e-3 if "cast" in name else 1e-6  # the dense gradient is added up in float16
     np.testing.assert_allclose(grads["table"].dense(), dense["table"], rtol=rtol)
-
-
-def of_linen(**options):
-    linen = pytest.importorskip("flax.linen")
-    layer = linen.Embed(ROWS, WIDTH, **options)
-    params = layer.init(jax.random.key(0), IDS)["params"]
-    return params, lambda params, ids: layer.apply({"params": params}, ids)
-
-
-def of_nnx(**options):
-    nnx = pytest.importorskip("flax.nnx")
-    graph, params = nnx.split(nnx.Embed(ROWS, WIDTH, **options, rngs=nnx.Rngs(0)), nnx.Param)
-    return params, lambda params, ids: nnx.merge(graph, params)(ids)
-
-
-def of_haiku():
-    hk = pytest.importorskip("haiku")
-    layer = hk.without_apply_rng(hk.transform(lambda ids: hk.Embed(ROWS, WIDTH)(ids)))
-    return layer.init(jax.random.key(0), IDS), layer.apply
-
-
-def of_equinox():
-    eqx = pytest.importorskip("equinox")
-    layer = eqx.nn.Embedding(ROWS, WIDTH, key=jax.random.key(0))
-    params, static = eqx.partition(layer, eqx.is_inexact_array)
-    return params, lambda params, ids: jax.vmap(jax.vmap(eqx.combine(params, static)))(ids)
-
-
-LAYERS = {
-    "linen": of_linen,
-    "linen, bfloat16": lambda: of_linen(dtype=jnp.bfloat16),
-    "nnx": of_nnx,
-    "nnx, bfloat16": lambda: of_nnx(dtype=jnp.bfloat16),
-    "haiku": of_haiku,
-    "equinox": of_equinox,
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_embedding_layers_look_up_rows(name):
-    params, apply = LAYERS[name]()
-
-    def loss(params, ids):
-        return jnp.mean(jnp.tanh(apply(params, ids).astype(jnp.float32)) ** 2)
-
-    value, grads = jax.jit(sparse.value_and_grad(loss, ".*"))(params, IDS)
-    want, dense = jax.jit(jax.value_and_grad(loss))(params, IDS)
-    assert float(value) == pytest.approx(float(want))
-    rtol = 1e-2 if "bfloat16" in name else 1e-6
-    chex.assert_trees_all_close(densified(grads), dense, rtol=rtol, atol=1e-8)
 
 
 def test_one_dimensional_and_wide_tables():
@@ -403,8 +359,7 @@ def gradients(seed):
 
 
 SUITE = (
-    "sgd", "lars", "adadelta", "adam_algorithm_1", "adamw_exclude", "lamb", "clip_by_value",
-    "master_weights", "accumulate", "exponential_moving_average",
+    "adadelta", "adam_algorithm_1", "lamb", "master_weights", "exponential_moving_average",
 )  # fmt: skip
 
 
@@ -693,21 +648,6 @@ def test_on_a_mesh_rows_are_gathered_and_the_table_is_not():
     )
 
 
-@pytest.mark.nightly  # test_exchange.py exchanges rows as rows
-def test_compression_takes_rows_as_the_dense_gradient():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    params = {"table": normal(0, 500, 8), "w": normal(1, 8, 4)}
-    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=1, sparsity=(0.98,), min_size=100)
-    ends = []
-    for tables in (None, "table"):
-        step = optfn.make_train_step(big_loss, tx, tables=tables, mesh=mesh)
-        state = step.init(params)
-        for k in range(4):
-            state, _ = step(state, jnp.arange(8) + k)
-        ends.append(jax.device_get(state.params))
-    chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_shard_map(check_vma):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -757,9 +697,8 @@ NEED_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("name", NEED_ARRAYS)
 @pytest.mark.parametrize(
-    "make", [optax.adam, optax.adamw, optax.adafactor], ids=lambda f: f.__name__
+    ("name", "make"), zip(NEED_ARRAYS, 2 * [optax.adam, optax.adamw, optax.adafactor], strict=True)
 )
 def test_transforms_that_need_arrays_say_that_densify_makes_them(name, make):
     wrap, message = NEED_ARRAYS[name]

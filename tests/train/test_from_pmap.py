@@ -76,7 +76,7 @@ def test_a_step_continues_from_a_state_of_pmap(make):
         np.testing.assert_allclose(state.params[name], param, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [nightly(2), 4])
 def test_a_state_of_pmap_moves_to_fewer_workers(workers):
     """The mean residual and the mean velocity of all workers stay."""
     tx = dgc("batch")

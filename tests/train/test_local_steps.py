@@ -82,12 +82,8 @@ def make(tx=None, **options):
 
 @pytest.mark.parametrize(
     ("outer", "expected"),
-    [
-        (None, plain),
-        (optfn.momentum(0.7, 0.9, nesterov=True), nesterov),
-        (optax.sgd(0.7, momentum=0.9, nesterov=True), nesterov),
-    ],
-    ids=["mean of params", "DiLoCo", "DiLoCo by optax"],
+    [(None, plain), (optax.sgd(0.7, momentum=0.9, nesterov=True), nesterov)],
+    ids=["mean of params", "DiLoCo by optax"],
 )
 def test_a_round_is_the_references(outer, expected):
     step = make(outer=outer)
@@ -135,9 +131,7 @@ def test_an_optimizer_with_a_scan_is_followed_through_it():
 ALONE = ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
 
 
-@pytest.mark.parametrize(
-    "name", [*suite(ALONE, "lars", "lamb", "adam_clip_l2", "rmsprop_centered"), "muon"]
-)
+@pytest.mark.parametrize("name", [*suite(ALONE, "lamb"), "muon"])
 def test_one_worker_alone_makes_ordinary_steps(name):
     mesh = data_mesh(1)
     tx = optax.contrib.muon(0.01) if name == "muon" else registry.OPTIMIZERS[name].make()
@@ -284,41 +278,12 @@ def test_model_state_aux_and_keys():
     np.testing.assert_allclose(metrics["aux"]["noise"], noise, rtol=1e-5)
 
 
-def test_packed_params_take_the_same_steps():
-    alone, _ = run(make(optfn.adam(0.1), outer=optfn.momentum(0.7, 0.9)))
-    packed, _ = run(make(optfn.adam(0.1), outer=optfn.momentum(0.7, 0.9), packed=True))
-    chex.assert_trees_all_close(optfn.unpack(packed.params), alone.params, rtol=1e-5, atol=1e-7)
-
-
 def minimize(directory=None, rounds=6, **options):
     return optfn.minimize(
         loss_fn, optfn.adam(0.05), PARAMS, X[:rounds], mesh=data_mesh(N), local_steps=H,
         outer=optfn.momentum(0.7, 0.9, nesterov=True), progress=False, checkpoint=directory,
         **options,
     )  # fmt: skip
-
-
-def test_minimize_counts_local_steps_and_resumes_bit_for_bit(tmp_path):
-    whole, history = minimize(evaluate=lambda p: p["w"][0, 0], evaluate_every=2 * H)
-    assert int(whole.step) == 6 * H and history["loss"].shape == (6,)
-    assert history["evaluation_step"].tolist() == [2 * H, 4 * H, 6 * H]
-    minimize(tmp_path, steps=2 * H, save_every=H)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == [f"step_{n:09d}.npz" for n in (H, 2 * H)]
-    state, resumed = minimize(tmp_path, save_every=H + 1)  # at the end of the round
-    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(whole))
-    np.testing.assert_array_equal(resumed["loss"], history["loss"])
-
-
-def test_a_state_carries_over_to_another_number_of_workers():
-    state, _ = run(make(optfn.adam(0.05)), 2)
-    arrays = optfn.state_dict(state)
-    two = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=data_mesh(2), local_steps=H)
-    loaded = optfn.load_state_dict(two.init(PARAMS), rescale_residuals(arrays, 2))
-    mu = arrays["inner/scale_by_adam/mu/w"].reshape(N, 5, 2)
-    parts = np.asarray(optfn.state_dict(loaded)["inner/scale_by_adam/mu/w"]).reshape(2, 5, 2)
-    np.testing.assert_allclose(parts, np.broadcast_to(mu.mean(0), (2, 5, 2)), rtol=1e-6)
-    state, metrics = two(loaded, X[2])
-    assert np.isfinite(metrics["loss"]) and int(state.step) == 3 * H
 
 
 def levels(codes, start):
@@ -371,7 +336,7 @@ def moved(how, state, workers, template, directory):
     return optfn.restore_checkpoint(directory, template)[0]
 
 
-@pytest.mark.parametrize("how", ["state", nightly("orbax"), "npz", nightly("mapping")])
+@pytest.mark.parametrize("how", [nightly("state"), nightly("orbax"), "npz", nightly("mapping")])
 @pytest.mark.parametrize("workers", [2, nightly(8)])
 def test_the_mean_of_8_bit_moments_is_that_of_their_numbers(how, workers, tmp_path):
     step, state = wide(N, "int8")
@@ -516,9 +481,3 @@ def test_batches_that_cannot_be_split():
         step(step.init(PARAMS), X[0][:8])
     with pytest.raises(ValueError, match=r"steps must be a multiple of local_steps, 3.*got 4"):
         minimize(steps=4)
-
-
-def test_own_leaves_are_marked():
-    state = make(optfn.adam(0.1)).init(PARAMS)
-    marked = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, PerWorker))
-    assert sum(isinstance(x, PerWorker) for x in marked) == 4

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import nightly
 
 import optfn
 
@@ -123,7 +124,7 @@ FROZEN = {".*": optfn.ParamAttr(trainable=False)}
     ],
     ids=["trainable", "rate", "wrapped"],
 )
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [nightly(False), True])
 def test_a_step_that_trains_nothing_is_said_at_the_users_line(tx, packed):
     with pytest.warns(UserWarning, match="no parameter is trained, because .* freezes") as caught:
         first_state(tx, packed=packed)

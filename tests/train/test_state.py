@@ -13,8 +13,6 @@ from problems import steps
 import optfn
 from optfn.train.state import copy
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
-
 
 def tree(seed, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
@@ -30,7 +28,7 @@ def trained(entry, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float32)])
-@by_entry(registry.ALL, *registry.SUITE, *registry.OTHER_SUITE)
+@by_entry(registry.ALL, *registry.SUITE)
 def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
     tx, params, state = trained(entry, dtype)
     np.savez(tmp_path / "state.npz", **optfn.state_dict(state))
@@ -42,7 +40,7 @@ def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
+@by_entry(registry.ALL, *{*registry.OTHER_SUITE, *registry.WRAPPERS})
 def test_names_are_words_without_positions(entry):
     """Each name is the transform's word, a field, a path; an inserted transform moves none."""
     params = tree(0)
@@ -389,7 +387,7 @@ def test_summary_shows_what_is_excluded_from_weight_decay():
     assert "no weight decay" in rows[2] and "weight decay × 0.5" in rows[4]
 
 
-@EVERYTHING
+@by_entry(registry.ALL, *{*registry.SUITE, *registry.WRAPPERS})
 def test_summary_of_everything(entry):
     params = tree(0) | {"ids": jnp.arange(3)}
     state = entry.make().init(params)

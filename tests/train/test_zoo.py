@@ -12,7 +12,6 @@ from zoo.matrix import PAIRS, outcome, read
 # Each model once, and each ability.
 SUITE = (
     ("linen scan", "params"),
-    ("linen scan", "tables"),
     ("linen tied", "masters"),
     ("linen batch_norm", "microbatches"),
     ("linen dropout", "mesh"),
@@ -27,7 +26,6 @@ SUITE = (
     ("equinox filtered", "evaluate"),
     ("equinox stateful", "state"),
     ("haiku layer_stack", "recompute"),
-    ("haiku layer_stack", "tables"),
     ("haiku stateful", "resume"),
     ("plain tree_of_specs", "one_device"),
     ("plain tree_of_specs", "specs"),
