@@ -65,17 +65,15 @@ _FUSED = _CHEAP | frozenset(
     | {"reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"}
 )
 # Each entry of the result depends on the same entry of the operands, or on scalars.
-_BY_ELEMENT = frozenset(
-    {"abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"}
-    | {"clz", "conj", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"}
-    | {"erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite"}
-    | {"le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter"}
-    | {"not", "optimization_barrier", "or", "pcast", "population_count", "pow", "pvary", "real"}
-    | {"reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "sign", "sin"}
-    | {"shift_right_arithmetic", "shift_right_logical", "sqrt", "square", "stop_gradient", "sub"}
-    | {"tan", "tanh", "xor"}
-)
 _REDUCTIONS = frozenset(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum"))
+_BY_ELEMENT = (_FUSED - _REDUCTIONS).difference(
+    {"argmax", "argmin", "broadcast_in_dim", "cumsum", "expand_dims", "iota", "pad", "reshape"},
+    {"rev", "slice", "squeeze", "transpose"},
+) | frozenset(
+    {"bitcast_convert_type", "clz", "conj", "imag", "nextafter", "optimization_barrier", "pcast"}
+    | {"population_count", "pvary", "reduce_precision", "round", "shift_left"}
+    | {"shift_right_arithmetic", "shift_right_logical"}
+)
 
 
 def type_of(atom: Atom) -> Any:
