@@ -21,6 +21,7 @@ from optfn.distributed import (
     compare_replicas,
     data_mesh,
     exchange,
+    pipeline_value_and_grad,
     plan_memory,
     quantize,
     scan_layers,
@@ -186,6 +187,37 @@ def test_residuals_lie_on_the_host_too(tx):
     _, found = train(tx, mesh=data_mesh(), **ON_HOST)
     assert kinds(found) == {"pinned_host"}
     assert_near(found.params, want.params, 1e-5)
+
+
+def test_stages_of_a_pipeline():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "stage"))
+    value_and_grad = pipeline_value_and_grad(
+        lambda w, x: x + jnp.tanh(x @ w), lambda y, target: jnp.mean((y - target) ** 2),
+        mesh=mesh, num_microbatches=4,
+    )  # fmt: skip
+    options = {"value_and_grad": value_and_grad, "mesh": mesh, "shard": {".*": P("stage")}}
+    found, stages = [], RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
+    for more in ({}, ON_HOST):
+        step = optfn.make_train_step(None, optfn.adamw(1e-2), **options, **more)
+        found.append(step(step.init(stages), (BATCHES[0], BATCHES[1]))[0])
+    assert kinds(found[1]) == {"pinned_host"}
+    assert_near(found[1], found[0])
+
+
+def test_padded_arrays_stay_on_the_device():
+    layers = optfn.Stacked({"w": RNG.normal(size=(6, 32, 32)).astype(np.float32) / 8})
+    start = {"in": PARAMS["in"], "layers": layers}
+
+    def loss(p, x):
+        h = scan_layers(lambda q, h: h + jnp.tanh(h @ q["w"]), p["layers"], x @ p["in"])
+        return jnp.mean(h**2)
+
+    options = {"mesh": data_mesh(), "shard": sharded("state", whole="layers/w")}
+    found = []
+    for more in ({}, ON_HOST):
+        step = optfn.make_train_step(loss, optfn.muon(1e-2), **options, **more)
+        found.append(step(step.init(start), BATCHES[0])[0])
+    assert_near(found[1].params, found[0].params, 1e-5)
 
 
 def test_without_the_option_nothing_is_imported():
