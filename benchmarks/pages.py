@@ -212,7 +212,7 @@ def host() -> Page:
         "loops": number("loops"),
         "GB over the link": optional("link", ".1f", 1e9),
         "link s": optional("link_seconds", ".2f"),
-        "microbatches": optional("microbatches", ".0f"),
+        "microbatches": lambda x: str(max(1, round(x["microbatches"]))) if "link" in x else "-",
         "compile s": number("seconds", ".0f"),
     }
     sections = _grouped(columns, rows, "model", "topology")

@@ -8,6 +8,7 @@ name and a custom derivative are all one primitive, whose param `_prim` tells wh
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -400,10 +401,6 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     if name == "reshape":
         keeps_rows = shapes[0][:1] == shape[:1] and params["dimensions"] is None
         return (True,) if keeps_rows else None
-    if name == "transpose":
-        return (True,) if params["permutation"][0] == 0 else None
-    if name == "concatenate":
-        return None if params["dimension"] == 0 else (True,) * len(shapes)
     return None
 
 
@@ -432,12 +429,11 @@ def count_moved(equation: Equation) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a, x, y in spaces if x != y)
 
 
-def as_slice(equation: Equation) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
+def as_slice(equation: Equation) -> tuple[Any, Any, Any] | None:
     """Return the starts, ends and strides (or None) of a slice, or None for another equation."""
-    params = equation.params
-    if equation.primitive.name != "slice":
-        return None
-    return params["start_indices"], params["limit_indices"], params["strides"]
+    names = "start_indices", "limit_indices", "strides"
+    is_slice = equation.primitive.name == "slice"
+    return operator.itemgetter(*names)(equation.params) if is_slice else None
 
 
 # Lookups.

@@ -90,7 +90,8 @@ class _RowProgram:
     host: the arguments on the host.
     rules: the row rules of equations that have one and read no array on the host as a whole, by id.
     makers: the number of the equation with a row rule that makes each variable.
-    replaced: the argument that each result replaces, one on the host if there are several.
+    replaced: the argument of the same shape and dtype that each result replaces, one on the host if
+      there are several.
     """
 
     def __init__(self, program: Equations, leaves: Sequence[Value], divide: Divide) -> None:
@@ -105,7 +106,7 @@ class _RowProgram:
         self.makers = {v: i for i, outvars in made for v in outvars}
         pairs = zip(program.outputs, program.inputs, strict=False)
         ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
-        self.replaced = {v: old for v, old in ordered if variables([v])}
+        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
 
     def _find_rule(self, equation: Equation) -> dict[Variable, bool] | None:
         """Return for each variable that an equation with a row rule reads whether it does so by
@@ -191,8 +192,7 @@ class _RowProgram:
     def _run_loop(
         self, equations: list[Equation], rows: list[Variable], results: list[Variable]
     ) -> None:
-        """Make the results of a loop, each in place of the array that it replaces if it has the
-        same shape and dtype.
+        """Make the results of a loop, each in place of the array that it replaces, if there is one.
 
         Args:
           equations: those of the loop, in order.
@@ -201,10 +201,12 @@ class _RowProgram:
         """
         shape = max((type_of(v).shape for v in (*rows, *results)), key=math.prod)
         view = _View.of(shape, *self.divide(shape))
-        begin = [view.split(self._find_storage(v)) for v in results]
+        replaced = [self.replaced.get(v) for v in results]
+        begin = [
+            jnp.zeros(type_of(v).shape, type_of(v).dtype) if old is None else self.values[old]
+            for v, old in zip(results, replaced, strict=True)
+        ]
         # What a loop overwrites it must read from its carry: another use would keep a copy.
-        replaced = [old if old and _are_alike(old, v) else None for v, old in
-                    ((v, self.replaced.get(v)) for v in results)]  # fmt: skip
         fixed = {v: view.split(self.values[v]) for v in rows if v not in replaced}
 
         def run_chunk(start: Value, size: int, carry: list[Value]) -> list[Value]:
@@ -217,25 +219,17 @@ class _RowProgram:
                 if primitives.counts_rows(cut):
                     instead[id(cut)] = partial(_number_rows, cut, view.number(start, size))
                 made |= run_equations([cut], given, instead)
-            homes = [memories.to_host if memories.is_on_host(x) else lambda y: y for x in carry]
-            chunks = [put(made[v]) for put, v in zip(homes, results, strict=True)]
-            return [view.put(x, y, start) for x, y in zip(carry, chunks, strict=True)]
+            chunks = zip(carry, (made[v] for v in results), strict=True)
+            return [view.put(x, rows, start) for x, rows in chunks]
 
         def turn(i: Value, carry: list[Value]) -> list[Value]:
             return run_chunk(i * view.size, view.size, carry)
 
         turns, rest = divmod(view.rows, view.size)
+        begin = list(map(view.split, begin))
         carry = turn(0, begin) if turns == 1 else lax.fori_loop(0, turns, turn, begin)
         carry = run_chunk(view.rows - rest, rest, carry) if rest else carry
         self.values |= programs.bindings(results, map(view.join, carry))
-
-    def _find_storage(self, v: Variable) -> Value:
-        """Return an array for a result of a loop: the one that it replaces, or zeros."""
-        old = self.replaced.get(v)
-        if old is not None and _are_alike(old, v):
-            return self.values[old]
-        blank = jnp.zeros(type_of(v).shape, type_of(v).dtype)
-        return memories.to_host(blank) if old in self.host else blank
 
 
 class _View(NamedTuple):
@@ -270,7 +264,8 @@ class _View(NamedTuple):
         return rows.reshape(self.devices * size, *x.shape[2:])
 
     def put(self, x: Value, rows: Value, start: Value) -> Value:
-        """Return a split array with other rows."""
+        """Return a split array with other rows, which go to its memory."""
+        rows = memories.to_host(rows) if memories.is_on_host(x) else rows
         rows = rows.reshape(self.devices, -1, *x.shape[2:])
         return lax.dynamic_update_slice_in_dim(x, rows, start, 1)
 
