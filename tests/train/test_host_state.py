@@ -297,6 +297,13 @@ def test_the_plan_counts_the_host():
     assert "host=" in repr(plan) and "host" not in repr(on_device)
 
 
+def test_norms_of_layers_read_nothing_twice():
+    """A norm of each layer is a rule of rows, which are the layers."""
+    layers, mesh = {"layers": NARROW["layers"]}, AbstractMesh((1,), ("data",))
+    plan = plan_memory(optfn.lamb(1e-2, multi_precision=True), layers, mesh, **ON_HOST)
+    assert plan.host_link_bytes == pytest.approx(2 * plan.host, rel=0.02)
+
+
 def test_refused_options():
     with pytest.raises(ValueError, match="state_memory='pinned_host' cannot be combined with loc"):
         train(MASTERS, mesh=data_mesh(), local_steps=2, **ON_HOST)

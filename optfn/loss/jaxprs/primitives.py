@@ -384,7 +384,11 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     if not shape or has_sharding or {*made} != {shape}:
         return None
     if name in _BY_ELEMENT:
-        return tuple(x == shape for x in shapes) if {*shapes} <= {(), shape} else None
+        # An axis of length 1 stands for each length.
+        pairs = [zip(x, shape, strict=False) for x in shapes]
+        fits = all(len(x) in (0, len(shape)) for x in shapes)
+        fits = fits and all(a in (1, b) for pair in pairs for a, b in pair)
+        return tuple(x[:1] == shape[:1] for x in shapes) if fits else None
     if name == "iota":
         return ()
     if name == "broadcast_in_dim":
