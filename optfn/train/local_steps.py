@@ -323,8 +323,8 @@ def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
 
 
 def _nodes(wrapped: OptState) -> list[PyTree]:
-    """Return each leaf of a state, or the `PerWorker` around it."""
-    return jax.tree.leaves(wrapped, is_leaf=_is_own)
+    """Return each leaf of a state, or the `PerWorker` around it, without those around no array."""
+    return [x for x in jax.tree.leaves(wrapped, is_leaf=_is_own) if jax.tree.leaves(x)]
 
 
 def _is_own(node: PyTree) -> bool:

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import nightly, suite
-from jax.sharding import AxisType, Mesh, NamedSharding
+from grids import suite
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import stacked_layers, trained
 
@@ -292,16 +292,6 @@ def _named(state):
     from optfn.mesh.state.names import arrays_with_names
 
     return list(arrays_with_names(state.opt_state))
-
-
-@pytest.mark.parametrize("shard", [nightly("state"), "params"])
-def test_explicit_axes_work_as_auto_ones_do(shard):
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
-    step = optfn.make_train_step(loss_fn, optfn.adam(0.01), mesh=mesh, shard=shard)
-    _, losses = run(step)
-    _, expected = run(optfn.make_train_step(loss_fn, optfn.adam(0.01)))
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert compilations(step) == 1
 
 
 def test_model_state_keys_aux_and_what_optax_asks_for():

@@ -17,7 +17,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=500, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--each", type=int, default=8, help="programs of each compiled step")
+    parser.add_argument("--each", type=int, default=6, help="programs of each compiled step")
     parser.add_argument("--seconds", type=float, default=1e9, help="end earlier")
     parser.add_argument("--shrink", type=float, default=20, help="seconds for each kind of failure")
     parser.add_argument("--avoid", action="store_true", help="leave out what meets a known fault")

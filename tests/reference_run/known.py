@@ -90,6 +90,9 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
         "15 rows of an example": p.rows > 1 and by_compiler,
         "28 labels of packed params": packed and p.partition is not None,
+        "74 sums of local steps": p.local_steps > 1
+        and p.is_weighted
+        and bool(p.names("accumulate")),
         "30 packed and frozen": packed and frozen and (records or bool(p.names(*AVERAGES))),
         "71 DGC of packed params": packed and p.rule[0] == "dgc_momentum",
         "73 a rule of another library behind a packed exchange": packed

@@ -1,12 +1,16 @@
 """Programs that are left out: they are wrong, or no text says what they must do."""
 
+import inspect
 import math
 
+import optfn
 from reference_run.program import Program
 from reference_run.source import WAYS
 
 WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 AVERAGES = ("ema", "model_average")
+# An older tree that is tried keeps no state on the host.
+HAS_HOST = "state_memory" in inspect.signature(optfn.make_train_step).parameters
 
 
 class Facts:
@@ -122,6 +126,7 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
     is_chosen = p.rule[0] == "dgc_momentum" or p.compressor not in (None, "top_k(1.0)")
     return {
         "a batch has equal parts": uneven,
+        "a tree without state on the host": facts.has("host") and not HAS_HOST,
         "model state in microbatches": p.model_state and any(x.microbatches > 1 for x in ways),
         "keys are those of a way": p.key and (len(keys) > 1 or facts.has("grid")),
         "keys of the compiler's microbatches": p.key and facts.has("compiler, microbatches"),

@@ -208,10 +208,14 @@ class Partition:
         ]
 
     def update(self, g, p, w, value):
-        results = {}
+        found = []
         for names, link in self.labels:
             of_label = [{k: x[k] for k in names} for x in (g, p)]
-            u = link.update(*of_label, w, value)
+            found.append(link.update(*of_label, w, value))
+        if not any(map(is_update, found)):
+            return WAITING if WAITING in found else SKIPPED
+        results = {}
+        for (names, _), u in zip(self.labels, found, strict=True):
             results |= u if is_update(u) else {k: 0 * p[k] for k in names}
         return results
 
@@ -333,6 +337,8 @@ class Accumulate:
 class SkipNonfinite:
     """A gradient that is not finite changes nothing, up to ten times in a row."""
 
+    most_in_a_row = 10
+
     def __init__(self, program, inner):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
         limit = np.finfo(program.dtype).max
@@ -347,7 +353,7 @@ class SkipNonfinite:
             return self.inner.update(g, p, w, value)
         is_bad = self.is_bad(g)
         self.in_a_row = self.in_a_row + 1 if is_bad else 0
-        if is_bad and self.in_a_row <= 10:
+        if is_bad and self.in_a_row <= self.most_in_a_row:
             self.skipped += 1
             return SKIPPED
         self.gave_up |= is_bad
@@ -356,6 +362,8 @@ class SkipNonfinite:
 
 class LossScale(SkipNonfinite):
     """Skips as SkipNonfinite does; the scale then falls by half, and doubles after good calls."""
+
+    most_in_a_row = 50
 
     def __init__(self, program, inner, interval):
         super().__init__(program, inner)

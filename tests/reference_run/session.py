@@ -3,12 +3,10 @@
 import collections
 import contextlib
 import json
+import random
 import sys
 import time
 from pathlib import Path
-
-import hypothesis
-from hypothesis import strategies as st
 
 import optfn
 from reference_run import draws, known, limits, product, shrink, source
@@ -27,8 +25,8 @@ GOALS = (
 )
 
 
-class Enough(KeyboardInterrupt):
-    """So many programs have been drawn, or the time is over. Hypothesis lets it through."""
+class Enough(Exception):
+    """So many programs have been drawn, or the time is over."""
 
 
 class Session:
@@ -53,35 +51,26 @@ class Session:
 
     def draw(self):
         """Draw structures, and for each some runs, whose step is compiled once."""
-
-        @hypothesis.seed(self.options.seed)
-        @hypothesis.settings(
-            max_examples=10**6,
-            database=None,
-            deadline=None,
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
-        @hypothesis.given(st.data())
-        def draw_some(data):
-            structure = data.draw(draws.structures())
-            self.structures += 1
-            tried = set()
-            for _ in range(3 * self.options.each):
-                p = data.draw(draws.runs(structure))
-                line = json.dumps(to_json(p))
-                if line in tried:  # hypothesis likes to draw a part again
-                    continue
-                reason = limits.unsaid(p)
-                self.left_out[reason] += bool(reason)
-                if not reason and not (self.options.avoid and known.is_open(p)):
-                    self.try_program(p)
-                    tried.add(line)
-                if len(tried) == self.options.each:
-                    break
-
+        rng = random.Random(self.options.seed)
         with contextlib.suppress(Enough):
-            draw_some()
+            while True:
+                self.structures += 1
+                self.try_runs(rng, draws.structures(rng))
+
+    def try_runs(self, rng, structure):
+        """Draw runs of a structure, and try those that the limits leave."""
+        tried = set()
+        for _ in range(3 * self.options.each):
+            p = draws.runs(rng, structure)
+            line = json.dumps(to_json(p))
+            reason = limits.unsaid(p)
+            self.left_out[reason] += bool(reason)
+            is_avoided = self.options.avoid and known.is_open(p)
+            if not reason and not is_avoided and line not in tried:
+                self.try_program(p)
+                tried.add(line)
+            if len(tried) == self.options.each:
+                break
 
     def try_program(self, p: Program):
         """Compare the two runs of a program."""

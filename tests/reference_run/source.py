@@ -98,11 +98,16 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
 from jax.sharding import Mesh, PartitionSpec as P
 from optfn.distributed import exchange, quantize, top_k
-from optfn.loss.jaxprs import row_loops
-from optfn.mesh.compilers import memories
-memories.LARGE, row_loops.CHUNK = 1, 32  # small arrays go to the host too, in several chunks
 jax.config.update("jax_enable_x64", True)
 nan = np.nan
+"""
+
+
+# Small arrays go to the host too, in several chunks.
+ON_HOST = """\
+from optfn.loss.jaxprs import row_loops
+from optfn.mesh.compilers import memories
+memories.LARGE, row_loops.CHUNK = 1, 32
 """
 
 
@@ -335,7 +340,9 @@ def fit_text(p: Program, part: dict) -> str:
 
 def whole_text(p: Program) -> str:
     """Return a program as a file that can be run by itself."""
-    lines, made = [HEADER, data_text(p)], None
+    ways = [p.way, *(part.get("way", p.way) for part in p.parts)]
+    header = HEADER + (ON_HOST if any("host" in way for way in ways) else "")
+    lines, made = [header, data_text(p)], None
     for part in p.parts:
         own = dataclasses.replace(p, rate=part.get("rate", p.rate))
         step = step_text(own, part.get("way", p.way))
