@@ -43,6 +43,7 @@ from optfn.loss.jaxprs.primitives import (
     find_inner_jaxprs,
     is_composite,
     name_of_value,
+    offloads,
     walk,
 )
 from optfn.loss.jaxprs.recomputed_scan import Order, scan_recomputed
@@ -203,11 +204,12 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
     """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
-    all of which the backward pass recomputes from its inputs."""
+    all of which the backward pass recomputes from its inputs. A layer that saves values on the host
+    is none."""
     names = [name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
-        return LAYER in names
+        return LAYER in names and not any(map(offloads, walk(jaxpr)))
     call, checkpoint = as_call(calls[0]), as_checkpoint(calls[0])
     if call is not None and call.is_jitted:
         return _is_recomputed(call.body)
