@@ -80,7 +80,9 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         # Whether an epoch has ended is known by the next batch, which dies.
         "it dies between epochs": by_epoch and any(n % per_epoch == 0 for n in kills),
         "a plateau watches evaluations": watches and not (e and e["every"]),
-        "values of a best state with a NaN": bool(e and e["keep_best"] and e["values"])
+        "values of a best state with a NaN": bool(
+            e and e["keep_best"] and e["values"] and p.model_state
+        )
         and facts.has_bad
         and len(p.parts) > 1,
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
