@@ -29,11 +29,7 @@ from optfn.mesh.collectives.axes import AxisName
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import Kind, layout_of
 from optfn.mesh.state import names as state_names
-from optfn.mesh.state.inventory import (
-    arrays_with_entries,
-    find_compressed,
-    find_whole_matrices,
-)
+from optfn.mesh.state.inventory import arrays_with_entries, find_compressed, find_whole_matrices
 from optfn.mesh.state.padded import map_padded, unwrap_padded
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average, read_statistics

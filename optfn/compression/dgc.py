@@ -25,12 +25,7 @@ from optfn.compression.agreement import (
 )
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
-from optfn.compression.dgc_phases import (
-    VALUES,
-    Options,
-    packet_formats,
-    update_compressed,
-)
+from optfn.compression.dgc_phases import VALUES, Options, packet_formats, update_compressed
 from optfn.compression.momentum_correction import MomentumCorrection
 from optfn.compression.on_shards import update_on_shards
 from optfn.core import checks, leafwise, numerics, tree

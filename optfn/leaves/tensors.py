@@ -84,10 +84,7 @@ def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
 
 
 def tensor_norms(
-    updates: Updates,
-    *trees: PyTree,
-    of: Callable[..., jax.Array] = lambda g: g,
-    **scalars: Any,
+    updates: Updates, *trees: PyTree, of: Callable[..., jax.Array] = lambda g: g, **scalars: Any
 ) -> PerLeaf:
     """Return the L2 norm of each tensor of of(g, *trees, **scalars), with None for a masked leaf.
 

@@ -16,14 +16,7 @@ import jax.numpy as jnp
 
 from optfn.core import tree
 from optfn.core.types import Params, PyTree
-from optfn.loss.jaxprs.equations import (
-    Equations,
-    Value,
-    bindings,
-    read,
-    shapes_of,
-    variables,
-)
+from optfn.loss.jaxprs.equations import Equations, Value, bindings, read, shapes_of, variables
 from optfn.loss.jaxprs.primitives import Variable
 from optfn.loss.jaxprs.pullback import Key, StageFn, pullback
 from optfn.pipeline.split_scans import split_scans

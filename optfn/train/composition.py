@@ -12,11 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.core.types import Batch, LossFn
-from optfn.loss.compiler_objective import (
-    constrain_gradients,
-    show_axes_to_loss,
-    split_over_devices,
-)
+from optfn.loss.compiler_objective import constrain_gradients, show_axes_to_loss, split_over_devices
 from optfn.loss.loss_form import LossForm
 from optfn.loss.mean import divide_means
 from optfn.loss.microbatches import average_microbatches

@@ -71,11 +71,7 @@ def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar)
 
 @core.transform(complex_leaves=True)
 def scale_by_adamax(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    *,
-    moment_dtype: str | None = None,
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, moment_dtype: str | None = None
 ) -> core.Unchecked:
     """Divide the bias-corrected moving average of the gradient by its decaying maximum,
     elementwise, where 0/0 is NaN if eps is 0.

@@ -21,13 +21,7 @@ from optfn.transforms.scaling import trust_ratio
 
 
 def lamb_direction(
-    m: jax.Array,
-    v: jax.Array,
-    p: jax.Array,
-    *,
-    eps: Scalar,
-    scale: Scalar,
-    weight_decay: Scalar,
+    m: jax.Array, v: jax.Array, p: jax.Array, *, eps: Scalar, scale: Scalar, weight_decay: Scalar
 ) -> jax.Array:
     """Return r/scale, where r = scale·m/(√v + eps) + wd·p."""
     wd = numerics.scalar(weight_decay / scale, v)

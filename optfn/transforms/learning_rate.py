@@ -127,9 +127,7 @@ class ScaleByLearningRateState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_learning_rate(
-    learning_rate: Number | Schedule,
-) -> core.Unchecked:
+def scale_by_learning_rate(learning_rate: Number | Schedule) -> core.Unchecked:
     """Turn an ascent direction into a step, u = −lr·u, where a number lr is read from the state,
     and a schedule or an array gives it from outside.
 

@@ -121,9 +121,5 @@ def scale_by_lars(
         return leafwise.scale(updates, factors)
 
     return decay_rule(
-        "lars_weight_decay",
-        wd,
-        update,
-        (ScaleByLarsByNumberState(), ScaleByLarsState),
-        exclude,
+        "lars_weight_decay", wd, update, (ScaleByLarsByNumberState(), ScaleByLarsState), exclude
     )

@@ -229,10 +229,7 @@ def _warn_above_one(rate: Scalar) -> None:
 
 @core.record_call
 def model_average(
-    average_window_rate: Number,
-    *,
-    min_average_window: int = 10000,
-    max_average_window: int = 10000,
+    average_window_rate: Number, *, min_average_window: int = 10000, max_average_window: int = 10000
 ) -> optax.GradientTransformationExtraArgs:
     """Keep sums of the parameters over a window of the last updates in the state, of which
     `averaged_params` reads the mean, and return updates unchanged.

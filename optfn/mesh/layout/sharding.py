@@ -338,11 +338,7 @@ class ShardBySpec(Layout):
 
 
 def init_state(
-    tx: optax.GradientTransformation,
-    params: Params,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
+    tx: optax.GradientTransformation, params: Params, mesh: Mesh, *, axis_name: AxisName = "data"
 ) -> OptState:
     """Return the state of `tx.init` on a mesh, with the arrays that workers keep for themselves
     sharded over the workers and all others replicated.

@@ -138,11 +138,7 @@ def gather_shard(
 
 
 def scatter_gradients(
-    grads: Updates,
-    params: Params,
-    entries: PyTree,
-    layout: Layout,
-    step: jax.Array,
+    grads: Updates, params: Params, entries: PyTree, layout: Layout, step: jax.Array
 ) -> Updates:
     """Average gradients over the shard axes, and return this device's shard of each, or all of it
     if its leaf is undivided, and rows and reduced shards unchanged.
