@@ -29,6 +29,9 @@ def convert_batch(batch: Batch) -> Batch:
     except ValueError:
         check_keys("the batch", batch)
         raise
+    # Most batches are ready, and a step of a small model takes hardly longer than these checks.
+    if all(map(_is_ready, leaves)):
+        return batch
     if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
         leaves = jax.tree.leaves(batch)
@@ -40,7 +43,7 @@ def convert_batch(batch: Batch) -> Batch:
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
         if isinstance(x, jax.Array):
-            if checks.has_tracer([x]) or not x.is_deleted():
+            if _is_ready(x):
                 continue
             raise ValueError(
                 f"{_name_leaf(batch, i)} has been deleted: an earlier call of the step has "
@@ -56,6 +59,11 @@ def convert_batch(batch: Batch) -> Batch:
                 "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
             )
     return batch
+
+
+def _is_ready(x: Leaf) -> bool:
+    """Tell whether a leaf is an array of JAX that still has its data, or a traced one."""
+    return isinstance(x, jax.Array) and (checks.has_tracer((x,)) or not x.is_deleted())
 
 
 def _name_leaf(batch: Batch, i: int) -> str:

@@ -142,11 +142,14 @@ def copy_repeated(state: TrainState) -> TrainState:
 def copy_shared(values: PyTree, donated: Sequence[Leaf]) -> PyTree:
     """Copy the arrays of a tree that a call donates too, since JAX refuses a buffer that a call
     donates and reads, and return others unchanged. Params of a target network are an example."""
-    read = {id(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)}
-    if read.isdisjoint(map(id, donated)):
+    read = set(map(id, jax.tree.leaves(values)))
+    shared = read.intersection(map(id, donated))
+    if not shared:
         return values
-    known = set(map(id, donated))
-    return jax.tree.map(lambda x: copy(x) if id(x) in known else x, values)
+    # Python's small numbers are shared, too.
+    return jax.tree.map(
+        lambda x: copy(x) if id(x) in shared and isinstance(x, jax.Array) else x, values
+    )
 
 
 def replicate_counters(state: TrainState) -> TrainState:
