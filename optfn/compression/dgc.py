@@ -277,7 +277,9 @@ def _accumulate_and_send_shards(
     # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
-        directions[i], velocity[i] = _update_dense_leaf(options, skip, mean, velocity[i])
+        direction, new = options.correction.average(mean, velocity[i])
+        directions[i] = jnp.where(skip, 0.0, direction)
+        velocity[i] = jnp.where(skip, velocity[i], new)
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large and options.in_own_loop:
         warn_of_equal_gradients("deep_gradient_compression", updates, step, options.axis_name)
@@ -342,12 +344,3 @@ def _average_and_clip(
         return g * jnp.where(compressing, clip_factor(norm, c), 1.0)
 
     return tree.map_named(local, updates, residuals)
-
-
-def _update_dense_leaf(
-    options: Options, skip: jax.Array, mean: jax.Array, velocity: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the direction and velocity of momentum on the mean gradient, or a zero direction and
-    the old velocity if `skip`."""
-    direction, new = options.correction.average(mean, velocity)
-    return jnp.where(skip, 0.0, direction), jnp.where(skip, velocity, new)

@@ -29,7 +29,7 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.loss.jaxprs.constraints import name_refused_constraints
 from optfn.mesh.collectives.devices import Devices
-from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.collectives.mesh import count_devices, is_on_several_cpus
 from optfn.mesh.layout import data_parallel as parallel
 from optfn.mesh.layout import processes
 from optfn.mesh.layout.as_placed import AsPlaced
@@ -345,7 +345,7 @@ class TrainStep:
         if not (self._has_run or is_traced) and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
         if not is_placed and (self.layout is not None or not is_traced):
-            batch = self._place(batch)
+            batch = self._split_batch(batch) if self.layout else parallel.copy_host_arrays(batch)
         if self.local is not None:
             state = self._keep_apart(state, batch)
         arguments = self.list_arguments(state, batch)
@@ -381,11 +381,6 @@ class TrainStep:
         if known.flags:
             self._check_flags([x._replace(value=leaves[x.value]) for x in known.flags])
         return known.lasting
-
-    def _place(self, batch: Batch) -> Batch:
-        """Return a converted batch on the mesh, split over the data axes, or without a mesh with
-        its NumPy arrays copied."""
-        return parallel.copy_host_arrays(batch) if self.layout is None else self._split_batch(batch)
 
     def _keep_apart(self, state: TrainState, batch: Batch) -> TrainState:
         """Return the state of local steps with a copy of all counters for each worker if the loss
@@ -539,13 +534,8 @@ def wait_on_cpus(metrics: dict[str, Any]) -> None:
     CPU devices share their threads. If several steps run at once, one may hold the threads that an
     all-reduce of another waits for.
     """
-    if not checks.has_tracer([metrics["loss"]]) and _is_on_several_cpus(metrics["loss"]):
+    if not checks.has_tracer([metrics["loss"]]) and is_on_several_cpus(metrics["loss"]):
         jax.block_until_ready(metrics)
-
-
-def _is_on_several_cpus(x: jax.Array) -> bool:
-    """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
-    return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
 def find_layout(options: StepArguments) -> Layout | None:

@@ -263,6 +263,10 @@ def without_frozen(
     return make
 
 
+# The public chain: a leaf that a link freezes is frozen for all links.
+chain = without_frozen(core.chain)
+
+
 def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
     """Return the paths of the leaves that attributes freeze."""
     return _paths(lambda attr: not attr.trainable, param_attrs, values)

@@ -139,7 +139,8 @@ def master_weights(
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
-        _check_x64(wide_dtype)
+        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
+            raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
         def widen(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
             p = tree.as_array(p)
@@ -174,13 +175,6 @@ def master_weights(
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_x64(wide_dtype: np.dtype[Any]) -> None:
-    """Raise a ValueError if JAX would shorten this dtype, as it does float64 without
-    jax_enable_x64."""
-    if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
-        raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
 
 def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
@@ -296,7 +290,7 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
 
 def choose_masters(
     multi_precision: object,
-) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
+) -> Callable[[optax.GradientTransformation], optax.GradientTransformationExtraArgs]:
     """Return the wrapper for `multi_precision`, with copies for True, remainders for 32 or 24 and
     no masters for False, or raise a TypeError for any other value."""
     if isinstance(multi_precision, bool | np.bool_):

@@ -258,7 +258,8 @@ def _run_together(
         return read(run_equations(equations, bindings(reads, operands), rule=rule), results)
 
     if any(isinstance(values[a], ShardedParam) for a in reads):
-        run = jax.checkpoint(run, prevent_cse=False, policy=_without_gathered(_keep_all))
+        policy = _without_gathered(jax.checkpoint_policies.everything_saveable)
+        run = jax.checkpoint(run, prevent_cse=False, policy=policy)
     values |= bindings(results, run(read(values, reads)))
 
 
@@ -266,11 +267,6 @@ def _has_checkpoint(equation: Equation) -> bool:
     """Tell whether an equation is a `jax.checkpoint`, or runs a function that has one."""
     inside = (e for jaxpr in find_inner_jaxprs(equation) for e in walk(jaxpr))
     return any(as_checkpoint(e) is not None for e in (equation, *inside))
-
-
-def _keep_all(*args: object, **params: object) -> bool:
-    """Return True for every value, as the policy of a checkpoint that recomputes nothing."""
-    return True
 
 
 def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:

@@ -217,3 +217,9 @@ def data_mesh(
     if count > len(found):
         raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
     return Mesh(np.array(torus.sort_chips(found[:count])), (axis_name,))
+
+
+def is_on_several_cpus(x: jax.Array) -> bool:
+    """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
+    device: Any = next(iter(x.sharding.device_set))
+    return x.sharding.num_devices > 1 and device.platform == "cpu"
