@@ -68,8 +68,7 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             return tx.update(leafwise.densify_rows(updates), state, params, **extra)
 
         try:
-            result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
-            return result
+            return tx.update(updates, state, params, **extra)
         except (TypeError, ValueError) as error:
             sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
             if sparse and _is_traceable(update_dense):

@@ -35,8 +35,7 @@ class PerTensor:
         layout, values = self.layout, list(self.values)
         in_units = partial(_broadcast_units, layout, shape)
         in_tensors = partial(_broadcast_tensors, layout, shape)
-        wide: jax.Array = xla.call_for_platform(in_units, in_tensors, values)
-        return wide
+        return xla.call_for_platform(in_units, in_tensors, values)
 
 
 def _broadcast_units(

@@ -175,8 +175,7 @@ class LossProgram:
         """Return the params, with the shape and dtype of the whole array in place of each
         ShardedParam, and with all other leaves unchanged."""
         leaves = [_whole_shape(x) for x in self._leaves]
-        whole: Params = jax.tree.unflatten(self._structure, leaves)
-        return whole
+        return jax.tree.unflatten(self._structure, leaves)
 
     def evaluate(self, params: Params) -> Any:
         """Run the traced loss on whole params, or call the loss function if it was not traced, and

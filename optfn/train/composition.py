@@ -170,10 +170,7 @@ def _compose_for_compiler(
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         specs = specs_of_state(state, layout), P()
-        result: tuple[TrainState, dict[str, Any]] = hide_explicit_axes(step, mesh, specs)(
-            state, batch
-        )
-        return result
+        return hide_explicit_axes(step, mesh, specs)(state, batch)
 
     return run
 

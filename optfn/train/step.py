@@ -38,22 +38,9 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import layout_of
 from optfn.mesh.layout.traffic import warn_if_nothing_compressed
 from optfn.mesh.state import reports
-from optfn.tables.sharded_table import (
-    check_rows,
-    check_tables,
-    divide_tables,
-    to_logical,
-    unwrap_tables,
-)
+from optfn.tables import sharded_table
+from optfn.train import ineffective
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
-from optfn.train.ineffective import (
-    warn_of_frozen,
-    warn_of_lazy,
-    warn_of_lazy_sums,
-    warn_of_moves,
-    warn_of_replicas,
-    warn_of_unclipped,
-)
 from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
@@ -162,11 +149,11 @@ class TrainStep:
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
-        warn_of_replicas(params, self.mesh)
-        warn_of_frozen(self.tx, params)
-        warn_of_unclipped(self.tx)
+        ineffective.warn_of_replicas(params, self.mesh)
+        ineffective.warn_of_frozen(self.tx, params)
+        ineffective.warn_of_unclipped(self.tx)
         if self.options.state_memory is not None:
-            warn_of_moves(state.opt_state)
+            ineffective.warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
         # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
         if self.local is None:
@@ -175,9 +162,9 @@ class TrainStep:
             warn_of_order("tx", self.tx, state.opt_state.inner.inner_state, params)
             warn_of_order("outer", self.local.outer, state.opt_state.outer, params)
         if self.options.tables is not None:
-            warn_of_lazy_sums(self.tx)
+            ineffective.warn_of_lazy_sums(self.tx)
         elif self.options.value_and_grad is None:
-            warn_of_lazy(self.tx, state.params)
+            ineffective.warn_of_lazy(self.tx, state.params)
         return state
 
     def _make_state(
@@ -198,12 +185,12 @@ class TrainStep:
             return replicate_counters(copy_repeated(self._keep_in_memory(state)))
         layout = layout or self.layout.follow(params)
         # Tables in the params of an earlier state have the stored order of their rows.
-        params = layout.place_params(to_logical(params))
+        params = layout.place_params(sharded_table.to_logical(params))
         if layout.tables is not None:
             owners = Devices(layout.mesh, layout.shard_axes)
-            params = divide_tables(params, _find_tables(layout, params), owners)
+            params = sharded_table.divide_tables(params, _find_tables(layout, params), owners)
         opt_state = layout.init((self.local or self.tx).init, params)
-        check_rows(opt_state)
+        sharded_table.check_rows(opt_state)
         opt_state = self._add_statistics(opt_state, model_state, layout.replicate)
         step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
         return self._keep_in_memory(copy_repeated(TrainState(step, params, opt_state, model_state)))
@@ -463,8 +450,8 @@ class TrainStep:
             )
         self._check_model_state(state.model_state)
         if self.layout is not None and self.layout.tables is not None:
-            params = unwrap_tables(state.params)
-            check_tables(state.params, _find_tables(self.layout, params))
+            params = sharded_table.unwrap_tables(state.params)
+            sharded_table.check_tables(state.params, _find_tables(self.layout, params))
         check_rounds(state.opt_state, self.local, self.layout)
         self._check_step(state)
 

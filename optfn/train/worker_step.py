@@ -180,12 +180,7 @@ class _WorkerStep:
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
         extra |= self._make_arguments(inputs, workers, grads, needs) | {"value": loss}
-        # The model state of all workers: means of floating-point arrays, integers of the first
-        # worker, and keys that the loss did not change as before.
-        model_state = restore_unchanged_keys(
-            values.model_state, inputs.model_state, state.model_state
-        )
-        model_state = mean_or_first(model_state, self.axes)
+        model_state = _average_model_state(values.model_state, inputs, state, self.axes)
         if values.weight is not None:
             _refuse_multi_steps(state.opt_state)
             extra["weight"] = values.weight
@@ -202,8 +197,7 @@ class _WorkerStep:
 
             update = functools.partial(run_on_host, update, self.layout)
         state = update(state_before, state)
-        metrics = {"loss": loss} | ({} if aux is None else {"aux": aux})
-        metrics |= collect_reports(state.opt_state) | collect_rates(state.opt_state)
+        metrics = _collect_metrics(loss, aux, state.opt_state)
         if values.weight is not None:
             # A mean over nothing is no number.
             metrics["loss"] = jnp.where(empty, jnp.nan, loss)
@@ -310,3 +304,24 @@ def constrain_params(params: Params, layout: Layout | None) -> Params:
         lambda spec, x: constrain_sharding(x, layout.mesh, restrict_spec(spec, layout.inner_axes)),
         layout.param_specs(params), params, is_leaf=is_spec,
     )  # fmt: skip
+
+
+def _average_model_state(new: PyTree, inputs: Inputs, before: TrainState, axes: Axes) -> PyTree:
+    """Return the model state of all workers: means of floating-point arrays, integers of the first
+    worker, and keys that the loss did not change as before.
+
+    Args:
+      new: the model state that the loss of this worker returned.
+      inputs: the inputs of this worker's loss.
+      before: the state before the step.
+      axes: the mesh axes of the workers; none in a round of local steps.
+    """
+    restored = restore_unchanged_keys(new, inputs.model_state, before.model_state)
+    return mean_or_first(restored, axes)
+
+
+def _collect_metrics(loss: jax.Array, aux: PyTree, opt_state: OptState) -> dict[str, Any]:
+    """Return the loss, aux unless it is None, all that the wrappers of a state report, and its
+    learning rates."""
+    metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | collect_reports(opt_state)
+    return metrics | collect_rates(opt_state)

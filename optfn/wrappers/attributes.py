@@ -304,8 +304,7 @@ def _mark_stacked_leaves(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         marked = None if params is None else mark(params)
-        updated: Stepped = tx.update(mark(updates), state, marked, **extra)
-        return updated
+        return tx.update(mark(updates), state, marked, **extra)
 
     return core.Unchecked(lambda params: tx.init(mark(params)), update)
 

@@ -139,8 +139,7 @@ def master_weights(
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
-        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
-            raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
+        _check_x64(wide_dtype)
 
         def widen(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
             p = tree.as_array(p)
@@ -175,6 +174,13 @@ def master_weights(
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_x64(wide_dtype: np.dtype[Any]) -> None:
+    """Raise a ValueError if JAX would shorten this dtype, as it does float64 without
+    jax_enable_x64."""
+    if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
+        raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
 
 def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:

@@ -5,20 +5,8 @@ from typing import NamedTuple, TypeAlias
 
 import jax.extend.core as jex
 
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Jaxpr,
-    Scan,
-    Variable,
-    as_branches,
-    as_call,
-    as_collective,
-    as_scan,
-    find_inner_jaxprs,
-    has_side_effects,
-    is_barrier,
-)
+from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Scan, Variable
 
 Marks: TypeAlias = list[bool]
 
@@ -55,7 +43,7 @@ def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
     found: list[Live] = []
     for equation in reversed(jaxpr.eqns):
         marks = [v in needed for v in equation.outvars]
-        if any(marks) or has_side_effects(equation):
+        if any(marks) or primitives.has_side_effects(equation):
             inputs, inside = _enter(equation, marks)
             need(equation.invars, inputs)
             found += [Live(equation, 1, marks), *inside]
@@ -65,14 +53,14 @@ def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
 def _enter(equation: Equation, marks: Marks) -> tuple[Marks, list[Live]]:
     """Return which operands the marked results of an equation need, and the equations inside, where
     an equation of an unknown kind needs all operands."""
-    if (call := as_call(equation)) is not None:
+    if (call := primitives.as_call(equation)) is not None:
         return _follow(call.body, marks)
-    if (scan := as_scan(equation)) is not None:
+    if (scan := primitives.as_scan(equation)) is not None:
         return _follow_scan(scan, marks)
-    if is_barrier(equation) or as_collective(equation) is not None:
+    if primitives.is_barrier(equation) or primitives.as_collective(equation) is not None:
         return marks, []
-    inner = find_inner_jaxprs(equation)
-    if as_branches(equation) is not None:
+    inner = primitives.find_inner_jaxprs(equation)
+    if primitives.as_branches(equation) is not None:
         followed = [_follow(branch, marks) for branch in inner]
         used = [any(column) for column in zip(*(inputs for inputs, _ in followed), strict=True)]
         return [True, *used], followed[-1][1]

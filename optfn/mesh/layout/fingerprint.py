@@ -193,9 +193,7 @@ def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: M
             # Equal checksums: the least is the greatest along the axes of copies.
             same = lax.pmin(sums, axes) == lax.pmax(sums, axes)
             differ = differ.at[np.array(members)].set(jnp.any(~same, axis=1).astype(jnp.int32))
-        found: jax.Array = lax.pmax(differ, mesh.axis_names)
-        return found
+        return lax.pmax(differ, mesh.axis_names)
 
     run = jax.shard_map(compare, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    found: jax.Array = run(*arrays)
-    return found
+    return run(*arrays)

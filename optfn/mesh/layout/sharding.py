@@ -21,6 +21,7 @@ from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.primitives import NESTS_AXES_IN_ANY_ORDER
+from optfn.mesh.collectives import packets
 from optfn.mesh.collectives.axes import (
     Axes,
     AxisName,
@@ -31,11 +32,6 @@ from optfn.mesh.collectives.axes import (
 )
 from optfn.mesh.collectives.means import SMALL_BYTES
 from optfn.mesh.collectives.mesh import are_in_order, count_devices
-from optfn.mesh.collectives.packets import (
-    Compressor,
-    check_gradient_compressor,
-    check_param_compressor,
-)
 from optfn.mesh.layout.as_placed import AsPlaced
 from optfn.mesh.layout.mesh_layout import Layout, Replicated, check_fit
 from optfn.mesh.layout.specs import (
@@ -56,8 +52,8 @@ class Sharded:
     axis: Axes | None = None
     whole: Pattern | None = None
     gather_once: bool = False
-    gather: Compressor | None = None
-    reduce: Compressor | None = None
+    gather: packets.Compressor | None = None
+    reduce: packets.Compressor | None = None
     reduce_dtype: DType | None = None
 
     def __repr__(self) -> str:
@@ -104,8 +100,8 @@ def sharded(
     *,
     axis: AxisName = None,
     whole: Pattern | None = None,
-    gather: Compressor | None = None,
-    reduce: Compressor | None = None,
+    gather: packets.Compressor | None = None,
+    reduce: packets.Compressor | None = None,
     gather_once: bool = False,
     reduce_dtype: DType | None = None,
 ) -> Sharded:
@@ -168,8 +164,8 @@ def sharded(
     compressors = {
         name: None if given is None else check(f"sharded: {name}", given)
         for name, check, given in (
-            ("gather", check_param_compressor, gather),
-            ("reduce", check_gradient_compressor, reduce),
+            ("gather", packets.check_param_compressor, gather),
+            ("reduce", packets.check_gradient_compressor, reduce),
         )
     }
     if any(x is not None for x in compressors.values()) and (

@@ -118,8 +118,7 @@ def gather_shard(
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
         names, mesh, dtype = layout.shard_axes, layout.mesh, layout.reduce_dtype
         mean = mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
-        averaged: jax.Array = mean_over_axes(mean, mean_axes, layout.mean_dtype)
-        return averaged
+        return mean_over_axes(mean, mean_axes, layout.mean_dtype)
 
     @jax.custom_vjp
     def gather(x: jax.Array, step: jax.Array | None, counts: jax.Array | None) -> jax.Array:
@@ -211,5 +210,4 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
 
     in_specs, out_specs = (layout.keep_shard_axes(x) for x in (before, specs))
     names = layout.shard_axes
-    whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
-    return whole
+    return shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
