@@ -30,7 +30,7 @@ from optfn.mesh.collectives.axes import (
 )
 from optfn.mesh.collectives.gathers import all_gather_shards
 from optfn.mesh.collectives.means import mean_scatter
-from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout.mesh_layout import check_fit
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -84,23 +84,7 @@ class StagePlacement:
             )
         for place, x, spec in tree.items(stages, self.param_specs):
             if not tree.is_masked(x):
-                self._check_fit(str(place), x.shape[front:], spec)
-
-    def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
-        """Raise a ValueError unless a PartitionSpec has no more entries than a leaf has axes in a
-        stage, and divides these evenly."""
-        if len(spec) > len(shape):
-            raise ValueError(
-                f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
-                f"shape in a stage is {shape}"
-            )
-        for size, entry in zip(shape, spec, strict=False):
-            devices = count_devices(self.mesh, to_axes(entry))
-            if size % devices:
-                raise ValueError(
-                    f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
-                    f"{shape}, over {devices} devices"
-                )
+                check_fit(str(place), x.shape[front:], spec, self.mesh, "param_specs of a stage")
 
     @staticmethod
     def _inexact_specs(params: Params, specs: PyTree) -> list[P]:

@@ -34,13 +34,13 @@ def count_products_sent(program: Equations, divided: Mapping[Variable, int], dev
             dimension, moved = _divide_product(equation, product, along)
             sent += (devices - 1) / devices * moved
         else:
-            dimension = None if others else _follow(equation, along)
+            dimension = None if others else _divide_result(equation, along)
         if dimension is not None:
             along[result] = dimension
     return sent
 
 
-def _follow(equation: Equation, along: Mapping[Any, int]) -> int | None:
+def _divide_result(equation: Equation, along: Mapping[Any, int]) -> int | None:
     """Return the dimension along which the result of an equation is divided, because an operand of
     as many entries is, or None otherwise. A reshape divides it as far as it keeps the dimension."""
     order, shape = primitives.as_transpose(equation), primitives.type_of(equation.outvars[0]).shape

@@ -75,7 +75,7 @@ def _mark_scan(scan: Scan, given: Marks) -> Marks:
     def body(carry: Marks) -> Marks:
         return _mark_jaxpr(scan.body.jaxpr, [*constants, *carry, *elements])
 
-    carry = _find_fixed_point(lambda carry: body(carry)[: scan.num_carry], list(carry))
+    carry = find_fixed_point(lambda carry: body(carry)[: scan.num_carry], list(carry))
     return [*carry, *body(carry)[scan.num_carry :]]
 
 
@@ -90,10 +90,10 @@ def _mark_while(loop: While, given: Marks) -> Marks:
         # All results depend on the number of iterations.
         return [condition or mark for mark in new]
 
-    return _find_fixed_point(once, list(carry))
+    return find_fixed_point(once, list(carry))
 
 
-def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
+def find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
     """Add the marks of step(carry) to the carry's marks until a step adds no more, and return
     them."""
     while True:

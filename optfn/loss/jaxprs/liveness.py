@@ -1,14 +1,13 @@
 """The equations of a program that its results need: compilers remove the others."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax.extend.core as jex
 
 from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.dependence import Marks, find_fixed_point
 from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Scan, Variable
-
-Marks: TypeAlias = list[bool]
 
 
 class Live(NamedTuple):
@@ -73,12 +72,11 @@ def _follow_scan(scan: Scan, marks: Marks) -> tuple[Marks, list[Live]]:
     the carry needs no more, and the equations inside."""
     body, last = scan.body.jaxpr, scan.num_constants + scan.num_carry
     carry, results = marks[: scan.num_carry], marks[scan.num_carry :]
-    while True:
-        inputs, inside = _follow(body, [*carry, *results])
-        before = inputs[scan.num_constants : last]
-        new = [a or b for a, b in zip(carry, before, strict=True)]
-        if new == carry:
-            break
-        carry = new
+
+    def once(carry: Marks) -> Marks:
+        return _follow(body, [*carry, *results])[0][scan.num_constants : last]
+
+    carry = find_fixed_point(once, carry)
+    inputs, inside = _follow(body, [*carry, *results])
     used = [*inputs[: scan.num_constants], *carry, *inputs[last:]]
     return used, [x._replace(times=x.times * scan.length) for x in inside]
