@@ -249,9 +249,8 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths of leaves that `exclude=` of an optimizer of optfn, or of a link in it,
     exempts from weight decay."""
-    found: set[str] = set()
-    for link in getattr(tx, "inner", []):
-        found |= _find_without_decay(link, params)
+    inside = getattr(tx, "inner", [])
+    found = set[str]().union(*(_find_without_decay(link, params) for link in inside))
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found

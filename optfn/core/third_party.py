@@ -32,8 +32,7 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
-            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
-            f"got {checks.show(tx)}"
+            f"optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); got {checks.show(tx)}"
         )
     return tx
 

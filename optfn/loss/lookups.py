@@ -351,10 +351,8 @@ def _run_checkpoint_on_rows(
     dense = [i for i, path in enumerate(paths) if path is None]
 
     def rest(values: list[Value], rows: list[jax.Array]) -> Any:
-        inputs = list(operands)
-        for i, x in zip(dense, values, strict=True):
-            inputs[i] = x
-        return inner.value(inputs, rows)
+        given = dict(zip(dense, values, strict=True))
+        return inner.value([given.get(i, x) for i, x in enumerate(operands)], rows)
 
     _, rows = inner.look_up(operands)
     run = jax.checkpoint(rest, prevent_cse=checkpoint.prevent_cse, policy=checkpoint.policy)

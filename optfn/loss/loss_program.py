@@ -147,10 +147,8 @@ class LossProgram:
         ids, rows = ([], []) if program is None else program.look_up(self._leaves)
 
         def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
-            leaves = list(self._leaves)
-            for i, x in zip(dense, values, strict=True):
-                leaves[i] = x
-            return self._value(leaves, rows)
+            given = dict(zip(dense, values, strict=True))
+            return self._value([given.get(i, x) for i, x in enumerate(self._leaves)], rows)
 
         value, (grads, row_grads) = jax.value_and_grad(
             loss_of_rows if transform is None else transform(loss_of_rows),

@@ -159,10 +159,10 @@ class StackedStages(StagePlacement):
             return list(lax.pmean(gradients, self.data_axis))
         names = to_axes(self.data_axis)
         specs = self._inexact_specs(weights, self.param_specs)
-        means = []
-        for g, spec in zip(gradients, specs, strict=True):
-            means.append(mean_scatter(g, self._data_divisions(spec), names, self.mesh))
-        return means
+        return [
+            mean_scatter(g, self._data_divisions(spec), names, self.mesh)
+            for g, spec in zip(gradients, specs, strict=True)
+        ]
 
     def _data_divisions(self, spec: P) -> list[Division]:
         """Return the dimension of a leaf (v, …) that the data axis divides, as a list of one

@@ -467,10 +467,9 @@ class TrainStep:
             )
         if np.ndim(state.step):
             raise ValueError(
-                f"the step trains one state, whose step is a scalar; got a state whose step has "
-                f"shape {np.shape(state.step)}, as a population has: call "
-                "jax.vmap(step, in_axes=(0, None))(state, batch) in a loop of your own, or pass "
-                "one member to fit"
+                "the step trains one state, whose step is a scalar; got a state whose step has "
+                f"shape {np.shape(state.step)}, as a population has: call jax.vmap(step, "
+                "in_axes=(0, None))(state, batch) in a loop of your own, or pass one member to fit"
             )
         if is_array and self.layout is not None:
             self._check_devices(state.step)

@@ -118,10 +118,8 @@ def _make_int8_storage(signed: Sequence[bool]) -> Storage:
         return tuple(new)
 
     def decode(arrays: Arrays) -> Arrays:
-        moments: list[jax.Array] = []
-        for x, scale, is_signed in zip(arrays[::2], arrays[1::2], signed, strict=True):
-            moments.append(_codes(is_signed)[0](x, scale))
-        return tuple(moments)
+        moments = zip(arrays[::2], arrays[1::2], signed, strict=True)
+        return tuple(_codes(is_signed)[0](x, scale) for x, scale, is_signed in moments)
 
     parts: list[Part] = []
     for is_signed in signed:

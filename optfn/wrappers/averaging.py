@@ -24,7 +24,7 @@ from optfn.core.updates import apply_updates
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import repack, unpack
 from optfn.mesh.compilers import memories, xla
-from optfn.mesh.state.per_worker import find_nodes
+from optfn.mesh.state.names import iterate_nodes
 from optfn.transforms.in_place import run_in_passes
 
 
@@ -103,9 +103,7 @@ def add_statistics(
 
 def has_statistics(opt_state: OptState) -> bool:
     """Tell whether an average in a state averages the model state too."""
-    kinds = ExponentialMovingAverageState, ModelAverageState
-    found = (x for kind in kinds for x in find_nodes(kind, opt_state))
-    return any(x.statistics is not None for x in found)
+    return any(x.statistics is not None for x in iterate_nodes(is_average, opt_state))
 
 
 def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
