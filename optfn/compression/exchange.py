@@ -36,14 +36,8 @@ from optfn.mesh.collectives.axes import Axes, AxisName, axis_size, check_axis_na
 from optfn.mesh.collectives.devices import ONE_WORKER, Devices, Workers
 from optfn.mesh.collectives.means import mean_over_workers, zeros_like_mean
 from optfn.mesh.collectives.packets import check_compressor
-from optfn.mesh.state.per_worker import (
-    Divided,
-    Exchanged,
-    PerWorker,
-    mark_divided,
-    mark_exchanged,
-    mark_per_worker,
-)
+from optfn.mesh.state import per_worker
+from optfn.mesh.state.per_worker import Divided, Exchanged, PerWorker
 from optfn.tables.rows import Rows
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
@@ -231,7 +225,7 @@ def _hide_frozen(
         state = masking.init(params)
         mark = state.exchanged
         whole = packed.unpack(leafwise.keep_inexact(params))
-        return state._replace(exchanged=mark_exchanged(whole, mark.axes, mark.traffic))
+        return state._replace(exchanged=per_worker.mark_exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, masking.update)
 
@@ -239,7 +233,7 @@ def _hide_frozen(
 def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
     """Return the state of `exchange(None)`, which marks all leaves as exchanged and has no
     arrays."""
-    return ExchangeDenseState(mark_exchanged(params, options.axis_name))
+    return ExchangeDenseState(per_worker.mark_exchanged(params, options.axis_name))
 
 
 def _average_dense(
@@ -274,10 +268,12 @@ def _init_residuals(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        mark_per_worker(structure.unflatten(residuals), options.axis_name),
+        per_worker.mark_per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        mark_exchanged(params, options.axis_name, traffic),
-        mark_divided(structure.unflatten(published), options.axis_name) if by_parts else (),
+        per_worker.mark_exchanged(params, options.axis_name, traffic),
+        per_worker.mark_divided(structure.unflatten(published), options.axis_name)
+        if by_parts
+        else (),
     )
 
 

@@ -76,9 +76,7 @@ class StepEstimate:
         """Return a few lines for people."""
 
         def ms(seconds: float) -> str:
-            if 0 < seconds < 1e-5:
-                return f"{1e6 * seconds:.2f} µs"
-            return f"{1e3 * seconds:.2f} ms"
+            return f"{1e6 * seconds:.2f} µs" if 0 < seconds < 1e-5 else f"{1e3 * seconds:.2f} ms"
 
         whole, exposed = sum(self.communication.values()), sum(self.exposed.values())
         lines = [

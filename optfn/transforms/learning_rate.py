@@ -105,9 +105,7 @@ def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[ja
 def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
     """Return the factor of each leaf's rate, by its path in `factors`, as a PerLeaf, or 1.0 if
     `factors` is None."""
-    if factors is None:
-        return 1.0
-    return tensors.scalars_of_leaves(factors.__getitem__, updates)
+    return 1.0 if factors is None else tensors.scalars_of_leaves(factors.__getitem__, updates)
 
 
 @traits(link="rate", passes_rows=True)

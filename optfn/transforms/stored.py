@@ -26,9 +26,7 @@ MOMENT_DTYPES = ("bfloat16", "int8")
 
 def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
     """Return `moment_dtype` if it is None, "bfloat16" or "int8", else raise a ValueError."""
-    if moment_dtype is None:
-        return None
-    return checks.choice(argument, moment_dtype, MOMENT_DTYPES)
+    return None if moment_dtype is None else checks.choice(argument, moment_dtype, MOMENT_DTYPES)
 
 
 def declare_codes(field: str, *, signed: bool) -> Encoded:

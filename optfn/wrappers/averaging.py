@@ -122,9 +122,7 @@ def _widen_param(p: jax.Array) -> jax.Array:
     rounding."""
     # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
-    if p.dtype == jnp.bfloat16:
-        wide = xla.round_to_bfloat16(wide)
-    return wide
+    return xla.round_to_bfloat16(wide) if p.dtype == jnp.bfloat16 else wide
 
 
 @core.record_call

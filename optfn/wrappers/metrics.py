@@ -236,6 +236,4 @@ def _combine_workers(name: str, node: object) -> jax.Array:
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value
-    if name.endswith("norm"):
-        return jnp.sqrt(jnp.mean(jnp.square(value)))
-    return jnp.min(value)
+    return jnp.sqrt(jnp.mean(jnp.square(value))) if name.endswith("norm") else jnp.min(value)
