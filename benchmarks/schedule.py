@@ -16,14 +16,16 @@ exposed then, and a step is compute and communication.
 import argparse
 import fnmatch
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import pods
 from optfn.distributed import Chip, StepEstimate
 from optfn.plan.communication import KINDS
-from optfn.plan.links import list_mesh_places
-from optfn.plan.step_estimate import estimate_schedule
+from optfn.plan.hlo import Program
+from optfn.plan.links import Place, list_box, list_places
+from optfn.plan.schedule import Schedule
+from optfn.plan.step_estimate import make_estimate, make_links
 
 HEAD = "compute ms | communication ms | exposed ms | step ms | exposed % | MFU %"
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A",
@@ -59,6 +61,26 @@ def file_lines(name: str, found: StepEstimate, loops: bool) -> Iterator[str]:
         times = "?" if x.times is None else x.times
         inner = cells(x.compute, x.communication, x.exposed, x.seconds)
         yield f"| {times} × {x.name} | {inner} |"
+
+
+def list_mesh_places(lengths: Sequence[int], ring_of: int) -> list[Place]:
+    """Return the places of a torus as `data_mesh` lists them: x first, or by hosts if no dimension
+    is a ring, whose length is a multiple of `ring_of`."""
+    is_ring = any(length > 1 and length % ring_of == 0 for length in lengths)
+    return list_box(lengths) if is_ring else list_places(lengths)
+
+
+def estimate_schedule(
+    text: str, chip: Chip, *, synchronous: bool = False, places: Sequence[Place] = ()
+) -> StepEstimate:
+    """Return the estimate of a program's text, in which every collective stops compute if
+    `synchronous` is given.
+
+    `places` are the places of its devices on the torus; without them, JAX's order by hosts.
+    """
+    program = Program(text)
+    links = make_links(program, chip, places)
+    return make_estimate(Schedule(program, chip, links.time, synchronous), None)
 
 
 def estimated(text: str, chip: Chip, synchronous: bool = False) -> StepEstimate:

@@ -49,9 +49,9 @@ from optfn.checkpoint.loading import load_state_dict
 from optfn.checkpoint.state_dict import averaged_params, state_dict, summary
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core.updates import apply_updates
-from optfn.leaves.common_names import NORMS_AND_BIASES
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
+from optfn.leaves.patterns import NORMS_AND_BIASES
 from optfn.loss.mean import Mean
 from optfn.loss.recomputation.recompute import recompute
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
@@ -88,9 +88,8 @@ from optfn.transforms.rates import get_learning_rate, set_learning_rate
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
 from optfn.wrappers.accumulation import accumulate
-from optfn.wrappers.attributes import ParamAttr
+from optfn.wrappers.attributes import ParamAttr, chain
 from optfn.wrappers.averaging import exponential_moving_average, model_average
-from optfn.wrappers.chaining import chain
 from optfn.wrappers.loss_scale import dynamic_loss_scale, loss_scale
 from optfn.wrappers.master_weights import master_weights
 from optfn.wrappers.metrics import metrics, record_metrics

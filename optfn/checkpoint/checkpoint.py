@@ -229,11 +229,7 @@ def _find_step(state: PyTree) -> int:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
-    state: PyTree,
-    *,
-    strict: bool = True,
-    only: Pattern | None = None,
+    path: str | os.PathLike[str], state: PyTree, *, strict: bool = True, only: Pattern | None = None
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the state and the history in the checkpoint at `path`, placed like the template
     `state`, or raise a ValueError if it is damaged or does not fit.

@@ -108,8 +108,7 @@ def compare_frozen(
 
 def _decode_entry(entry: np.ndarray) -> dict[str, list[Any]]:
     """Return the dtype, shape and checksum of each frozen param, from a checkpoint's entry."""
-    decoded: dict[str, list[Any]] = json.loads(np.asarray(entry).tobytes())
-    return decoded
+    return json.loads(np.asarray(entry).tobytes())
 
 
 def _explain(where: object, different: Collection[str]) -> str:

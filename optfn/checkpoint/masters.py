@@ -18,11 +18,7 @@ from optfn.core.types import Leaf, OptState
 from optfn.mesh.state import names as state_names
 from optfn.mesh.state.bits import convert_dtype
 from optfn.transforms import codes
-from optfn.wrappers.master_weights import (
-    MasterWeights24State,
-    MasterWeights32State,
-    MasterWeightsState,
-)
+from optfn.wrappers import master_weights
 
 
 class _SavedForm(NamedTuple):
@@ -35,7 +31,8 @@ class _SavedForm(NamedTuple):
 
 _FORMS: dict[type, _SavedForm] = {}
 for _kind, _bits in (
-    (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
+    (master_weights.MasterWeightsState, None), (master_weights.MasterWeights32State, 32),
+    (master_weights.MasterWeights24State, 24),
 ):  # fmt: skip
     _FORMS[_kind] = _SavedForm(state_names.state_word(_kind), _kind._fields[0], _bits)
 

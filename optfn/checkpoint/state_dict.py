@@ -29,11 +29,7 @@ from optfn.mesh.collectives.axes import AxisName
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import Kind, layout_of
 from optfn.mesh.state import names as state_names
-from optfn.mesh.state.inventory import (
-    arrays_with_entries,
-    find_compressed,
-    find_whole_matrices,
-)
+from optfn.mesh.state.inventory import arrays_with_entries, find_compressed, find_whole_matrices
 from optfn.mesh.state.padded import map_padded, unwrap_padded
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average, read_statistics
@@ -253,9 +249,8 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths of leaves that `exclude=` of an optimizer of optfn, or of a link in it,
     exempts from weight decay."""
-    found: set[str] = set()
-    for link in getattr(tx, "inner", []):
-        found |= _find_without_decay(link, params)
+    inside = getattr(tx, "inner", [])
+    found = set[str]().union(*(_find_without_decay(link, params) for link in inside))
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
     return found

@@ -17,20 +17,10 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.compression.agreement import (
-    agree,
-    check_state_of_leaf,
-    check_worker_gradients,
-    warn_of_equal_gradients,
-)
+from optfn.compression import agreement
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
-from optfn.compression.dgc_phases import (
-    VALUES,
-    Options,
-    packet_formats,
-    update_compressed,
-)
+from optfn.compression.dgc_phases import VALUES, Options, packet_formats, update_compressed
 from optfn.compression.momentum_correction import MomentumCorrection
 from optfn.compression.on_shards import update_on_shards
 from optfn.core import checks, leafwise, numerics, tree
@@ -264,9 +254,9 @@ def _accumulate_and_send_shards(
     `step`.
     """
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        check_worker_gradients("deep_gradient_compression", updates, axis_name)
+        agreement.check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    skip, nonfinite, step = agree(updates, state.step, weight, options.agreeing_axes)
+    skip, nonfinite, step = agreement.agree(updates, state.step, weight, options.agreeing_axes)
     compressing = ~skip & (step >= options.rampup_begin_step)
     # 1. Each worker has another gradient: the mean over its inner axes, clipped, plus the penalty.
     g = _average_and_clip(options, updates, state.residual.value, compressing)
@@ -282,10 +272,13 @@ def _accumulate_and_send_shards(
     # 2. Small leaves: momentum on the mean over workers, the same on all of them.
     means = pmean_leaves([directions[i] for i in small], options.axis_name)
     for i, mean in zip(small, means, strict=True):
-        directions[i], velocity[i] = _update_dense_leaf(options, skip, mean, velocity[i])
+        mean, new = options.correction.average(mean, velocity[i])
+        directions[i], velocity[i] = jnp.where(skip, 0.0, mean), jnp.where(skip, velocity[i], new)
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large and options.in_own_loop:
-        warn_of_equal_gradients("deep_gradient_compression", updates, step, options.axis_name)
+        agreement.warn_of_equal_gradients(
+            "deep_gradient_compression", updates, step, options.axis_name
+        )
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, skip, step, leaves, row_updates=row_updates)
@@ -320,7 +313,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
                 options.is_compressed(g) if options.group is None else not tree.is_masked(residual)
             )
             found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
-            check_state_of_leaf("update", place, found, shape)
+            agreement.check_state_of_leaf("update", place, found, shape)
 
 
 def _average_and_clip(
@@ -347,12 +340,3 @@ def _average_and_clip(
         return g * jnp.where(compressing, clip_factor(norm, c), 1.0)
 
     return tree.map_named(local, updates, residuals)
-
-
-def _update_dense_leaf(
-    options: Options, skip: jax.Array, mean: jax.Array, velocity: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the direction and velocity of momentum on the mean gradient, or a zero direction and
-    the old velocity if `skip`."""
-    direction, new = options.correction.average(mean, velocity)
-    return jnp.where(skip, 0.0, direction), jnp.where(skip, velocity, new)

@@ -10,13 +10,7 @@ from optfn.core import checks
 from optfn.core.checks import Number, Schedule
 from optfn.mesh.collectives.axes import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.wrappers.attributes import (
-    ParamAttrs,
-    apply_to_trained,
-    check_param_attrs,
-    penalties_of_leaves,
-    refuse_decay_factors,
-)
+from optfn.wrappers import attributes
 
 # If a larger fraction of the entries is sent, masking costs more than it gains.
 _MAX_MASKED_DENSITY = 0.02
@@ -38,7 +32,7 @@ def dgc_momentum(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
-    param_attrs: ParamAttrs | None = None,
+    param_attrs: attributes.ParamAttrs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer with momentum whose workers exchange only the largest entries of their
     accumulated gradients (Deep Gradient Compression) and keep the rest.
@@ -89,11 +83,11 @@ def dgc_momentum(
     the size of the axis.
     """
     _warn_of_dense_masking(momentum_masking, sparsity)
-    attrs = check_param_attrs(param_attrs)
-    refuse_decay_factors("dgc_momentum", attrs)
+    attrs = attributes.check_param_attrs(param_attrs)
+    attributes.refuse_decay_factors("dgc_momentum", attrs)
     if regularization is not None:
         core.check_transform("regularization", regularization)
-    penalties = penalties_of_leaves(regularization, attrs)
+    penalties = attributes.penalties_of_leaves(regularization, attrs)
     chain = core.chain(
         deep_gradient_compression(
             momentum,
@@ -114,7 +108,7 @@ def dgc_momentum(
     # One boundary around both links, so that errors name dgc_momentum and gradients are checked
     # once.
     tx = core.with_boundary("dgc_momentum", core.strip_boundary(chain))
-    return apply_to_trained("dgc_momentum", tx, attrs)
+    return attributes.apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:

@@ -129,12 +129,7 @@ class Ramp:
 
 
 def update_compressed(
-    options: Options,
-    skip: jax.Array,
-    step: jax.Array,
-    leaves: Leaves,
-    *,
-    row_updates: bool,
+    options: Options, skip: jax.Array, step: jax.Array, leaves: Leaves, *, row_updates: bool
 ) -> Leaves:
     """Return the compressed leaves after this step, which does nothing if `skip`, takes dense
     momentum before `rampup_begin_step`, and else sends the largest entries.
@@ -225,11 +220,7 @@ def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
 
 
 def _exchange_entries(
-    ramp: Ramp,
-    packet_format: PacketFormat,
-    values: jax.Array,
-    index: jax.Array,
-    leaves: Leaves,
+    ramp: Ramp, packet_format: PacketFormat, values: jax.Array, index: jax.Array, leaves: Leaves
 ) -> Leaves:
     """Exchange the selected entries, as whole leaves if that takes fewer bytes, and return leaves
     with their means as directions and only their rounding errors in v.

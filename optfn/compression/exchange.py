@@ -14,13 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.compression.agreement import (
-    agree,
-    check_state_of_leaf,
-    check_worker_gradients,
-    is_compressible,
-    warn_of_equal_gradients,
-)
+from optfn.compression import agreement
 from optfn.compression.bytes_sent import traffic_of
 from optfn.compression.compressors import (
     BaseCompressor,
@@ -42,14 +36,8 @@ from optfn.mesh.collectives.axes import Axes, AxisName, axis_size, check_axis_na
 from optfn.mesh.collectives.devices import ONE_WORKER, Devices, Workers
 from optfn.mesh.collectives.means import mean_over_workers, zeros_like_mean
 from optfn.mesh.collectives.packets import check_compressor
-from optfn.mesh.state.per_worker import (
-    Divided,
-    Exchanged,
-    PerWorker,
-    mark_divided,
-    mark_exchanged,
-    mark_per_worker,
-)
+from optfn.mesh.state import per_worker
+from optfn.mesh.state.per_worker import Divided, Exchanged, PerWorker
 from optfn.tables.rows import Rows
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
@@ -101,7 +89,11 @@ class _Options(Sending):
         one, it refuses the leaf, or the leaf is masked, small or wider than float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
-            if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
+            if (
+                compressor is None
+                or tree.is_masked(p)
+                or not agreement.is_compressible(p, self.min_size)
+            ):
                 return None
             return compressor if compressor.accepts(p.shape) else None
 
@@ -233,7 +225,7 @@ def _hide_frozen(
         state = masking.init(params)
         mark = state.exchanged
         whole = packed.unpack(leafwise.keep_inexact(params))
-        return state._replace(exchanged=mark_exchanged(whole, mark.axes, mark.traffic))
+        return state._replace(exchanged=per_worker.mark_exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, masking.update)
 
@@ -241,7 +233,7 @@ def _hide_frozen(
 def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
     """Return the state of `exchange(None)`, which marks all leaves as exchanged and has no
     arrays."""
-    return ExchangeDenseState(mark_exchanged(params, options.axis_name))
+    return ExchangeDenseState(per_worker.mark_exchanged(params, options.axis_name))
 
 
 def _average_dense(
@@ -257,7 +249,7 @@ def _average_dense(
     if the state is of another transform or a gradient is already averaged."""
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
-    check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
+    agreement.check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
     return mean_over_workers(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
@@ -276,10 +268,12 @@ def _init_residuals(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        mark_per_worker(structure.unflatten(residuals), options.axis_name),
+        per_worker.mark_per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        mark_exchanged(params, options.axis_name, traffic),
-        mark_divided(structure.unflatten(published), options.axis_name) if by_parts else (),
+        per_worker.mark_exchanged(params, options.axis_name, traffic),
+        per_worker.mark_divided(structure.unflatten(published), options.axis_name)
+        if by_parts
+        else (),
     )
 
 
@@ -340,9 +334,9 @@ def _mean_of_shards(
 
     Dense leaves share one mean, and all others are sent as packets.
     """
-    check_worker_gradients("exchange", whole, options.axis_name)
+    agreement.check_worker_gradients("exchange", whole, options.axis_name)
     # 1. Workers agree whether they skip the exchange, and on the step: both decide branches.
-    skip, _, step = agree(whole, state.step, weight, options.all_axes)
+    skip, _, step = agreement.agree(whole, state.step, weight, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
     residuals = tree.leaves(state.residual.value)
@@ -352,7 +346,7 @@ def _mean_of_shards(
     directions = exchange_densely(leaves, numbers, skip, options.axis_name)
     published = _owner_residuals(whole, state, options.axis_name)
     if numbers and options.in_own_loop:
-        warn_of_equal_gradients("exchange", whole, step, options.axis_name)
+        agreement.warn_of_equal_gradients("exchange", whole, step, options.axis_name)
     if numbers:
         # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)
@@ -389,7 +383,7 @@ def _owner_residuals(updates: Updates, state: ExchangeState, axis_name: Axes) ->
     workers = axis_size(axis_name)
     for place, g, x in tree.items(updates, state.published.value):
         if not (tree.is_masked(x) or tree.is_leaf(g) or x.shape == (g.size,)):
-            check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
+            agreement.check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
     return tree.leaves(state.published.value)
 
 
@@ -407,6 +401,6 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
         if not (tree.is_leaf(g) or tree.is_masked(residual)):
             # A scalar gets an axis: a PerWorker is divided along its first one.
-            check_state_of_leaf("exchange", place, residual, g.shape or (1,))
+            agreement.check_state_of_leaf("exchange", place, residual, g.shape or (1,))
             numbers.append(i)
     return numbers

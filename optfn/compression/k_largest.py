@@ -376,9 +376,7 @@ def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:
 
 def make_search(segments: Segments, k: np.ndarray) -> Search:
     """Return a SampleSearch if segments are whole arrays (chunk None), else a BlockSearch."""
-    if segments.chunk is None:
-        return SampleSearch(segments)
-    return BlockSearch(segments, int(k.max()))
+    return SampleSearch(segments) if segments.chunk is None else BlockSearch(segments, int(k.max()))
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

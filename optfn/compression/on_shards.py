@@ -61,10 +61,7 @@ def update_on_shards(
     specs = group.specs_of(updates), _specs_of_state(state, updates, group)
     param_specs = None if params is None else group.specs_of(params)
     in_specs = *specs, param_specs, None if weight is None else P()
-    result: tuple[Updates, OptState] = group.shard_map(run, in_specs, specs)(
-        updates, state, params, weight
-    )
-    return result
+    return group.shard_map(run, in_specs, specs)(updates, state, params, weight)
 
 
 def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:

@@ -136,8 +136,7 @@ class RowChunks:
 
         if self.rows < 2:
             return reduce_each(x) if x.size else jnp.zeros(0, jnp.float32)
-        result: jax.Array = xla.call_for_platform(reduce_each, lambda x: fn(x, self), x)
-        return result
+        return xla.call_for_platform(reduce_each, lambda x: fn(x, self), x)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of each chunk, (count,), in the dtype of x, which must hold whole chunks,
@@ -264,8 +263,7 @@ class Segments:
 
         if self.chunk is not None:
             return repeat(per_segment)
-        words: jax.Array = xla.call_for_platform(repeat, spread, per_segment)
-        return words
+        return xla.call_for_platform(repeat, spread, per_segment)
 
     def broadcast_to_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
         """Repeat the value of each segment for each of its k entries, (∑k,).

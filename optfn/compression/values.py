@@ -98,9 +98,7 @@ class ValueFormat(NamedTuple):
         last = 2**self.bits - 1
         place = jnp.clip((ratio + 1) * np.float32(last / 2), 0, last)
         place = _round_at_random(place, noise).astype(jnp.uint32)
-        if self.bits == 1:
-            return 1 - place
-        return jnp.where(place < 2, 3 - place, place - 2)
+        return 1 - place if self.bits == 1 else jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
         """Return the float32 values of codes, multiplied by their scales s, which are ignored in

@@ -66,9 +66,7 @@ def scalar(value: Number, like: jax.Array) -> Scalar:
 
 def abs_squared(x: jax.Array) -> jax.Array:
     """Return |x|², real also for complex x."""
-    if jnp.iscomplexobj(x):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(x)
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 def moving_average(average: jax.Array, x: jax.Array, decay: Number) -> jax.Array:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn.core import boundary, checks, errors, leafwise
+from optfn.core import boundary, checks, errors, leafwise, third_party
 from optfn.core.checks import T
 from optfn.core.printing import call_text
 from optfn.core.types import OptState, Params, Stepped, Updates
@@ -408,18 +408,9 @@ def check_transform(
       tx: its value.
       factory: the factory that the error suggests for a number.
     """
-    return tx if isinstance(tx, Transform) else _convert_transform(argument, tx, factory)
-
-
-def _convert_transform(
-    argument: str, tx: Any, factory: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation that an object is or makes, with clearer errors if it is
-    third-party, or raise a TypeError that names the argument."""
-    # A first use passes transformations of optfn, and does not import this.
-    from optfn.core import third_party
-
-    tx = third_party.convert_transform(argument, tx, factory)
-    if not isinstance(tx, Transform):
-        tx = third_party.explain_errors(argument, tx)
-    return optax.with_extra_args_support(tx)
+    if isinstance(tx, Transform):
+        return tx
+    made = third_party.convert_transform(argument, tx, factory)
+    if not isinstance(made, Transform):
+        made = third_party.explain_errors(argument, made)
+    return optax.with_extra_args_support(made)

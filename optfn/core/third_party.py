@@ -32,8 +32,7 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
-            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
-            f"got {checks.show(tx)}"
+            f"optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); got {checks.show(tx)}"
         )
     return tx
 
@@ -68,8 +67,7 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             return tx.update(leafwise.densify_rows(updates), state, params, **extra)
 
         try:
-            result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
-            return result
+            return tx.update(updates, state, params, **extra)
         except (TypeError, ValueError) as error:
             sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
             if sparse and _is_traceable(update_dense):

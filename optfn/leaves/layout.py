@@ -93,10 +93,10 @@ class BufferLayout:
         # A single run is the whole array, of any number of axes; several lie in a flat buffer.
         if len(self.runs) > 1:
             pieces = [x[run.start : run.stop] for run in self.runs]
-        tensors = []
-        for piece, run in zip(pieces, self.runs, strict=True):
-            tensors.append(piece.reshape(run.num_tensors, *run.shape[run.stacked :]))
-        return tensors
+        return [
+            piece.reshape(run.num_tensors, *run.shape[run.stacked :])
+            for piece, run in zip(pieces, self.runs, strict=True)
+        ]
 
     def rows(self, x: jax.Array) -> list[jax.Array]:
         """Return the tensors of each run of a buffer as rows (num_tensors, n), or for an array of

@@ -298,10 +298,8 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 def take_subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     """Return a Packed of the chosen leaves, by their indices, in the order of `whole`."""
     layout = select_leaves(whole.layout, chosen)
-    buffers = []
-    for buffer, x in whole.buffer_items():
-        if not chosen.isdisjoint(buffer.leaves):
-            buffers.append(_select_elements(buffer, chosen, x))
+    pairs = (x for x in whole.buffer_items() if not chosen.isdisjoint(x[0].leaves))
+    buffers = [_select_elements(buffer, chosen, x) for buffer, x in pairs]
     frozen = whole.frozen_leaves()
     return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 

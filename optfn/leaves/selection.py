@@ -52,16 +52,11 @@ class Selection:
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
 
 
-def _pass_through(updates: Updates, params: Params) -> Updates:
-    """Return the updates unchanged."""
-    return updates
-
-
 def restrict(
     rule: core.Unchecked,
     choose: Callable[[PyTree], Collection[str]],
     state_type: Callable[[OptState], OptState] | None = None,
-    others: Callable[[Updates, Params], Updates] = _pass_through,
+    others: Callable[[Updates, Params], Updates] = lambda updates, params: updates,
 ) -> core.Unchecked:
     """Return a rule that applies `rule` to the leaves that `choose` selects, and gives all others
     the updates of `others`, by default the given ones.

@@ -35,8 +35,7 @@ class PerTensor:
         layout, values = self.layout, list(self.values)
         in_units = partial(_broadcast_units, layout, shape)
         in_tensors = partial(_broadcast_tensors, layout, shape)
-        wide: jax.Array = xla.call_for_platform(in_units, in_tensors, values)
-        return wide
+        return xla.call_for_platform(in_units, in_tensors, values)
 
 
 def _broadcast_units(
@@ -84,10 +83,7 @@ def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
 
 
 def tensor_norms(
-    updates: Updates,
-    *trees: PyTree,
-    of: Callable[..., jax.Array] = lambda g: g,
-    **scalars: Any,
+    updates: Updates, *trees: PyTree, of: Callable[..., jax.Array] = lambda g: g, **scalars: Any
 ) -> PerLeaf:
     """Return the L2 norm of each tensor of of(g, *trees, **scalars), with None for a masked leaf.
 

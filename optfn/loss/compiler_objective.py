@@ -34,8 +34,7 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
         shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))
-        result: tuple[Values, Updates] = shown(inputs)
-        return result
+        return shown(inputs)
 
     return run
 

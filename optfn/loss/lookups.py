@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import (
     Environment,
     Equations,
@@ -20,21 +21,7 @@ from optfn.loss.jaxprs.equations import (
     run_equations,
     variables,
 )
-from optfn.loss.jaxprs.primitives import (
-    Checkpoint,
-    Equation,
-    RowLookup,
-    Variable,
-    as_checkpoint,
-    as_row_lookup,
-    begins_product,
-    find_inner_jaxprs,
-    is_lookup,
-    keeps_entries,
-    name_of,
-    stops_gradient,
-    type_of,
-)
+from optfn.loss.jaxprs.primitives import Checkpoint, Equation, RowLookup, Variable
 from optfn.loss.jaxprs.sharded import run_on_shards
 from optfn.loss.jaxprs.sharded_param import gather_params
 from optfn.mesh.collectives.devices import Devices
@@ -63,7 +50,7 @@ class _Lookup(NamedTuple):
     @property
     def is_constant(self) -> bool:
         """Whether the loss stops the gradient of the table before it looks rows up."""
-        return any(map(stops_gradient, self.source.casts))
+        return any(map(primitives.stops_gradient, self.source.casts))
 
     def ids(self, table: Any, indices: list[Value]) -> jax.Array:
         """Return the ids that the equation looks up, as int32, where an id out of range remains out
@@ -94,10 +81,7 @@ class _Lookup(NamedTuple):
         as the equation's mode says."""
         row, mode, fill = table.shape[1:], self.how.mode, self.how.fill
         numbers = GatherDimensionNumbers(tuple(range(ids.ndim, ids.ndim + len(row))), (0,), (0,))
-        rows: jax.Array = lax.gather(
-            table, ids[..., None], numbers, (1, *row), mode=mode, fill_value=fill
-        )
-        return rows
+        return lax.gather(table, ids[..., None], numbers, (1, *row), mode=mode, fill_value=fill)
 
     def fill_outside(self, rows: jax.Array, is_inside: jax.Array) -> jax.Array:
         """Return the rows of ids with those that are not inside the table as the equation's mode
@@ -115,7 +99,7 @@ class _Lookup(NamedTuple):
         kept, places = self.how.kept, self.how.offset_dims
         if places is None:
             return rows[None]
-        num_axes = len(type_of(self.equation.invars[0]).shape) - 1  # of a row
+        num_axes = len(primitives.type_of(self.equation.invars[0]).shape) - 1  # of a row
         rows = rows.reshape(*rows.shape[: rows.ndim - num_axes], *kept)
         return jnp.moveaxis(rows, tuple(range(-len(kept), 0)), places)
 
@@ -188,7 +172,7 @@ class TracedLoss:
             values = run_equations(equations, values, rule=run_on_shards)
             tables = [values[x.source.table] for x in ready.values()]
             ids = [
-                x.ids(type_of(x.source.table), read(values, x.equation.invars[1:]))
+                x.ids(primitives.type_of(x.source.table), read(values, x.equation.invars[1:]))
                 for x in ready.values()
             ]
             rows = _fetch_rows(self._owners, list(ready.values()), tables, ids)
@@ -217,13 +201,15 @@ class TracedLoss:
         found: dict[Variable, list[tuple[jax.Array, jax.Array]]] = {}
         for x, i, g in zip(self._lookups, ids, row_grads, strict=True):
             if not x.is_constant:
-                table = type_of(x.source.table)
+                table = primitives.type_of(x.source.table)
                 indices = x.indices_of_gradient(i, table.shape[0])
                 found.setdefault(x.source.table, []).append(
                     (indices.reshape(-1), g.reshape(-1, *table.shape[1:]))
                 )
         variables_of = {i: self._program.inputs[i] for i in self.tables}
-        return {i: _join_rows(type_of(v), found.get(v, [])) for i, v in variables_of.items()}
+        return {
+            i: _join_rows(primitives.type_of(v), found.get(v, [])) for i, v in variables_of.items()
+        }
 
     def _values_of(self, inputs: Sequence[Value]) -> Environment:
         """Return the values of the inputs, and for each cast of a table the uncast table, because
@@ -269,7 +255,7 @@ def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict
     and these operations, without all other variables."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
-        if keeps_entries(equation) and (used := _find_used_tables(equation, found)):
+        if primitives.keeps_entries(equation) and (used := _find_used_tables(equation, found)):
             source = found[used[0]]
             found[equation.outvars[0]] = _Source(source.table, (*source.casts, equation))
     return found
@@ -300,7 +286,7 @@ def _find_lookups(
         used = _find_used_tables(equation, sources)
         if not used:
             continue
-        how = as_row_lookup(equation) if used == equation.invars[:1] else None
+        how = primitives.as_row_lookup(equation) if used == equation.invars[:1] else None
         if how is None:
             raise _make_misuse_error(equation, path_of[sources[used[0]].table])
         found.append(_Lookup(equation, how, sources[used[0]]))
@@ -313,15 +299,15 @@ def _find_lookups(
 def _make_misuse_error(equation: Equation, path: str) -> TypeError:
     """Return, not raise, the error for an equation that uses a table in another way than to look
     rows up."""
-    name, where = name_of(equation), source_info_util.summarize(equation.source_info)
-    if find_inner_jaxprs(equation):
+    name, where = primitives.name_of(equation), source_info_util.summarize(equation.source_info)
+    if primitives.find_inner_jaxprs(equation):
         return TypeError(
             f"table {path!r} is used inside the body of {name}, where lookups cannot be found "
             f"({where}). Look the rows up before it, and pass them in"
         )
-    if begins_product(equation):
+    if primitives.begins_product(equation):
         name += ": a matrix product, as of a tied or one-hot embedding, has a gradient in all rows"
-    elif is_lookup(equation):
+    elif primitives.is_lookup(equation):
         name = f"{name} of other parts than whole rows, one for each integer id"
     return _make_dense_use_error(path, f"{name}; {where}")
 
@@ -347,7 +333,7 @@ def _with_lookups_before_checkpoints(
     sources = _find_table_sources(program, tables)
     instead = {}
     for e in program.equations:
-        checkpoint, used = as_checkpoint(e), _find_used_tables(e, sources)
+        checkpoint, used = primitives.as_checkpoint(e), _find_used_tables(e, sources)
         if checkpoint is not None and used:
             path_of = {v: tables[sources[v].table] for v in used}
             inner = [None if isinstance(a, jex.Literal) else path_of.get(a) for a in e.invars]
@@ -365,10 +351,8 @@ def _run_checkpoint_on_rows(
     dense = [i for i, path in enumerate(paths) if path is None]
 
     def rest(values: list[Value], rows: list[jax.Array]) -> Any:
-        inputs = list(operands)
-        for i, x in zip(dense, values, strict=True):
-            inputs[i] = x
-        return inner.value(inputs, rows)
+        given = dict(zip(dense, values, strict=True))
+        return inner.value([given.get(i, x) for i, x in enumerate(operands)], rows)
 
     _, rows = inner.look_up(operands)
     run = jax.checkpoint(rest, prevent_cse=checkpoint.prevent_cse, policy=checkpoint.policy)

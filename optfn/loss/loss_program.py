@@ -147,10 +147,8 @@ class LossProgram:
         ids, rows = ([], []) if program is None else program.look_up(self._leaves)
 
         def loss_of_rows(values: Sequence[Any], rows: list[jax.Array]) -> Any:
-            leaves = list(self._leaves)
-            for i, x in zip(dense, values, strict=True):
-                leaves[i] = x
-            return self._value(leaves, rows)
+            given = dict(zip(dense, values, strict=True))
+            return self._value([given.get(i, x) for i, x in enumerate(self._leaves)], rows)
 
         value, (grads, row_grads) = jax.value_and_grad(
             loss_of_rows if transform is None else transform(loss_of_rows),
@@ -175,8 +173,7 @@ class LossProgram:
         """Return the params, with the shape and dtype of the whole array in place of each
         ShardedParam, and with all other leaves unchanged."""
         leaves = [_whole_shape(x) for x in self._leaves]
-        whole: Params = jax.tree.unflatten(self._structure, leaves)
-        return whole
+        return jax.tree.unflatten(self._structure, leaves)
 
     def evaluate(self, params: Params) -> Any:
         """Run the traced loss on whole params, or call the loss function if it was not traced, and

@@ -77,8 +77,7 @@ def scan_batch(
         number, arrays = numbered
         return fn(carry, join(arrays), number)
 
-    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), slices))
-    return result
+    return lax.scan(body, carry, (jnp.arange(count), slices))
 
 
 def _slice_batch(

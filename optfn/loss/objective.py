@@ -409,7 +409,6 @@ def make_value_fn(
     ) -> jax.Array:
         # A line search refuses extra arguments that this function does not take.
         del workers, row_updates, weight
-        at_params: jax.Array = loss(params)
-        return at_params
+        return loss(params)
 
     return value

@@ -152,7 +152,8 @@ class LeafShard:
         if dimension is None:
             return None
         divisions = (Division(dimension, first.axes), *remaining)
-        array = self._exchange_layers(dimension, first.axes)
+        # Parts of this device's layers go to the others, and a shard of every layer comes back.
+        array = lax.all_to_all(self.array, first.axes, dimension, 0, tiled=True)
         return dataclasses.replace(self, array=array, divisions=divisions)
 
     def _find_layer_dimension(self) -> int | None:
@@ -165,12 +166,6 @@ class LeafShard:
             if dimension not in divided and size % count == 0:
                 return dimension
         return None
-
-    def _exchange_layers(self, dimension: int, names: Axes) -> jax.Array:
-        """Send parts of this device's layers along `dimension` by an all-to-all, and return a shard
-        of every layer."""
-        shards: jax.Array = lax.all_to_all(self.array, names, dimension, 0, tiled=True)
-        return shards
 
     def group_layers(self, groups: int) -> "LeafShard | None":
         """Return this array, divided within each layer, as (groups, layers of a group, …), or None

@@ -5,14 +5,8 @@ import optax
 from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms import moment
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.moment import (
-    scale_by_adadelta,
-    scale_by_adagrad,
-    scale_by_decayed_adagrad,
-    scale_by_momentum,
-    scale_by_rms,
-)
 from optfn.wrappers.attributes import ParamAttrs
 
 
@@ -43,7 +37,9 @@ def adagrad(
     Source: Duchi et al. 2011; fluid's AdagradOptimizer.
     """
     return [
-        scale_by_adagrad.unchecked(eps=eps, initial_accumulator_value=initial_accumulator_value),
+        moment.scale_by_adagrad.unchecked(
+            eps=eps, initial_accumulator_value=initial_accumulator_value
+        ),
         scale_by_learning_rate.unchecked(learning_rate),
     ]
 
@@ -75,7 +71,7 @@ def decayed_adagrad(
     Source: fluid's DecayedAdagradOptimizer.
     """
     return [
-        scale_by_decayed_adagrad.unchecked(decay=decay, eps=eps),
+        moment.scale_by_decayed_adagrad.unchecked(decay=decay, eps=eps),
         scale_by_learning_rate.unchecked(learning_rate),
     ]
 
@@ -111,7 +107,7 @@ def adadelta(
     return [
         # Both means decay in all rows, also in rows without a gradient.
         dense_rows.unchecked("adadelta"),
-        scale_by_adadelta.unchecked(rho=rho, eps=eps),
+        moment.scale_by_adadelta.unchecked(rho=rho, eps=eps),
         scale_by_learning_rate.unchecked(learning_rate),
     ]
 
@@ -155,8 +151,10 @@ def rmsprop(
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """
     return [
-        scale_by_rms.unchecked(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
+        moment.scale_by_rms.unchecked(
+            rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype
+        ),
         # Before the momentum, as in fluid: the rate is part of the velocity.
         scale_by_learning_rate.unchecked(learning_rate),
-        scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
+        moment.scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]

@@ -1,29 +1,37 @@
 """Adam, and the choice of the link with its moments, which `adamw` and `muon` share."""
 
-from typing import TYPE_CHECKING
-
 import optax
 
 from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.adam import scale_by_adam
+from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.learning_rate import scale_by_learning_rate
-
-if TYPE_CHECKING:
-    from optfn.wrappers.attributes import ParamAttrs
+from optfn.transforms.quantized_adam import scale_by_quantized_adam
+from optfn.transforms.stored import check_moment_dtype
+from optfn.wrappers.attributes import ParamAttrs
 
 
 def choose_adam(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Unchecked:
     """Return Adam's link, which is `scale_by_adam` if `moment_dtype` is None and `lazy` is a bool,
-    else the exact lazy or the quantized one."""
+    else the exact lazy or the quantized one.
+
+    Raises:
+      ValueError: `lazy` is set together with `moment_dtype`, or another value.
+    """
     if moment_dtype is None and isinstance(lazy, bool):
         return scale_by_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
-    from optfn.optimizers.adam_moments import exact_lazy_or_quantized_adam
-
-    return exact_lazy_or_quantized_adam(b1, b2, eps, eps_hat, moment_dtype, lazy)
+    if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
+        raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
+    dtype = check_moment_dtype("moment_dtype", moment_dtype)
+    if dtype is None:
+        return scale_by_catch_up_adam.unchecked(b1, b2, eps, eps_hat=eps_hat)
+    if lazy:
+        raise ValueError(f"lazy={lazy!r} needs float32 moments; got {moment_dtype=}")
+    return scale_by_quantized_adam.unchecked(b1, b2, eps, eps_hat=eps_hat, dtype=dtype)
 
 
 @optimizer
@@ -38,7 +46,7 @@ def adam(
     moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
-    param_attrs: "ParamAttrs | None" = None,
+    param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
     """Return the Adam optimizer, which divides the mean of gradients by the root of the mean of

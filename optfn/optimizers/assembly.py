@@ -10,6 +10,8 @@ import optax
 from optfn import core
 from optfn.core import leafwise
 from optfn.core.traits import traits
+from optfn.wrappers.attributes import apply_attributes
+from optfn.wrappers.master_weights import choose_masters
 
 P = ParamSpec("P")
 
@@ -51,15 +53,17 @@ def optimizer(
         clip, penalty, attrs, masters = (bound.arguments[name] for name in COMMON)
         clip = _check_optional("grad_clip", clip, "optfn.clip_by_global_norm")
         penalty = _check_optional("regularization", penalty, "optfn.l2_decay")
-        # Only an optimizer with attributes or masters imports them.
-        if attrs is None and masters is False:
-            # Clip before penalty: a penalty is not clipped.
-            before = [core.strip_boundary(tx) for tx in (clip, penalty) if tx is not None]
-            return core.with_boundary(name, core.chain_unchecked([*before, *links]), **fields)
-        from optfn.optimizers.options import apply_options
+        # Masters are inside: attributes freeze a parameter together with its master.
+        with_masters = choose_masters(masters)
 
-        made = apply_options(name, links, clip, penalty, attrs, masters)
-        return core.describe(made, **fields)
+        def build(
+            before: list[optax.GradientTransformation],
+        ) -> optax.GradientTransformationExtraArgs:
+            chain = core.chain_unchecked([*map(core.strip_boundary, before), *links])
+            return with_masters(core.with_boundary(name, chain))
+
+        decays = any(link.decays for link in links)
+        return core.describe(apply_attributes(name, attrs, clip, penalty, build, decays), **fields)
 
     # Python 3.13 removes the indentation of docstrings, earlier versions don't.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))

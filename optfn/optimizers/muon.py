@@ -88,14 +88,9 @@ def muon(
     """
     pattern = patterns.check_pattern("matrices", matrices)
     direction = scale_by_muon.unchecked(
-        momentum,
-        nesterov=nesterov,
-        coefficients=coefficients,
-        scale=scale,
-        eps=eps,
-        compute_dtype=compute_dtype,
-        moment_dtype=moment_dtype,
-    )
+        momentum, nesterov=nesterov, coefficients=coefficients, scale=scale, eps=eps,
+        compute_dtype=compute_dtype, moment_dtype=moment_dtype,
+    )  # fmt: skip
     ends = [
         add_decayed_weights.unchecked(weight_decay, exclude=exclude),
         scale_by_learning_rate.unchecked(learning_rate),

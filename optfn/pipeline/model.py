@@ -133,8 +133,7 @@ def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) 
     if is_mean(loss) and jnp.issubdtype(loss.weight.dtype, jnp.floating):
 
         def weight_of(reads: tuple[PyTree, Params]) -> jax.Array:
-            weight: jax.Array = loss_fn(reads[0], target, reads[1]).weight
-            return weight
+            return loss_fn(reads[0], target, reads[1]).weight
 
         check_constant_weight(weight_of, (y, shared))
     return Mean(total, jax.ShapeDtypeStruct((), total.dtype)) if is_mean(loss) else loss

@@ -197,7 +197,8 @@ class Plan:
             columns += itertools.product(range(phase.start, phase.stop), phase.work)
         labels = {}
         for c in self.cells():
-            labels[c.stage, c.tick, c.work] = _format_label(c, self.virtual_stages)
+            chunk = f".{c.chunk}" if self.virtual_stages > 1 else ""
+            labels[c.stage, c.tick, c.work] = f"{c.work}{c.microbatch}{chunk}"
         width = max(map(len, labels.values()))
         bytes_ = "" if self.activation_bytes is None else f" ({self.stash:,} bytes)"
         chunks = f", {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""
@@ -247,12 +248,6 @@ class Plan:
         axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
         axes.invert_yaxis()
         return axes
-
-
-def _format_label(cell: Cell, virtual_stages: int) -> str:
-    """Return the text of a cell: work, microbatch and, with several chunks, the chunk."""
-    chunk = f".{cell.chunk}" if virtual_stages > 1 else ""
-    return f"{cell.work}{cell.microbatch}{chunk}"
 
 
 def plan(

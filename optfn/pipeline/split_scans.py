@@ -7,15 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 
-from optfn.loss.jaxprs.equations import (
-    Equations,
-    Value,
-    bind,
-    bindings,
-    read,
-    shapes_of,
-    variables,
-)
+from optfn.loss.jaxprs.equations import Equations, Value, bind, bindings, read, shapes_of, variables
 from optfn.loss.jaxprs.primitives import Atom, Equation, Scan, Variable, as_scan
 
 

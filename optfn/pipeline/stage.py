@@ -16,14 +16,7 @@ import jax.numpy as jnp
 
 from optfn.core import tree
 from optfn.core.types import Params, PyTree
-from optfn.loss.jaxprs.equations import (
-    Equations,
-    Value,
-    bindings,
-    read,
-    shapes_of,
-    variables,
-)
+from optfn.loss.jaxprs.equations import Equations, Value, bindings, read, shapes_of, variables
 from optfn.loss.jaxprs.primitives import Variable
 from optfn.loss.jaxprs.pullback import Key, StageFn, pullback
 from optfn.pipeline.split_scans import split_scans
@@ -203,9 +196,8 @@ class _ResidualProgram:
     def pull(self, residuals: Iterable[Value], cotangent: Leaves) -> tuple[Leaves, Leaves]:
         """Run the pullback on the cotangent of y, and return (gradient of weights, cotangent of x),
         from residuals whose random keys are given as bits."""
-        leaves = []
-        for a, impl in zip(residuals, self.key_impls, strict=True):
-            leaves.append(jax.random.wrap_key_data(a, impl=impl) if impl else a)
+        pairs = zip(residuals, self.key_impls, strict=True)
+        leaves = [jax.random.wrap_key_data(a, impl=impl) if impl else a for a, impl in pairs]
         return jax.tree.unflatten(self.pull_structure, leaves)(cotangent)
 
 

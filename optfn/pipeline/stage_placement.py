@@ -18,19 +18,12 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.loss.jaxprs.pullback import select_inexact_leaves
+from optfn.mesh.collectives import axes as mesh_axes
 from optfn.mesh.collectives import mesh as meshes
-from optfn.mesh.collectives.axes import (
-    Division,
-    divisions_of,
-    exclude_axes,
-    is_spec,
-    join_axes,
-    restrict_spec,
-    to_axes,
-)
+from optfn.mesh.collectives.axes import Division
 from optfn.mesh.collectives.gathers import all_gather_shards
 from optfn.mesh.collectives.means import mean_scatter
-from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.layout.mesh_layout import check_fit
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -68,15 +61,17 @@ class StagePlacement:
             return arrays
 
         def reshard(spec: P, x: PyTree) -> PyTree:
-            return jax.sharding.reshard(x, NamedSharding(self.mesh, restrict_spec(spec, explicit)))
+            return jax.sharding.reshard(
+                x, NamedSharding(self.mesh, mesh_axes.restrict_spec(spec, explicit))
+            )
 
-        return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
+        return jax.tree.map(reshard, spec, arrays, is_leaf=mesh_axes.is_spec)
 
     def check_specs(self, stages: Params, front: int) -> None:
         """Raise a ValueError unless `param_specs` has the structure of params whose leaves have
         `front` leading axes, and divides their other axes evenly."""
-        found: Any = jax.tree.structure(self.param_specs, is_leaf=is_spec)
-        if found != jax.tree.structure(stages, is_leaf=is_spec):
+        found: Any = jax.tree.structure(self.param_specs, is_leaf=mesh_axes.is_spec)
+        if found != jax.tree.structure(stages, is_leaf=mesh_axes.is_spec):
             raise ValueError(
                 "param_specs must be a tree of PartitionSpecs like the params of a stage; its "
                 f"paths are {tree.list_names(tree.paths(self.param_specs))}, but the params have "
@@ -84,23 +79,7 @@ class StagePlacement:
             )
         for place, x, spec in tree.items(stages, self.param_specs):
             if not tree.is_masked(x):
-                self._check_fit(str(place), x.shape[front:], spec)
-
-    def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
-        """Raise a ValueError unless a PartitionSpec has no more entries than a leaf has axes in a
-        stage, and divides these evenly."""
-        if len(spec) > len(shape):
-            raise ValueError(
-                f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
-                f"shape in a stage is {shape}"
-            )
-        for size, entry in zip(shape, spec, strict=False):
-            devices = count_devices(self.mesh, to_axes(entry))
-            if size % devices:
-                raise ValueError(
-                    f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
-                    f"{shape}, over {devices} devices"
-                )
+                check_fit(str(place), x.shape[front:], spec, self.mesh, "param_specs of a stage")
 
     @staticmethod
     def _inexact_specs(params: Params, specs: PyTree) -> list[P]:
@@ -132,7 +111,7 @@ class StackedStages(StagePlacement):
         if self.param_specs is None:
             return P(None, self.axis_name)
         self.check_specs(stages, 2 if self._is_folded(stages) else 1)
-        return jax.tree.map(self._weight_spec, self.param_specs, is_leaf=is_spec)
+        return jax.tree.map(self._weight_spec, self.param_specs, is_leaf=mesh_axes.is_spec)
 
     def gradient_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpec of gradients (v, p, …), one for all leaves, or a list for the
@@ -149,7 +128,10 @@ class StackedStages(StagePlacement):
         """
         # Innermost: the blocks that a gather joins are then neighbours.
         names = (self.data_axis,)
-        entries = [(*exclude_axes(e, names), *(a for a in to_axes(e) if a in names)) for e in spec]
+        entries = [
+            (*mesh_axes.exclude_axes(e, names), *(a for a in mesh_axes.to_axes(e) if a in names))
+            for e in spec
+        ]
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def gather_along_data(self, weights: Params) -> Params:
@@ -173,12 +155,12 @@ class StackedStages(StagePlacement):
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
-        names = to_axes(self.data_axis)
+        names = mesh_axes.to_axes(self.data_axis)
         specs = self._inexact_specs(weights, self.param_specs)
-        means = []
-        for g, spec in zip(gradients, specs, strict=True):
-            means.append(mean_scatter(g, self._data_divisions(spec), names, self.mesh))
-        return means
+        return [
+            mean_scatter(g, self._data_divisions(spec), names, self.mesh)
+            for g, spec in zip(gradients, specs, strict=True)
+        ]
 
     def _data_divisions(self, spec: P) -> list[Division]:
         """Return the dimension of a leaf (v, …) that the data axis divides, as a list of one
@@ -186,7 +168,7 @@ class StackedStages(StagePlacement):
 
         `spec` is the PartitionSpec of the leaf in a stage, without v.
         """
-        divisions = divisions_of(spec, to_axes(self.data_axis))
+        divisions = mesh_axes.divisions_of(spec, mesh_axes.to_axes(self.data_axis))
         return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
@@ -324,24 +306,22 @@ class ListedStages(StagePlacement):
     def _further_axes(self) -> tuple[str, ...]:
         """The axes besides the data axis that `param_specs` divides leaves over, in the order of
         the mesh."""
-        specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-        names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
+        specs = jax.tree.leaves(self.param_specs, is_leaf=mesh_axes.is_spec)
+        names = {name for spec in specs for name in mesh_axes.join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)
 
     def _specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs of the leaves, which are `param_specs`, or if that is None a
         tree like `stages` of P()."""
-        if self.param_specs is None:
-            return jax.tree.map(lambda x: P(), stages)
-        return self.param_specs
+        return jax.tree.map(lambda x: P(), stages) if self.param_specs is None else self.param_specs
 
     def _stage_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs that stage functions see, without the data axis, along which
         leaves are gathered."""
         return jax.tree.map(
-            lambda spec: restrict_spec(spec, self._further_axes),
+            lambda spec: mesh_axes.restrict_spec(spec, self._further_axes),
             self._specs(stages),
-            is_leaf=is_spec,
+            is_leaf=mesh_axes.is_spec,
         )
 
     def _map_shards(
@@ -357,4 +337,4 @@ class ListedStages(StagePlacement):
         the others."""
         x = self.reshard_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
-        return meshes.constrain_sharding(x, self.mesh, restrict_spec(spec, implicit))
+        return meshes.constrain_sharding(x, self.mesh, mesh_axes.restrict_spec(spec, implicit))

@@ -91,9 +91,7 @@ class Traffic:
             return sum(self._count_written(body, body[name]) for name in x.operands)
         if x.opcode == "bitcast":
             return self._count_written(body, body[x.operands[0]])
-        if x.opcode == "fusion":
-            return self._of_fusion(x.called[0])[1]
-        return _total(x.shape)
+        return self._of_fusion(x.called[0])[1] if x.opcode == "fusion" else _total(x.shape)
 
 
 def _total(shape: str) -> float:

@@ -187,7 +187,7 @@ class Program:
             return None
         condition = self.computations[loop.attribute("condition").lstrip("%")]
         body = self.computations[loop.attribute("body").lstrip("%")]
-        before = after = self._read_state(initial, home, _unknown)
+        before = after = self._read_state(initial, home, lambda _: None)
         if (root := _root(body)).opcode == "tuple":
             after = self._read_state(root, body, before)
         (first, bound), (second, _) = (self._read_sides(condition, x) for x in (before, after))
@@ -237,10 +237,6 @@ class Program:
         return None
 
 
-def _unknown(_: int) -> None:
-    return None
-
-
 def _root(computation: Computation) -> Instruction:
     return next(x for x in computation.values() if x.is_root)
 
@@ -251,7 +247,8 @@ def _read_instruction(line: str) -> Instruction | None:
     if not found:
         return None
     rest = found[3]
-    shape = rest[: _end_of_shape(rest)]
+    # A type ends behind a tuple's brackets, or at the space behind a layout.
+    shape = rest[: _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")]
     call = re.match(r"\s*([\w-]+)\(", rest[len(shape) :])
     if not call:
         return None
@@ -262,12 +259,6 @@ def _read_instruction(line: str) -> Instruction | None:
     return Instruction(
         found[2], shape, call[1], operands, rest[end + 1 :], bool(found[1]), argument.strip()
     )
-
-
-def _end_of_shape(text: str) -> int:
-    """Return the index where a type ends: behind a tuple's brackets, or at the space behind a
-    layout."""
-    return _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
 
 
 def _closing(text: str, start: int) -> int:

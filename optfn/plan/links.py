@@ -144,21 +144,14 @@ def list_places(lengths: Sequence[int]) -> list[Place]:
     """Return the places of a torus as JAX lists its chips: by hosts of 2 × 2, x first, then y."""
     hosts = [2 if k < 2 and length % 2 == 0 else 1 for k, length in enumerate(lengths)]
     places: list[Place] = []
-    for host in _list_box([length // size for length, size in zip(lengths, hosts, strict=True)]):
-        for chip in _list_box(hosts):
+    for host in list_box([length // size for length, size in zip(lengths, hosts, strict=True)]):
+        for chip in list_box(hosts):
             sizes = zip(host, hosts, chip, strict=True)
             places.append(tuple(i * size + j for i, size, j in sizes))
     return places
 
 
-def list_mesh_places(lengths: Sequence[int], ring_of: int) -> list[Place]:
-    """Return the places of a torus as `data_mesh` lists them: x first, or by hosts if no dimension
-    is a ring, whose length is a multiple of `ring_of`."""
-    is_ring = any(length > 1 and length % ring_of == 0 for length in lengths)
-    return _list_box(lengths) if is_ring else list_places(lengths)
-
-
-def _list_box(lengths: Sequence[int]) -> list[Place]:
+def list_box(lengths: Sequence[int]) -> list[Place]:
     """Return the places of a box, the first dimension fastest."""
     places: list[Place] = [()]
     for length in reversed(lengths):

@@ -30,12 +30,7 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import Kind
 from optfn.mesh.state.inventory import find_whole_matrices
 from optfn.plan.memory_plan import MemoryPlan
-from optfn.plan.planned_loss import (
-    PlannedLoss,
-    find_whole_gathers,
-    plan_any_loss,
-    plan_users_loss,
-)
+from optfn.plan.planned_loss import PlannedLoss, find_whole_gathers, plan_any_loss, plan_users_loss
 from optfn.plan.update_products import count_products_sent
 from optfn.train.local_steps import trace_update
 from optfn.train.options import StepArguments

@@ -60,9 +60,7 @@ def plan_users_loss(
     part = jax.tree.map(lambda x: _shape_of_part(x, parts), batch)
     arguments = [part] if model_state is None else [model_state, part]
     program = _trace_loss(loss_fn, params, arguments, layout)
-    rest = program.shapes
-    if model_state is not None:
-        rest = rest[1]
+    rest = program.shapes if model_state is None else program.shapes[1]
     is_pair = isinstance(rest, tuple) and len(rest) == 2 and not is_mean(rest)
     # The model state may be a pair itself.
     has_aux = is_pair and (model_state is None or tree.paths(rest) != tree.paths(model_state))

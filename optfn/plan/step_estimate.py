@@ -76,9 +76,7 @@ class StepEstimate:
         """Return a few lines for people."""
 
         def ms(seconds: float) -> str:
-            if 0 < seconds < 1e-5:
-                return f"{1e6 * seconds:.2f} µs"
-            return f"{1e3 * seconds:.2f} ms"
+            return f"{1e6 * seconds:.2f} µs" if 0 < seconds < 1e-5 else f"{1e3 * seconds:.2f} ms"
 
         whole, exposed = sum(self.communication.values()), sum(self.exposed.values())
         lines = [
@@ -155,25 +153,12 @@ def estimate_step(
     if constants.name in CHIPS and constants.clock is None and program.is_for_cpu:
         raise make_cpu_error()
     places = [tuple(device.coords) for device in devices if hasattr(device, "coords")]
-    schedule = Schedule(program, constants, _make_links(program, constants, places).time)
+    schedule = Schedule(program, constants, make_links(program, constants, places).time)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
-    return _make_estimate(schedule, memory)
+    return make_estimate(schedule, memory)
 
 
-def estimate_schedule(
-    text: str, chip: Chip, *, synchronous: bool = False, places: Sequence[Place] = ()
-) -> StepEstimate:
-    """Return the estimate of a program's text, in which every collective stops compute if
-    `synchronous` is given.
-
-    `places` are the places of its devices on the torus; without them, JAX's order by hosts.
-    """
-    program = Program(text)
-    links = _make_links(program, chip, places)
-    return _make_estimate(Schedule(program, chip, links.time, synchronous), None)
-
-
-def _make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
+def make_estimate(schedule: Schedule, memory: Any) -> StepEstimate:
     """Return the totals of a schedule and of its loops, with the compiler's figures of memory."""
     totals = schedule.totals()
     loops = [
@@ -211,7 +196,7 @@ def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
     raise ValueError("estimate_step: a program without arrays has no devices")
 
 
-def _make_links(program: Program, chip: Chip, places: Sequence[Place]) -> Switch | Torus:
+def make_links(program: Program, chip: Chip, places: Sequence[Place]) -> Switch | Torus:
     """Return the links between the devices of a program: a torus if the chip has rings, else a
     switch.
 

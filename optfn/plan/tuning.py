@@ -26,14 +26,7 @@ from optfn.mesh.compilers.memories import PINNED_HOST
 from optfn.mesh.compilers.options import overlap_options
 from optfn.mesh.layout.sharding import sharded
 from optfn.mesh.state.inventory import find_whole_matrices
-from optfn.plan.trial import (
-    NOT_COMPILED,
-    Trial,
-    TuneArguments,
-    Way,
-    find_batch_size,
-    find_memory,
-)
+from optfn.plan.trial import NOT_COMPILED, Trial, TuneArguments, Way, find_batch_size, find_memory
 
 # Steps whose seconds differ by less are said to be equal, because estimates know no better.
 _EQUAL = 0.03
@@ -255,11 +248,7 @@ def _list_ways_on_host(
 
 
 def _try_family(
-    attempt: Callable[[Way], Trial],
-    way: Way,
-    batch_size: int | None,
-    mesh: Mesh,
-    workers: int,
+    attempt: Callable[[Way], Trial], way: Way, batch_size: int | None, mesh: Mesh, workers: int
 ) -> Trial:
     """Try a way with 1, 2, 4 and 8 microbatches until it fits, then also with `overlap_options`
     where the platform has some, and return the last trial with XLA's own options."""

@@ -12,16 +12,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import Equations
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Contraction,
-    Equation,
-    Variable,
-    as_product,
-    as_transpose,
-    type_of,
-)
+from optfn.loss.jaxprs.primitives import Atom, Contraction, Equation, Variable
 
 
 def count_products_sent(program: Equations, divided: Mapping[Variable, int], devices: int) -> float:
@@ -36,23 +29,23 @@ def count_products_sent(program: Equations, divided: Mapping[Variable, int], dev
     sent = 0.0
     for equation in program.equations:
         (result, *others) = equation.outvars
-        product = as_product(equation)
+        product = primitives.as_product(equation)
         if product is not None:
             dimension, moved = _divide_product(equation, product, along)
             sent += (devices - 1) / devices * moved
         else:
-            dimension = None if others else _follow(equation, along)
+            dimension = None if others else _divide_result(equation, along)
         if dimension is not None:
             along[result] = dimension
     return sent
 
 
-def _follow(equation: Equation, along: Mapping[Any, int]) -> int | None:
+def _divide_result(equation: Equation, along: Mapping[Any, int]) -> int | None:
     """Return the dimension along which the result of an equation is divided, because an operand of
     as many entries is, or None otherwise. A reshape divides it as far as it keeps the dimension."""
-    order, shape = as_transpose(equation), type_of(equation.outvars[0]).shape
+    order, shape = primitives.as_transpose(equation), primitives.type_of(equation.outvars[0]).shape
     for atom in equation.invars:
-        dimension, old = _dimension(atom, along), type_of(atom).shape
+        dimension, old = _dimension(atom, along), primitives.type_of(atom).shape
         if dimension is None or math.prod(old) != math.prod(shape):
             continue
         if order is not None:
@@ -84,7 +77,7 @@ def _list_places(
 ) -> tuple[list[int | None], list[int | None]]:
     """Return for each dimension of a product's result the dimension of the left and of the right
     operand that it is, None where it is none of that operand."""
-    ranks = [len(type_of(atom).shape) for atom in equation.invars[:2]]
+    ranks = [len(primitives.type_of(atom).shape) for atom in equation.invars[:2]]
     batch, batch_right = product.batch
     free = [i for i in range(ranks[0]) if i not in (*product.summed, *batch)]
     free_right = [i for i in range(ranks[1]) if i not in (*product.summed_right, *batch_right)]
@@ -102,5 +95,5 @@ def _dimension(atom: Atom, along: Mapping[Any, int]) -> int | None:
 
 def _bytes(atom: Atom) -> int:
     """Return the bytes of an array."""
-    aval = type_of(atom)
+    aval = primitives.type_of(atom)
     return int(math.prod(aval.shape) * aval.dtype.itemsize)

@@ -81,14 +81,9 @@ class RunReport:
         # the run, whose state would stay on the devices until Python collects them.
         with ThreadPoolExecutor(1) as thread:
             drawn = thread.submit(
-                report,
-                series,
-                self.path,
-                title=f"Training run: {self.path.stem}",
-                about=facts,
-                summary=self.summary,
-                local_steps=self.local_steps,
-            )
+                report, series, self.path, title=f"Training run: {self.path.stem}", about=facts,
+                summary=self.summary, local_steps=self.local_steps,
+            )  # fmt: skip
         if (error := drawn.exception()) is not None:
             checks.warn(f"report: {self.path} was not written: {type(error).__name__}: {error}")
 

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from optfn.core.types import Batch
+from optfn.loss.jaxprs.flops import UncountableError, count_model_flops
 from optfn.mesh.compilers.chips import find_peak
-from optfn.plan.model_flops import count_step_flops
 from optfn.run.progress import count_examples
-from optfn.train.state import TrainState
+from optfn.train.state import UPDATE_SCOPE, TrainState
 from optfn.train.step import TrainStep
 
 # A shorter time would measure how the host and the devices take turns.
@@ -62,6 +62,27 @@ class WorkCounter:
         peak = find_peak([*state.step.sharding.device_set])
         flops = None if peak is None else count_step_flops(self.step, state, batch)
         return math.nan if peak is None or flops is None else flops / peak
+
+
+def count_step_flops(step: TrainStep, state: TrainState, batch: Batch) -> float | None:
+    """Return the FLOPs of the products of a call's loss and gradients, on all devices, or None if
+    the equations do not tell them.
+
+    Products that run again in the backward pass, and the optimizer's, do not count: the same model
+    has the same FLOPs however it is trained. They are counted from the equations, because XLA's
+    `cost_analysis` counts the body of a loop once, on CPUs and TPUs. JAX has kept the equations
+    from the call, so nothing is traced or compiled again.
+
+    None if the equations do not tell them: with `value_and_grad`, since a pipeline computes in its
+    bubbles too; and for kernels, and loops or branches that the data decides.
+    """
+    if step.options.value_and_grad is not None:
+        return None
+    arguments = step.list_arguments(state, step.place_batch(batch, state))
+    try:
+        return count_model_flops(step.compiled.trace(*arguments).jaxpr.jaxpr, UPDATE_SCOPE)
+    except UncountableError:
+        return None
 
 
 class Speed:

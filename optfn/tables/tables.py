@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.devices import Devices
+from optfn.mesh.compilers.groups import map_groups
 from optfn.tables.rows import Rows, find_distinct
 
 
@@ -72,8 +73,13 @@ def lookup_rows(
     Returns:
       for each lookup its rows, (n, …).
     """
-    keys = [(x.size, s.shape[1:], s.dtype) for s, x in zip(shards, ids, strict=True)]
-    return _map_groups(partial(_lookup_alike, owners), keys, shards, ids)
+
+    def kind(lookup: tuple[jax.Array, jax.Array]) -> Any:
+        shard, ids = lookup
+        return ids.size, shard.shape[1:], shard.dtype
+
+    lookups = list(zip(shards, ids, strict=True))
+    return map_groups(partial(_lookup_alike, owners), lookups, kind)
 
 
 def send_gradients(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
@@ -86,30 +92,20 @@ def send_gradients(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
       owners: the devices that keep the rows.
       grads: for each table the rows of this device's gradient.
     """
-    keys = [(g.indices.size, g.values.shape[1:], g.dtype) for g in grads]
-    return _map_groups(partial(_send_alike, owners), keys, grads)
 
+    def kind(g: Rows) -> Any:
+        return g.indices.size, g.values.shape[1:], g.dtype
 
-def _map_groups(
-    fn: Callable[..., Sequence[Any]], keys: Sequence[Any], *columns: Sequence[Any]
-) -> list[Any]:
-    """Apply `fn` to the entries of the columns whose keys are equal, group by group, and return its
-    results in the order of the entries."""
-    found: dict[int, Any] = {}
-    for key in dict.fromkeys(keys):
-        places = [i for i, k in enumerate(keys) if k == key]
-        results = fn(*([column[i] for i in places] for column in columns))
-        found |= dict(zip(places, results, strict=True))
-    return [found[i] for i in range(len(keys))]
+    return map_groups(partial(_send_alike, owners), grads, kind)
 
 
 def _lookup_alike(
-    owners: Devices, shards: Sequence[jax.Array], ids: Sequence[jax.Array]
+    owners: Devices, lookups: Sequence[tuple[jax.Array, jax.Array]]
 ) -> Sequence[jax.Array]:
-    """Return the rows of T lookups of equally many ids, of rows of one shape and dtype."""
-    places = [
-        find_places(owners, i, count_rows(owners, s)) for s, i in zip(shards, ids, strict=True)
-    ]
+    """Return the rows of T lookups, each of a table in equally many ids, of rows of one shape and
+    dtype."""
+    shards = [s for s, _ in lookups]
+    places = [find_places(owners, i, count_rows(owners, s)) for s, i in lookups]
     padding = max(count_rows(owners, s) for s in shards)
     # Each id is sent once, however often the batch repeats it.
     once, place = jax.vmap(partial(find_distinct, num_rows=padding))(jnp.stack(places))

@@ -12,25 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.core.types import Batch, LossFn
-from optfn.loss.compiler_objective import (
-    constrain_gradients,
-    show_axes_to_loss,
-    split_over_devices,
-)
+from optfn.loss import objective as objectives
+from optfn.loss.compiler_objective import constrain_gradients, show_axes_to_loss, split_over_devices
 from optfn.loss.loss_form import LossForm
 from optfn.loss.mean import divide_means
 from optfn.loss.microbatches import average_microbatches
-from optfn.loss.objective import (
-    Gather,
-    Objective,
-    differentiate,
-    gather_once,
-    pack_objective,
-    refuse_aux_of_examples,
-    shard_objective,
-    wrap_tables_of_objective,
-    wrap_value_and_grad,
-)
+from optfn.loss.objective import Gather, Objective
 from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.devices import Devices
 from optfn.mesh.collectives.mesh import hide_explicit_axes
@@ -149,7 +136,7 @@ def _compose_for_compiler(
     tables, recompute = options.tables, options.recompute
 
     def make_objective(_: Layout | None, accumulates: bool) -> Objective:
-        objective = differentiate(
+        objective = objectives.differentiate(
             loss_fn, form, tables=tables, recompute=recompute, axes=Axes(),
             in_parts=accumulates or options.microbatches > 1,
         )  # fmt: skip
@@ -158,9 +145,9 @@ def _compose_for_compiler(
             objective = constrain_gradients(objective, inner)
         objective = average_microbatches(objective, options.microbatches, split_over_devices(inner))
         if options.packed:
-            objective = constrain_gradients(pack_objective(objective), inner)
+            objective = constrain_gradients(objectives.pack_objective(objective), inner)
         if options.has_aux and options.microbatches > 1:
-            objective = refuse_aux_of_examples(objective)
+            objective = objectives.refuse_aux_of_examples(objective)
         return objective
 
     key_of = make_key_of(options.rng, Axes())
@@ -174,10 +161,7 @@ def _compose_for_compiler(
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         specs = specs_of_state(state, layout), P()
-        result: tuple[TrainState, dict[str, Any]] = hide_explicit_axes(step, mesh, specs)(
-            state, batch
-        )
-        return result
+        return hide_explicit_axes(step, mesh, specs)(state, batch)
 
     return run
 
@@ -250,11 +234,11 @@ def make_objective(
 
     def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:
-            objective = wrap_value_and_grad(options.value_and_grad, form, gather, axes)
+            objective = objectives.wrap_value_and_grad(options.value_and_grad, form, gather, axes)
         else:
             assert loss_fn is not None
             tables, recompute = options.tables, options.recompute
-            objective = differentiate(
+            objective = objectives.differentiate(
                 loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute, axes=axes,
                 in_parts=accumulates or options.microbatches > 1,
             )  # fmt: skip
@@ -262,19 +246,19 @@ def make_objective(
 
     def on_device(gather: Gather | None) -> Objective:
         if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it
-            return gather_once(pack_objective(in_microbatches(None)), gather)
+            return objectives.gather_once(objectives.pack_objective(in_microbatches(None)), gather)
         if is_gathered_once(options):
-            return gather_once(in_microbatches(None), gather)
+            return objectives.gather_once(in_microbatches(None), gather)
         return in_microbatches(gather)
 
     if layout is None or not layout.shard_axes:
         objective = on_device(None)
     else:
-        objective = shard_objective(on_device, layout)
+        objective = objectives.shard_objective(on_device, layout)
     if owners is not None:
-        objective = wrap_tables_of_objective(objective)
+        objective = objectives.wrap_tables_of_objective(objective)
     if options.has_aux and (layout is not None or options.microbatches > 1):
-        objective = refuse_aux_of_examples(objective)
+        objective = objectives.refuse_aux_of_examples(objective)
     return objective
 
 

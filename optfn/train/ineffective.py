@@ -52,9 +52,8 @@ def _find_frozen(tx: object, params: Params) -> set[str]:
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
     # of muon is neither: it trains only some leaves, and its attributes freeze no leaf of muon's.
     _, positional, named = tx.call
-    found: set[str] = set()
-    for part in (*positional, named.get("tx")):
-        found |= _find_frozen(part, params)
+    parts = *positional, named.get("tx")
+    found = set[str]().union(*(_find_frozen(part, params) for part in parts))
     if tx.param_attrs:
         attrs = resolve(tx.param_attrs, params)
         found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}

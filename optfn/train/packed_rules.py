@@ -60,7 +60,7 @@ def refuse_changed_rules(argument: str, tx: optax.GradientTransformation, params
     Raises:
       ValueError: an update of a leaf differs. The message names the leaf.
     """
-    if _is_own(tx):
+    if _is_of_optfn(tx):
         return
     # `TrainStep.lower` traces `init`.
     eagerly = jax.ensure_compile_time_eval if checks.is_traced(params) else nullcontext
@@ -73,11 +73,11 @@ def refuse_changed_rules(argument: str, tx: optax.GradientTransformation, params
         )
 
 
-def _is_own(tx: object) -> bool:
+def _is_of_optfn(tx: object) -> bool:
     """Tell whether `tx` and all transformations inside it are optfn's."""
     if not isinstance(tx, core.Transform) or checks.package(tx.module) != "optfn":
         return False
-    return all(map(_is_own, _list_inside(tx)))
+    return all(map(_is_of_optfn, _list_inside(tx)))
 
 
 def _list_inside(tx: object) -> list[Any]:
@@ -114,7 +114,7 @@ def _describe_change(tx: optax.GradientTransformation, params: Params) -> str:
             except Exception:
                 continue
     # An exchange needs axes, but the rules beside it may not.
-    foreign = (x for x in _list_inside(tx) if not _is_own(x))
+    foreign = (x for x in _list_inside(tx) if not _is_of_optfn(x))
     return next(filter(None, (_describe_change(x, params) for x in foreign)), "")
 
 

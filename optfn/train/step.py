@@ -29,7 +29,7 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.loss.jaxprs.constraints import name_refused_constraints
 from optfn.mesh.collectives.devices import Devices
-from optfn.mesh.collectives.mesh import count_devices
+from optfn.mesh.collectives.mesh import count_devices, is_on_several_cpus
 from optfn.mesh.layout import data_parallel as parallel
 from optfn.mesh.layout import processes
 from optfn.mesh.layout.as_placed import AsPlaced
@@ -38,22 +38,9 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import layout_of
 from optfn.mesh.layout.traffic import warn_if_nothing_compressed
 from optfn.mesh.state import reports
-from optfn.tables.sharded_table import (
-    check_rows,
-    check_tables,
-    divide_tables,
-    to_logical,
-    unwrap_tables,
-)
+from optfn.tables import sharded_table
+from optfn.train import ineffective
 from optfn.train.composition import compile_step, make_local_steps, specs_of_state
-from optfn.train.ineffective import (
-    warn_of_frozen,
-    warn_of_lazy,
-    warn_of_lazy_sums,
-    warn_of_moves,
-    warn_of_replicas,
-    warn_of_unclipped,
-)
 from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
@@ -162,11 +149,11 @@ class TrainStep:
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
-        warn_of_replicas(params, self.mesh)
-        warn_of_frozen(self.tx, params)
-        warn_of_unclipped(self.tx)
+        ineffective.warn_of_replicas(params, self.mesh)
+        ineffective.warn_of_frozen(self.tx, params)
+        ineffective.warn_of_unclipped(self.tx)
         if self.options.state_memory is not None:
-            warn_of_moves(state.opt_state)
+            ineffective.warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
         # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
         if self.local is None:
@@ -175,9 +162,9 @@ class TrainStep:
             warn_of_order("tx", self.tx, state.opt_state.inner.inner_state, params)
             warn_of_order("outer", self.local.outer, state.opt_state.outer, params)
         if self.options.tables is not None:
-            warn_of_lazy_sums(self.tx)
+            ineffective.warn_of_lazy_sums(self.tx)
         elif self.options.value_and_grad is None:
-            warn_of_lazy(self.tx, state.params)
+            ineffective.warn_of_lazy(self.tx, state.params)
         return state
 
     def _make_state(
@@ -198,12 +185,12 @@ class TrainStep:
             return replicate_counters(copy_repeated(self._keep_in_memory(state)))
         layout = layout or self.layout.follow(params)
         # Tables in the params of an earlier state have the stored order of their rows.
-        params = layout.place_params(to_logical(params))
+        params = layout.place_params(sharded_table.to_logical(params))
         if layout.tables is not None:
             owners = Devices(layout.mesh, layout.shard_axes)
-            params = divide_tables(params, _find_tables(layout, params), owners)
+            params = sharded_table.divide_tables(params, _find_tables(layout, params), owners)
         opt_state = layout.init((self.local or self.tx).init, params)
-        check_rows(opt_state)
+        sharded_table.check_rows(opt_state)
         opt_state = self._add_statistics(opt_state, model_state, layout.replicate)
         step, model_state = layout.replicate((jnp.zeros((), jnp.int32), model_state))
         return self._keep_in_memory(copy_repeated(TrainState(step, params, opt_state, model_state)))
@@ -345,7 +332,7 @@ class TrainStep:
         if not (self._has_run or is_traced) and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
         if not is_placed and (self.layout is not None or not is_traced):
-            batch = self._place(batch)
+            batch = self._split_batch(batch) if self.layout else parallel.copy_host_arrays(batch)
         if self.local is not None:
             state = self._keep_apart(state, batch)
         arguments = self.list_arguments(state, batch)
@@ -381,11 +368,6 @@ class TrainStep:
         if known.flags:
             self._check_flags([x._replace(value=leaves[x.value]) for x in known.flags])
         return known.lasting
-
-    def _place(self, batch: Batch) -> Batch:
-        """Return a converted batch on the mesh, split over the data axes, or without a mesh with
-        its NumPy arrays copied."""
-        return parallel.copy_host_arrays(batch) if self.layout is None else self._split_batch(batch)
 
     def _keep_apart(self, state: TrainState, batch: Batch) -> TrainState:
         """Return the state of local steps with a copy of all counters for each worker if the loss
@@ -468,8 +450,8 @@ class TrainStep:
             )
         self._check_model_state(state.model_state)
         if self.layout is not None and self.layout.tables is not None:
-            params = unwrap_tables(state.params)
-            check_tables(state.params, _find_tables(self.layout, params))
+            params = sharded_table.unwrap_tables(state.params)
+            sharded_table.check_tables(state.params, _find_tables(self.layout, params))
         check_rounds(state.opt_state, self.local, self.layout)
         self._check_step(state)
 
@@ -485,10 +467,9 @@ class TrainStep:
             )
         if np.ndim(state.step):
             raise ValueError(
-                f"the step trains one state, whose step is a scalar; got a state whose step has "
-                f"shape {np.shape(state.step)}, as a population has: call "
-                "jax.vmap(step, in_axes=(0, None))(state, batch) in a loop of your own, or pass "
-                "one member to fit"
+                "the step trains one state, whose step is a scalar; got a state whose step has "
+                f"shape {np.shape(state.step)}, as a population has: call jax.vmap(step, "
+                "in_axes=(0, None))(state, batch) in a loop of your own, or pass one member to fit"
             )
         if is_array and self.layout is not None:
             self._check_devices(state.step)
@@ -539,13 +520,8 @@ def wait_on_cpus(metrics: dict[str, Any]) -> None:
     CPU devices share their threads. If several steps run at once, one may hold the threads that an
     all-reduce of another waits for.
     """
-    if not checks.has_tracer([metrics["loss"]]) and _is_on_several_cpus(metrics["loss"]):
+    if not checks.has_tracer([metrics["loss"]]) and is_on_several_cpus(metrics["loss"]):
         jax.block_until_ready(metrics)
-
-
-def _is_on_several_cpus(x: jax.Array) -> bool:
-    """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
-    return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
 def find_layout(options: StepArguments) -> Layout | None:

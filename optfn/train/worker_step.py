@@ -238,11 +238,7 @@ class _WorkerStep:
         return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **twice, **rows}
 
     def _update(
-        self,
-        before: TrainState,
-        state: TrainState,
-        grads: Updates,
-        extra: dict[str, Any],
+        self, before: TrainState, state: TrainState, grads: Updates, extra: dict[str, Any]
     ) -> TrainState:
         """Update params and the optimizer's state, and return the next state, in which they are
         those before the step if the update does not count, and so is the model state.

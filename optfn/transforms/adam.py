@@ -5,7 +5,7 @@ Accumulators are float32 or wider, as in `optfn.transforms.moment`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,9 +14,7 @@ from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Stepped, Updates
-
-# The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
-Steps: TypeAlias = Any
+from optfn.transforms.late_steps import Steps, advance_by_leaf
 
 
 @traits(link="moments", counted="mu")
@@ -84,20 +82,9 @@ def next_count(
     """Return the count one step later, and the values of `of_step` for it by name, as scalars or,
     if some leaves began late, as PerLeafs."""
     if isinstance(step, tuple):
-        return _count_by_leaf(of_step, step, like)
+        return advance_by_leaf(of_step, step, like)
     step = core.next_step(step)
     return step, of_step(step)
-
-
-def _count_by_leaf(
-    of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
-) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and the values of `of_step` as PerLeafs, for a state with
-    leaves that began late."""
-    # Imported here: a first use of adam has no late leaves, and need not read about them.
-    from optfn.transforms.late_steps import advance_by_leaf
-
-    return advance_by_leaf(of_step, step, like)
 
 
 def make_moments_link(

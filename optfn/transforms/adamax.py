@@ -14,12 +14,7 @@ from optfn.core.types import Params
 from optfn.mesh.state.encoded import declare_encoded
 from optfn.transforms.adam import make_moments_link
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import (
-    check_moment_dtype,
-    declare_int8_codes,
-    declare_uint8_codes,
-    quantize_moments,
-)
+from optfn.transforms.stored import check_moment_dtype, declare_codes, quantize_moments
 
 
 @traits(link="moments", counted="mu")
@@ -32,7 +27,7 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("infinity_norm"))
+@declare_encoded(declare_codes("mu", signed=True), declare_codes("infinity_norm", signed=False))
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.00 to 2.03 bytes per parameter, and the step."""
 
@@ -71,11 +66,7 @@ def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar)
 
 @core.transform(complex_leaves=True)
 def scale_by_adamax(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    *,
-    moment_dtype: str | None = None,
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, moment_dtype: str | None = None
 ) -> core.Unchecked:
     """Divide the bias-corrected moving average of the gradient by its decaying maximum,
     elementwise, where 0/0 is NaN if eps is 0.

@@ -31,9 +31,7 @@ class ScaleByCatchUpAdamState(NamedTuple):
 def _broadcast_rows(x: Scalar, like: jax.Array) -> Scalar:
     """Return an array with a value per row with axes of size 1 appended, so that it broadcasts to
     `like`, or a float unchanged."""
-    if isinstance(x, float):
-        return x
-    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+    return x if isinstance(x, float) else x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
 def catch_up(

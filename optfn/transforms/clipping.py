@@ -12,6 +12,7 @@ from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.leaves import tensors
 
 
 @traits(link="clip", reports={"factor": None})
@@ -87,8 +88,6 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
 
     Source: fluid.clip.GradientClipByNorm.
     """
-    # Imported here: a first use of `clip_by_global_norm` need not read about several tensors.
-    from optfn.leaves import tensors
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factors = tensors.combine(clip_factor, tensors.tensor_norms(updates), max_norm=c)

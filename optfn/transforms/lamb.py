@@ -21,13 +21,7 @@ from optfn.transforms.scaling import trust_ratio
 
 
 def lamb_direction(
-    m: jax.Array,
-    v: jax.Array,
-    p: jax.Array,
-    *,
-    eps: Scalar,
-    scale: Scalar,
-    weight_decay: Scalar,
+    m: jax.Array, v: jax.Array, p: jax.Array, *, eps: Scalar, scale: Scalar, weight_decay: Scalar
 ) -> jax.Array:
     """Return r/scale, where r = scale·m/(√v + eps) + wd·p."""
     wd = numerics.scalar(weight_decay / scale, v)
@@ -149,10 +143,9 @@ def _update(
     ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
     mu, nu, q = run_in_passes([advance, ratios], (*old, ones), updates, params)
     factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)
-    new: tuple[PyTree, ...] = leafwise.apply(
+    return leafwise.apply(
         _scale_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars
     )
-    return new
 
 
 def _scale_direction(

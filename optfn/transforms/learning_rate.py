@@ -17,6 +17,8 @@ from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.leafwise import PerLeaf
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.leaves import tensors
+from optfn.transforms.scheduled import evaluate_schedule, first_rate
 
 
 @traits(words=("step", "learning_rate"))
@@ -80,9 +82,6 @@ def init(learning_rate: Scalar | Schedule) -> RateState:
     step, dtype = core.first_step(), numerics.scalar_dtype()
     if checks.is_host_number(learning_rate):
         return LearningRateState(step, jnp.asarray(learning_rate, dtype))
-    # A number needs no schedules, and a first use does not import them.
-    from optfn.transforms.scheduled import first_rate
-
     kind = DrivenLearningRateState if callable(learning_rate) else GivenLearningRateState
     return kind(step, first_rate(learning_rate, step, dtype))
 
@@ -97,26 +96,16 @@ def init_plateau(learning_rate: Scalar) -> LearningRateState:
 def advance_rate(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Array, RateState]:
     """Return the rate of this step and the state after it, where the rate of a number is read from
     the state, and a schedule or an array is evaluated."""
-    if checks.is_host_number(learning_rate):
-        rate = state.learning_rate
-    else:
-        # Imported here: a first use with a number need not read about schedules.
-        from optfn.transforms.scheduled import evaluate_schedule
-
-        rate = evaluate_schedule(
-            "learning_rate", learning_rate, state.step, state.learning_rate.dtype
-        )
+    rate = state.learning_rate
+    if not checks.is_host_number(learning_rate):
+        rate = evaluate_schedule("learning_rate", learning_rate, state.step, rate.dtype)
     return rate, type(state)(core.next_step(state.step), rate)
 
 
 def rate_factor(factors: Mapping[str, float] | None, updates: Updates) -> float | PerLeaf:
     """Return the factor of each leaf's rate, by its path in `factors`, as a PerLeaf, or 1.0 if
     `factors` is None."""
-    if factors is None:
-        return 1.0
-    from optfn.leaves import tensors
-
-    return tensors.scalars_of_leaves(factors.__getitem__, updates)
+    return 1.0 if factors is None else tensors.scalars_of_leaves(factors.__getitem__, updates)
 
 
 @traits(link="rate", passes_rows=True)
@@ -127,9 +116,7 @@ class ScaleByLearningRateState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_learning_rate(
-    learning_rate: Number | Schedule,
-) -> core.Unchecked:
+def scale_by_learning_rate(learning_rate: Number | Schedule) -> core.Unchecked:
     """Turn an ascent direction into a step, u = −lr·u, where a number lr is read from the state,
     and a schedule or an array gives it from outside.
 

@@ -18,12 +18,7 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
 from optfn.mesh.state.encoded import declare_encoded
-from optfn.transforms.stored import (
-    check_moment_dtype,
-    declare_int8_codes,
-    declare_uint8_codes,
-    quantize_moments,
-)
+from optfn.transforms.stored import check_moment_dtype, declare_codes, quantize_moments
 
 
 @traits(link="momentum")
@@ -47,7 +42,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
 
 
 @traits(link="momentum", spans_buffers=True)
-@declare_encoded(declare_int8_codes("velocity"))
+@declare_encoded(declare_codes("velocity", signed=True))
 class ScaleByInt8MomentumState(NamedTuple):
     """State of `scale_by_momentum` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
@@ -281,7 +276,7 @@ class ScaleByNarrowRmsState(NamedTuple):
 
 
 @traits(link="moments", spans_buffers=True)
-@declare_encoded(declare_uint8_codes("mean_square"))
+@declare_encoded(declare_codes("mean_square", signed=False))
 class ScaleByInt8RmsState(NamedTuple):
     """State of `scale_by_rms` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 

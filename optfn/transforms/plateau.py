@@ -243,10 +243,7 @@ def _choose(
 ) -> ReduceOnPlateauState:
     """Return `if_true` where the condition holds, else `if_false`, by a selection in each field
     that computes both."""
-    chosen: ReduceOnPlateauState = jax.tree.map(
-        lambda a, b: jnp.where(condition, a, b), if_true, if_false
-    )
-    return chosen
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
 def _check_scalar(value: Number) -> jax.Array:

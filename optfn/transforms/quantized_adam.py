@@ -12,17 +12,11 @@ from optfn.core.types import Params
 from optfn.mesh.state.encoded import declare_encoded
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import (
-    MOMENT_DTYPES,
-    Arrays,
-    declare_int8_codes,
-    declare_uint8_codes,
-    quantize_moments,
-)
+from optfn.transforms.stored import MOMENT_DTYPES, Arrays, declare_codes, quantize_moments
 
 
 @traits(link="moments", spans_buffers=True, counted="mu")
-@declare_encoded(declare_int8_codes("mu"), declare_uint8_codes("nu"))
+@declare_encoded(declare_codes("mu", signed=True), declare_codes("nu", signed=False))
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.00 to 2.03 bytes per parameter."""
 

@@ -13,12 +13,7 @@ from optfn.core.traits import traits
 from optfn.core.types import Params, Updates
 from optfn.leaves import patterns, tensors
 from optfn.leaves.patterns import Pattern
-from optfn.transforms.regularization import (
-    check_weight_decay,
-    decay_of_leaves,
-    decay_rule,
-    l2_penalty,
-)
+from optfn.transforms import regularization
 
 
 def trust_ratio(
@@ -103,7 +98,7 @@ def scale_by_lars(
     Source: You et al. 2017, arXiv 1708.03888, algorithm 1; fluid's LarsMomentumOptimizer.
     """
     coeff = checks.positive("lars_coeff", lars_coeff)
-    wd = check_weight_decay("lars_weight_decay", lars_weight_decay)
+    wd = regularization.check_weight_decay("lars_weight_decay", lars_weight_decay)
     eps = checks.nonnegative("eps", eps)
     exclude = patterns.check_pattern("exclude", exclude)
 
@@ -111,19 +106,15 @@ def scale_by_lars(
         updates: Updates, params: Params, coefficient: Scalar, decay: Mapping[str, float] | None
     ) -> Updates:
         updates = leafwise.densify_rows(updates)
-        wds = decay_of_leaves(exclude, coefficient, updates, decay)
+        wds = regularization.decay_of_leaves(exclude, coefficient, updates, decay)
         p_norms, g_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
         factors = tensors.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
         # The norms of g are taken before, since L has wd·‖p‖ in a term of its own.
-        updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
+        updates = leafwise.apply(regularization.l2_penalty, updates, params=params, coeff=wds)
         return leafwise.scale(updates, factors)
 
-    return decay_rule(
-        "lars_weight_decay",
-        wd,
-        update,
-        (ScaleByLarsByNumberState(), ScaleByLarsState),
-        exclude,
+    return regularization.decay_rule(
+        "lars_weight_decay", wd, update, (ScaleByLarsByNumberState(), ScaleByLarsState), exclude
     )

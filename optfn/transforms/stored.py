@@ -26,21 +26,20 @@ MOMENT_DTYPES = ("bfloat16", "int8")
 
 def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
     """Return `moment_dtype` if it is None, "bfloat16" or "int8", else raise a ValueError."""
-    if moment_dtype is None:
-        return None
-    return checks.choice(argument, moment_dtype, MOMENT_DTYPES)
+    return None if moment_dtype is None else checks.choice(argument, moment_dtype, MOMENT_DTYPES)
 
 
-def declare_int8_codes(field: str) -> Encoded:
-    """Declare that `field` of a state has int8 codes, and `<field>_scale` their scales."""
-    code = codes.decode_signed, codes.encode_signed
-    return Encoded(field, f"{field}_scale", *code, codes.row_max)
+def declare_codes(field: str, *, signed: bool) -> Encoded:
+    """Declare that `field` of a state has int8 codes if `signed`, else uint8 ones, and
+    `<field>_scale` their scales."""
+    return Encoded(field, f"{field}_scale", *_codes(signed), codes.row_max)
 
 
-def declare_uint8_codes(field: str) -> Encoded:
-    """Declare that `field` of a state has uint8 codes, and `<field>_scale` their scales."""
-    code = codes.decode_unsigned, codes.encode_unsigned
-    return Encoded(field, f"{field}_scale", *code, codes.row_max)
+def _codes(signed: bool) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Return the functions that decode and encode int8 codes if `signed`, else uint8 ones."""
+    if signed:
+        return codes.decode_signed, codes.encode_signed
+    return codes.decode_unsigned, codes.encode_unsigned
 
 
 class Part(NamedTuple):
@@ -113,16 +112,12 @@ def _make_int8_storage(signed: Sequence[bool]) -> Storage:
             moments(g, *decode(arrays)), scales, signed, _split_noise(noise), strict=False
         )
         for x, scale, is_signed, bits in of_moments:
-            encode = codes.encode_signed if is_signed else codes.encode_unsigned
-            new += [encode(x, scale, bits), scale]
+            new += [_codes(is_signed)[1](x, scale, bits), scale]
         return tuple(new)
 
     def decode(arrays: Arrays) -> Arrays:
-        moments: list[jax.Array] = []
-        for x, scale, is_signed in zip(arrays[::2], arrays[1::2], signed, strict=True):
-            decode_codes = codes.decode_signed if is_signed else codes.decode_unsigned
-            moments.append(decode_codes(x, scale))
-        return tuple(moments)
+        moments = zip(arrays[::2], arrays[1::2], signed, strict=True)
+        return tuple(_codes(is_signed)[0](x, scale) for x, scale, is_signed in moments)
 
     parts: list[Part] = []
     for is_signed in signed:

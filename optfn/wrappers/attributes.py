@@ -263,6 +263,10 @@ def without_frozen(
     return make
 
 
+# The public chain: a leaf that a link freezes is frozen for all links.
+chain = without_frozen(core.chain)
+
+
 def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
     """Return the paths of the leaves that attributes freeze."""
     return _paths(lambda attr: not attr.trainable, param_attrs, values)
@@ -300,8 +304,7 @@ def _mark_stacked_leaves(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         marked = None if params is None else mark(params)
-        updated: Stepped = tx.update(mark(updates), state, marked, **extra)
-        return updated
+        return tx.update(mark(updates), state, marked, **extra)
 
     return core.Unchecked(lambda params: tx.init(mark(params)), update)
 

@@ -24,7 +24,7 @@ from optfn.core.updates import apply_updates
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import repack, unpack
 from optfn.mesh.compilers import memories, xla
-from optfn.mesh.state.per_worker import find_nodes
+from optfn.mesh.state.names import iterate_nodes
 from optfn.transforms.in_place import run_in_passes
 
 
@@ -103,9 +103,7 @@ def add_statistics(
 
 def has_statistics(opt_state: OptState) -> bool:
     """Tell whether an average in a state averages the model state too."""
-    kinds = ExponentialMovingAverageState, ModelAverageState
-    found = (x for kind in kinds for x in find_nodes(kind, opt_state))
-    return any(x.statistics is not None for x in found)
+    return any(x.statistics is not None for x in iterate_nodes(is_average, opt_state))
 
 
 def read_statistics(state: OptState, model_state: PyTree) -> PyTree:
@@ -124,9 +122,7 @@ def _widen_param(p: jax.Array) -> jax.Array:
     rounding."""
     # XLA drops a cast to bfloat16 and back, and would average params that nobody has.
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
-    if p.dtype == jnp.bfloat16:
-        wide = xla.round_to_bfloat16(wide)
-    return wide
+    return xla.round_to_bfloat16(wide) if p.dtype == jnp.bfloat16 else wide
 
 
 @core.record_call
@@ -229,10 +225,7 @@ def _warn_above_one(rate: Scalar) -> None:
 
 @core.record_call
 def model_average(
-    average_window_rate: Number,
-    *,
-    min_average_window: int = 10000,
-    max_average_window: int = 10000,
+    average_window_rate: Number, *, min_average_window: int = 10000, max_average_window: int = 10000
 ) -> optax.GradientTransformationExtraArgs:
     """Keep sums of the parameters over a window of the last updates in the state, of which
     `averaged_params` reads the mean, and return updates unchanged.

@@ -34,8 +34,7 @@ class DynamicLossScaleState(NamedTuple):
     @property
     def skipped(self) -> jax.Array:
         """The count of skipped steps, which `skip_nonfinite` inside keeps (int32)."""
-        skipped: jax.Array = self.inner_state.skipped
-        return skipped
+        return self.inner_state.skipped
 
 
 @without_frozen

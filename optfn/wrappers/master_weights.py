@@ -296,7 +296,7 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
 
 def choose_masters(
     multi_precision: object,
-) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
+) -> Callable[[optax.GradientTransformation], optax.GradientTransformationExtraArgs]:
     """Return the wrapper for `multi_precision`, with copies for True, remainders for 32 or 24 and
     no masters for False, or raise a TypeError for any other value."""
     if isinstance(multi_precision, bool | np.bool_):

@@ -173,8 +173,7 @@ def _shape_and_axes(x: jax.Array) -> tuple[Any, ...]:
 def _sum_squares(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Return the sum of squares of each of some arrays of one shape, in float32 or wider."""
     wide = (leafwise.cast(x, numerics.accumulator_dtype(x.dtype)) for x in arrays)
-    sums: tuple[jax.Array, ...] = xla.sum_each(*map(numerics.abs_squared, wide))
-    return sums
+    return xla.sum_each(*map(numerics.abs_squared, wide))
 
 
 def _read_inner(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
@@ -237,6 +236,4 @@ def _combine_workers(name: str, node: object) -> jax.Array:
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value
-    if name.endswith("norm"):
-        return jnp.sqrt(jnp.mean(jnp.square(value)))
-    return jnp.min(value)
+    return jnp.sqrt(jnp.mean(jnp.square(value))) if name.endswith("norm") else jnp.min(value)

@@ -66,10 +66,8 @@ def first_moved(masters: Params, params: Params) -> jax.Array:
 
     Of each leaf, the entries of `sample` are compared.
     """
-    moved = []
-    for _, master, p in tree.items(masters, params):
-        if not tree.is_masked(master):
-            moved.append(jnp.any(~is_rounded(sample(p), sample(master))))
+    pairs = [(p, x) for _, x, p in tree.items(masters, params) if not tree.is_masked(x)]
+    moved = [jnp.any(~is_rounded(sample(p), sample(x))) for p, x in pairs]
     if not moved:
         return jnp.zeros((), jnp.int32)
     flags = jnp.stack(moved)

@@ -62,10 +62,7 @@ def _keeps_squares(state: OptState) -> bool:
 @without_frozen
 @core.record_call
 def skip_nonfinite(
-    tx: optax.GradientTransformation,
-    *,
-    max_consecutive: int = 10,
-    axis_name: AxisName = None,
+    tx: optax.GradientTransformation, *, max_consecutive: int = 10, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that a gradient with a NaN or ∞ on any worker changes nothing, unless
     more than `max_consecutive` of them come in a row.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import optfn
 from optfn.distributed import data_mesh, scan_layers, sharded
 from optfn.loss.jaxprs.flops import UncountableError, count_model_flops
-from optfn.plan.model_flops import count_step_flops
+from optfn.run.speed import count_step_flops
 
 BATCH, LENGTH, WIDTH, LAYERS, WORDS = 8, 16, 32, 3, 64
 SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH),

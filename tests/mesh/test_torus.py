@@ -17,13 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from benchmarks import wire
+from benchmarks.schedule import list_mesh_places
 from optfn.distributed import data_mesh, exchange, quantize, scan_layers, sharded
 from optfn.mesh.collectives import torus
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.gathers import all_gather
 from optfn.mesh.collectives.mesh import shard_map
 from optfn.mesh.compilers.options import follow_options
-from optfn.plan.links import list_mesh_places, list_places
+from optfn.plan.links import list_places
 
 
 @pytest.fixture

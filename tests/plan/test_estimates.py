@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.schedule import estimate_schedule
 from optfn.distributed import Chip, StepEstimate, estimate_step
-from optfn.plan.step_estimate import estimate_schedule
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 CHIPS = {

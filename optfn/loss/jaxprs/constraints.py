@@ -24,17 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.core.types import PyTree
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Jaxpr,
-    Variable,
-    as_constraint,
-    find_bound_axes,
-    find_inner_jaxprs,
-    has_sharding_as_type,
-    walk,
-)
+from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Variable
 from optfn.mesh.collectives.axes import to_axes
 
 
@@ -183,19 +174,24 @@ def _find_constraints(
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
     """
     for equation in getattr(program, "jaxpr", program).eqns:
-        within, constraint = (*bound, *find_bound_axes(equation)), as_constraint(equation)
+        within, constraint = (
+            (*bound, *primitives.find_bound_axes(equation)),
+            primitives.as_constraint(equation),
+        )
         if constraint is not None and isinstance(constraint.sharding, NamedSharding):
             sharding = constraint.sharding
             if not {*bound} <= {*sharding.mesh.abstract_mesh.manual_axes}:
                 yield equation, sharding
-        for inner in find_inner_jaxprs(equation):
+        for inner in primitives.find_inner_jaxprs(equation):
             yield from _find_constraints(inner, within)
 
 
 def _has_types(program: Any) -> bool:
     """Tell whether an equation of a program, or of a function inside, gives its result a sharding
     as a type."""
-    return any(map(has_sharding_as_type, walk(getattr(program, "jaxpr", program))))
+    return any(
+        map(primitives.has_sharding_as_type, primitives.walk(getattr(program, "jaxpr", program)))
+    )
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
@@ -268,7 +264,7 @@ class _Binding:
     def _means_nothing(self, equation: Equation) -> bool:
         """Tell whether an equation is a constraint on a mesh of which all axes are bound, and asks
         for no layout in memory."""
-        constraint = as_constraint(equation)
+        constraint = primitives.as_constraint(equation)
         if constraint is None or constraint.has_layout:
             return False
         sharding = constraint.sharding

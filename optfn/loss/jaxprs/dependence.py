@@ -10,19 +10,9 @@ import jax
 import jax.extend.core as jex
 
 from optfn.core.types import PyTree
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import bindings
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Jaxpr,
-    Scan,
-    While,
-    as_branches,
-    as_call,
-    as_scan,
-    as_while,
-    is_barrier,
-)
+from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Scan, While
 
 Marks: TypeAlias = list[bool]
 
@@ -64,17 +54,17 @@ def _mark_jaxpr(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Marks:
 def _mark_equation(equation: Equation, given: Marks) -> Marks:
     """Mark the results of an equation with a marked operand by the functions inside of it, one by
     one for a barrier, and otherwise all of them."""
-    if (call := as_call(equation)) is not None:
+    if (call := primitives.as_call(equation)) is not None:
         return _mark_jaxpr(call.body, given)
-    if (scan := as_scan(equation)) is not None:
+    if (scan := primitives.as_scan(equation)) is not None:
         return _mark_scan(scan, given)
-    if (loop := as_while(equation)) is not None:
+    if (loop := primitives.as_while(equation)) is not None:
         return _mark_while(loop, given)
-    if (branches := as_branches(equation)) is not None:
+    if (branches := primitives.as_branches(equation)) is not None:
         of_branches = [_mark_jaxpr(branch, given[1:]) for branch in branches]
         # All results depend on the index.
         return [given[0] or any(marks) for marks in zip(*of_branches, strict=True)]
-    return given if is_barrier(equation) else [True] * len(equation.outvars)
+    return given if primitives.is_barrier(equation) else [True] * len(equation.outvars)
 
 
 def _mark_scan(scan: Scan, given: Marks) -> Marks:
@@ -85,7 +75,7 @@ def _mark_scan(scan: Scan, given: Marks) -> Marks:
     def body(carry: Marks) -> Marks:
         return _mark_jaxpr(scan.body.jaxpr, [*constants, *carry, *elements])
 
-    carry = _find_fixed_point(lambda carry: body(carry)[: scan.num_carry], list(carry))
+    carry = find_fixed_point(lambda carry: body(carry)[: scan.num_carry], list(carry))
     return [*carry, *body(carry)[scan.num_carry :]]
 
 
@@ -100,10 +90,10 @@ def _mark_while(loop: While, given: Marks) -> Marks:
         # All results depend on the number of iterations.
         return [condition or mark for mark in new]
 
-    return _find_fixed_point(once, list(carry))
+    return find_fixed_point(once, list(carry))
 
 
-def _find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
+def find_fixed_point(step: Callable[[Marks], Marks], carry: Marks) -> Marks:
     """Add the marks of step(carry) to the carry's marks until a step adds no more, and return
     them."""
     while True:

@@ -9,15 +9,8 @@ import jax.extend.core as jex
 from jax.extend import source_info_util
 
 from optfn.core.types import PyTree
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Variable,
-    as_call,
-    draws_bits,
-    type_of,
-    walk,
-)
+from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.primitives import Atom, Equation, Variable
 
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
@@ -161,7 +154,7 @@ def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable
 
 def shapes_of(atoms: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of `atoms`, to trace with."""
-    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(type_of, atoms)]
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(primitives.type_of, atoms)]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Variable]:
@@ -220,7 +213,7 @@ def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     instead = {
         id(e): partial(_run_inlined, jex.ClosedJaxpr(call.body, call.constants))
         for e in equations
-        if (call := as_call(e)) is not None and call.is_jitted
+        if (call := primitives.as_call(e)) is not None and call.is_jitted
     }
     return read(run_equations(equations, values, instead), closed.jaxpr.outvars)
 
@@ -229,4 +222,4 @@ def draws_random_numbers(fn: Callable[..., PyTree], *args: PyTree) -> bool:
     """Trace a function, and tell whether it, or a function that it calls, draws random numbers."""
     call, arrays = function_of_arrays(fn, args, {})
     program = jax.make_jaxpr(call)(arrays).jaxpr
-    return any(draws_bits(equation) for equation in walk(program))
+    return any(primitives.draws_bits(equation) for equation in primitives.walk(program))

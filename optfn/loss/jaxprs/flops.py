@@ -5,22 +5,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from optfn.loss.jaxprs.primitives import (
-    Convolution,
-    Equation,
-    Jaxpr,
-    as_branches,
-    as_convolution,
-    as_product,
-    as_while,
-    count_runs,
-    find_inner_jaxprs,
-    is_kernel,
-    is_recomputed,
-    moves_entries,
-    name_of,
-    type_of,
-)
+from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.primitives import Convolution, Equation, Jaxpr
 
 
 class UncountableError(Exception):
@@ -34,11 +20,13 @@ def count_product_flops(equation: Equation) -> float | None:
     The holes and the padding of a convolution, such as the gradient of a strided one has, do not
     count.
     """
-    if (product := as_product(equation)) is not None:
-        left = type_of(equation.invars[0]).shape
+    if (product := primitives.as_product(equation)) is not None:
+        left = primitives.type_of(equation.invars[0]).shape
         summed = math.prod(left[i] for i in product.summed)
-        return 2.0 * math.prod(type_of(equation.outvars[0]).shape) * summed / product.groups
-    convolution = as_convolution(equation)
+        return (
+            2.0 * math.prod(primitives.type_of(equation.outvars[0]).shape) * summed / product.groups
+        )
+    convolution = primitives.as_convolution(equation)
     return None if convolution is None else _count_convolution(convolution)
 
 
@@ -51,10 +39,10 @@ def count_flops(equations: Iterable[Equation]) -> float:
 
     def count(equation: Equation) -> float | None:
         flops = count_product_flops(equation)
-        if flops is not None or find_inner_jaxprs(equation):
+        if flops is not None or primitives.find_inner_jaxprs(equation):
             return flops
-        size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
-        return 0.0 if moves_entries(equation) else float(size)
+        size = sum(math.prod(primitives.type_of(a).shape) for a in equation.outvars)
+        return 0.0 if primitives.moves_entries(equation) else float(size)
 
     return _add_up(equations, count, max)
 
@@ -73,11 +61,11 @@ def count_model_flops(jaxpr: Jaxpr, left_out: str) -> float:
     """
 
     def count(equation: Equation) -> float | None:
-        if is_recomputed(equation) or left_out in str(equation.source_info.name_stack):
+        if primitives.is_recomputed(equation) or left_out in str(equation.source_info.name_stack):
             return 0.0
-        if is_kernel(equation):
-            raise UncountableError(f"the products of {name_of(equation)} are not known")
-        loop = as_while(equation)
+        if primitives.is_kernel(equation):
+            raise UncountableError(f"the products of {primitives.name_of(equation)} are not known")
+        loop = primitives.as_while(equation)
         if loop is not None and any(_add_up(x.eqns, count, choose) for x in loop[:2]):
             raise UncountableError("a while loop does not say how often it runs")
         return count_product_flops(equation) if loop is None else 0.0
@@ -107,9 +95,12 @@ def _add_up(
     for equation in equations:
         amount = count(equation)
         if amount is None:
-            inner = [_add_up(jaxpr.eqns, count, choose) for jaxpr in find_inner_jaxprs(equation)]
-            are_branches = as_branches(equation) is not None
-            amount = choose(inner) if are_branches else sum(inner) * count_runs(equation)
+            inner = [
+                _add_up(jaxpr.eqns, count, choose)
+                for jaxpr in primitives.find_inner_jaxprs(equation)
+            ]
+            are_branches = primitives.as_branches(equation) is not None
+            amount = choose(inner) if are_branches else sum(inner) * primitives.count_runs(equation)
         total += amount
     return total
 

@@ -1,26 +1,13 @@
 """The equations of a program that its results need: compilers remove the others."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax.extend.core as jex
 
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Jaxpr,
-    Scan,
-    Variable,
-    as_branches,
-    as_call,
-    as_collective,
-    as_scan,
-    find_inner_jaxprs,
-    has_side_effects,
-    is_barrier,
-)
-
-Marks: TypeAlias = list[bool]
+from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs.dependence import Marks, find_fixed_point
+from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Scan, Variable
 
 
 class Live(NamedTuple):
@@ -55,7 +42,7 @@ def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
     found: list[Live] = []
     for equation in reversed(jaxpr.eqns):
         marks = [v in needed for v in equation.outvars]
-        if any(marks) or has_side_effects(equation):
+        if any(marks) or primitives.has_side_effects(equation):
             inputs, inside = _enter(equation, marks)
             need(equation.invars, inputs)
             found += [Live(equation, 1, marks), *inside]
@@ -65,14 +52,14 @@ def _follow(jaxpr: Jaxpr, outputs: Sequence[bool]) -> tuple[Marks, list[Live]]:
 def _enter(equation: Equation, marks: Marks) -> tuple[Marks, list[Live]]:
     """Return which operands the marked results of an equation need, and the equations inside, where
     an equation of an unknown kind needs all operands."""
-    if (call := as_call(equation)) is not None:
+    if (call := primitives.as_call(equation)) is not None:
         return _follow(call.body, marks)
-    if (scan := as_scan(equation)) is not None:
+    if (scan := primitives.as_scan(equation)) is not None:
         return _follow_scan(scan, marks)
-    if is_barrier(equation) or as_collective(equation) is not None:
+    if primitives.is_barrier(equation) or primitives.as_collective(equation) is not None:
         return marks, []
-    inner = find_inner_jaxprs(equation)
-    if as_branches(equation) is not None:
+    inner = primitives.find_inner_jaxprs(equation)
+    if primitives.as_branches(equation) is not None:
         followed = [_follow(branch, marks) for branch in inner]
         used = [any(column) for column in zip(*(inputs for inputs, _ in followed), strict=True)]
         return [True, *used], followed[-1][1]
@@ -85,12 +72,11 @@ def _follow_scan(scan: Scan, marks: Marks) -> tuple[Marks, list[Live]]:
     the carry needs no more, and the equations inside."""
     body, last = scan.body.jaxpr, scan.num_constants + scan.num_carry
     carry, results = marks[: scan.num_carry], marks[scan.num_carry :]
-    while True:
-        inputs, inside = _follow(body, [*carry, *results])
-        before = inputs[scan.num_constants : last]
-        new = [a or b for a, b in zip(carry, before, strict=True)]
-        if new == carry:
-            break
-        carry = new
+
+    def once(carry: Marks) -> Marks:
+        return _follow(body, [*carry, *results])[0][scan.num_constants : last]
+
+    carry = find_fixed_point(once, carry)
+    inputs, inside = _follow(body, [*carry, *results])
     used = [*inputs[: scan.num_constants], *carry, *inputs[last:]]
     return used, [x._replace(times=x.times * scan.length) for x in inside]

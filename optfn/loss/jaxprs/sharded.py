@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import (
     Environment,
     Value,
@@ -31,21 +32,7 @@ from optfn.loss.jaxprs.equations import (
     run_equations,
     variables,
 )
-from optfn.loss.jaxprs.primitives import (
-    Checkpoint,
-    Equation,
-    Jaxpr,
-    Scan,
-    Variable,
-    as_call,
-    as_checkpoint,
-    as_scan,
-    find_inner_jaxprs,
-    is_composite,
-    name_of_value,
-    offloads,
-    walk,
-)
+from optfn.loss.jaxprs.primitives import Checkpoint, Equation, Jaxpr, Scan, Variable
 from optfn.loss.jaxprs.recomputed_scan import Order, scan_recomputed
 from optfn.loss.jaxprs.sharded_param import GATHERED, Operation, ShardedParam, gather_params
 
@@ -63,7 +50,7 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
     """Tell whether some equation is a scan over arrays, also inside of jitted functions and
     checkpoints, which `run_on_shards` enters."""
     for equation in equations:
-        scan = as_scan(equation)
+        scan = primitives.as_scan(equation)
         if scan is not None and scan.split(equation.invars)[2]:
             return True
         entered = _find_entered(equation)
@@ -74,8 +61,10 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
 
 def _find_entered(equation: Equation) -> Jaxpr | None:
     """Return the jaxpr of a jitted function or of a checkpoint, or None for another equation."""
-    call = as_call(equation)
-    is_entered = call is not None and (call.is_jitted or as_checkpoint(equation) is not None)
+    call = primitives.as_call(equation)
+    is_entered = call is not None and (
+        call.is_jitted or primitives.as_checkpoint(equation) is not None
+    )
     return call.body if call is not None and is_entered else None
 
 
@@ -107,11 +96,11 @@ class _Interpreter:
             return bind(equation, *operands)
         if (waiting := _delay(equation, operands)) is not None:
             return [waiting]
-        if (checkpoint := as_checkpoint(equation)) is not None:
+        if (checkpoint := primitives.as_checkpoint(equation)) is not None:
             return _run_checkpoint(checkpoint, operands)
-        if (scan := as_scan(equation)) is not None:
+        if (scan := primitives.as_scan(equation)) is not None:
             return self._run_scan(equation, scan, operands)
-        call = as_call(equation)
+        call = primitives.as_call(equation)
         if call is not None and call.is_jitted:
             return self.run(call.body, [*call.constants, *operands])
         return bind(equation, *self.gather(operands))
@@ -198,19 +187,19 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
         prevent_cse=checkpoint.prevent_cse,
         policy=None if policy is None else _without_gathered(policy),
     )
-    results: list[Value] = run(operands)
-    return results
+    return run(operands)
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
     """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
     all of which the backward pass recomputes from its inputs. A layer that saves values on the host
     is none."""
-    names = [name_of_value(e) for e in jaxpr.eqns]
+    names = [primitives.name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
-        return LAYER in names and not any(map(offloads, walk(jaxpr)))
-    call, checkpoint = as_call(calls[0]), as_checkpoint(calls[0])
+        offloads = any(map(primitives.offloads, primitives.walk(jaxpr)))
+        return LAYER in names and not offloads
+    call, checkpoint = primitives.as_call(calls[0]), primitives.as_checkpoint(calls[0])
     if call is not None and call.is_jitted:
         return _is_recomputed(call.body)
     return checkpoint is not None and checkpoint.policy is None
@@ -223,10 +212,10 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
     The caller puts a checkpoint around it, in place of the one left out.
     """
     interpreter = _Interpreter(by_name=False)
-    calls = [e for e in jaxpr.eqns if name_of_value(e) is None]
+    calls = [e for e in jaxpr.eqns if primitives.name_of_value(e) is None]
     if len(calls) != 1 or _find_entered(calls[0]) is None:
         return interpreter.run(jaxpr, operands)
-    call = as_call(calls[0])
+    call = primitives.as_call(calls[0])
     assert call is not None  # a jit or a checkpoint
 
     def run_inside(*arguments: Value) -> list[Value]:
@@ -260,25 +249,23 @@ def _run_together(
         return read(run_equations(equations, bindings(reads, operands), rule=rule), results)
 
     if any(isinstance(values[a], ShardedParam) for a in reads):
-        run = jax.checkpoint(run, prevent_cse=False, policy=_without_gathered(_keep_all))
+        policy = _without_gathered(jax.checkpoint_policies.everything_saveable)
+        run = jax.checkpoint(run, prevent_cse=False, policy=policy)
     values |= bindings(results, run(read(values, reads)))
 
 
 def _has_checkpoint(equation: Equation) -> bool:
     """Tell whether an equation is a `jax.checkpoint`, or runs a function that has one."""
-    inside = (e for jaxpr in find_inner_jaxprs(equation) for e in walk(jaxpr))
-    return any(as_checkpoint(e) is not None for e in (equation, *inside))
-
-
-def _keep_all(*args: object, **params: object) -> bool:
-    """Return True for every value, as the policy of a checkpoint that recomputes nothing."""
-    return True
+    inside = (e for jaxpr in primitives.find_inner_jaxprs(equation) for e in primitives.walk(jaxpr))
+    return any(primitives.as_checkpoint(e) is not None for e in (equation, *inside))
 
 
 def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Return a policy for a checkpoint that keeps what `policy` keeps, but no gathered array."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        return not is_composite(primitive, params, GATHERED) and policy(primitive, *args, **params)
+        return not primitives.is_composite(primitive, params, GATHERED) and policy(
+            primitive, *args, **params
+        )
 
     return keeps

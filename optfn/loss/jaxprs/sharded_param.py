@@ -11,15 +11,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import Value, bind, variables
-from optfn.loss.jaxprs.primitives import (
-    Equation,
-    as_cast,
-    as_reshape,
-    as_transpose,
-    is_same_on_layers,
-    type_of,
-)
+from optfn.loss.jaxprs.primitives import Equation
 
 # The name of a gathered array in a program.
 GATHERED = "optfn.gathered"
@@ -66,8 +60,8 @@ class Operation:
     def of(cls, equation: Equation) -> "Operation | None":
         """Return the operation if an equation is a transpose, a plain reshape, a cast or arithmetic
         on one variable and literals, or None for any other equation."""
-        order, sizes = as_transpose(equation), as_reshape(equation)
-        is_known = order is not None or sizes is not None or is_same_on_layers(equation)
+        order, sizes = primitives.as_transpose(equation), primitives.as_reshape(equation)
+        is_known = order is not None or sizes is not None or primitives.is_same_on_layers(equation)
         is_unary = len(variables(equation.invars)) == 1
         return cls(equation, order, sizes) if is_known and is_unary else None
 
@@ -84,13 +78,12 @@ class Operation:
         if self.sizes is not None:
             return lax.reshape(x, self.sizes)
         inputs = [a.val if isinstance(a, jex.Literal) else x for a in self.equation.invars]
-        result: jax.Array = bind(self.equation, *inputs)[0]
-        return result
+        return bind(self.equation, *inputs)[0]
 
     def groups_of(self, length: int) -> int | None:
         """Return G if this reshapes `length` layers to (G, layers of a group, …), else None."""
         (operand,) = variables(self.equation.invars)
-        old, new = type_of(operand).shape, self.sizes or ()
+        old, new = primitives.type_of(operand).shape, self.sizes or ()
         splits = len(new) == len(old) + 1 and new[2:] == old[1:] and old[0] == length
         return new[0] if splits else None
 
@@ -124,7 +117,7 @@ class ShardedParam:
         The gradient of that cast is reduced in the dtype of the param, as if the array had been
         cast after it.
         """
-        dtype = as_cast(self.operations[0].equation) if self.operations else None
+        dtype = primitives.as_cast(self.operations[0].equation) if self.operations else None
         if dtype is not None and self._is_narrower(jnp.dtype(dtype)):
             x, remaining = self.shard.gather(dtype), self.operations[1:]
         else:
@@ -149,8 +142,7 @@ class ShardedParam:
             return jax.vjp(ShardedParam.gather, param)[1](cotangent)
 
         value.defvjp(lambda param: (named(param), param), backward)
-        whole: jax.Array = value(self)
-        return whole
+        return value(self)
 
     def divide_within_layers(self, length: int) -> "ShardedParam | None":
         """Return this stack divided within each layer, with its operations on one layer, or None if

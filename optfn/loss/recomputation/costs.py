@@ -11,16 +11,10 @@ from typing import Any
 import jax
 
 from optfn.core.types import Leaf, Params, PyTree
+from optfn.loss.jaxprs import primitives
 from optfn.loss.jaxprs.equations import Equations, variables
 from optfn.loss.jaxprs.flops import count_flops
-from optfn.loss.jaxprs.primitives import (
-    Atom,
-    Equation,
-    Variable,
-    is_never_written,
-    reads_within_fusion,
-    type_of,
-)
+from optfn.loss.jaxprs.primitives import Atom, Equation, Variable
 from optfn.loss.jaxprs.pullback import pullback, select_inexact_leaves
 from optfn.loss.recomputation.rotor import FunctionCosts
 
@@ -93,7 +87,7 @@ def _trace_passes(
 
 def num_bytes(atoms: Iterable[Atom]) -> int:
     """Return the total bytes of the values of `atoms`."""
-    return sum(math.prod(t.shape) * t.dtype.itemsize for t in map(type_of, atoms))
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in map(primitives.type_of, atoms))
 
 
 def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
@@ -104,9 +98,9 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
     """
     written = set(variables(outputs))
     for equation in equations:
-        if not is_never_written(equation):
+        if not primitives.is_never_written(equation):
             written.update(equation.outvars)
-        if not reads_within_fusion(equation):
+        if not primitives.reads_within_fusion(equation):
             written.update(variables(equation.invars))
     return written
 
@@ -156,7 +150,7 @@ def _peak_bytes(
         freed = {a for a in alive if last_read[a] <= i}
         current += num_bytes(results)
         # An elementwise result overwrites an operand that is not read again.
-        elementwise = reads_within_fusion(equation)
+        elementwise = primitives.reads_within_fusion(equation)
         in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
         peak = max(peak, current - num_bytes(results) if in_place else current)
         current -= num_bytes(freed)

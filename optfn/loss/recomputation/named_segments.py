@@ -90,9 +90,8 @@ def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     available = [*program.constants, *program.inputs]
     segments = []
     for i, equations in enumerate(runs):
-        later = set(variables(program.outputs))
-        for equation in itertools.chain(*runs[i + 1 :]):
-            later.update(variables(equation.invars))
+        following = itertools.chain(*runs[i + 1 :])
+        later = set(variables(program.outputs)).union(*(variables(e.invars) for e in following))
         results = list(itertools.chain.from_iterable(e.outvars for e in equations))
         outputs = [a for a in results if a in later]
         # jax.checkpoint saves its arguments, so a segment gets only the values that it reads.

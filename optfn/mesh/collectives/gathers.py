@@ -140,8 +140,7 @@ class GatheredPackets(NamedTuple):
 
         def row(x: jax.Array, worker: jax.Array) -> jax.Array:
             if x.ndim > 1:
-                whole: jax.Array = lax.dynamic_index_in_dim(x, worker)
-                return whole
+                return lax.dynamic_index_in_dim(x, worker)
             size = x.size // workers
             flat: jax.Array = lax.dynamic_slice_in_dim(x, worker * size, size)
             return flat[None]
@@ -153,5 +152,4 @@ class GatheredPackets(NamedTuple):
 
         varying = frozenset().union(*map(varying_axes, self.buckets))
         start = [mark_varying(x, varying) for x in zeros]
-        means: list[jax.Array] = lax.fori_loop(0, workers, add_worker, start)
-        return means
+        return lax.fori_loop(0, workers, add_worker, start)

@@ -33,8 +33,7 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
     `xla.widen_for_all_reduce` says which dtype the all-reduce adds in.
     """
     shares, count = _divide_before_sum(xla.widen_for_all_reduce(x), axis_size(names))
-    mean: jax.Array = (lax.psum(shares, names) / count).astype(x.dtype)
-    return mean
+    return (lax.psum(shares, names) / count).astype(x.dtype)
 
 
 def _divide_before_sum(x: jax.Array, count: int) -> tuple[jax.Array, int]:
@@ -114,8 +113,7 @@ def mean_over_workers(
         return _cast_like(wide, x), metrics
     axes, group = workers
     if group is None or not axes:
-        means: tuple[Updates, PyTree] = mean_over_axes((x, metrics), axes)
-        return means
+        return mean_over_axes((x, metrics), axes)
     # shard_map takes no arrays of dtype float0.
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
     specs = group.specs_of(arrays), P()
@@ -242,8 +240,7 @@ def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -
     if not _is_gloo(mesh, names):
         shares, number = _divide_before_sum(xla.widen_for_all_reduce(x), count)
         total = torus.reduce_scatter_along(shares, names, dimension)
-        mean: jax.Array = (total / number).astype(x.dtype)
-        return mean
+        return (total / number).astype(x.dtype)
     # Between CPU processes, JAX's reduce-scatter returns wrong values (jax issue 40830): exchange
     # the slices and take the mean here.
     shards = jnp.stack(jnp.split(x, count, dimension))
@@ -263,5 +260,4 @@ def _is_gloo(mesh: Mesh, names: Axes) -> bool:
 def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
     """Return the key, of the same implementation, whose data are `fn` of the data of `key`."""
     data = fn(jax.random.key_data(key))
-    new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-    return new
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))

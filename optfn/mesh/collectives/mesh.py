@@ -85,8 +85,7 @@ def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Arr
     context, and return it."""
     # A NamedSharding of the whole mesh would name axes that the shard_map has already bound.
     placement = spec if manual_axes() else NamedSharding(mesh, spec)
-    laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
-    return laid_out
+    return lax.with_sharding_constraint(x, placement)
 
 
 def hide_explicit_axes(fn: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
@@ -124,10 +123,7 @@ def show_explicit_axes(fn: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Cal
     """
     if not mesh.explicit_axes:
         return fn
-    result: Callable[..., Any] = jax.sharding.explicit_axes(
-        fn, axes=mesh.explicit_axes, in_sharding=in_specs
-    )
-    return result
+    return jax.sharding.explicit_axes(fn, axes=mesh.explicit_axes, in_sharding=in_specs)
 
 
 def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -142,8 +138,7 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     if not any(spec[-2:]):
         return fn(x)
     whole = NamedSharding(placement.mesh, PartitionSpec(*spec[:-2], None, None))
-    result: jax.Array = jax.sharding.reshard(fn(jax.sharding.reshard(x, whole)), placement)
-    return result
+    return jax.sharding.reshard(fn(jax.sharding.reshard(x, whole)), placement)
 
 
 def make_zeros(shape: tuple[int, ...], dtype: DType, like: jax.Array) -> jax.Array:
@@ -217,3 +212,9 @@ def data_mesh(
     if count > len(found):
         raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
     return Mesh(np.array(torus.sort_chips(found[:count])), (axis_name,))
+
+
+def is_on_several_cpus(x: jax.Array) -> bool:
+    """Tell whether an array is on several CPU devices, as the loss of a pipeline may be."""
+    device: Any = next(iter(x.sharding.device_set))
+    return x.sharding.num_devices > 1 and device.platform == "cpu"

@@ -18,14 +18,8 @@ import jax
 from jax import lax
 
 from optfn.core.types import PyTree
-from optfn.mesh.collectives.axes import (
-    Axes,
-    AxisName,
-    check_axes_bound,
-    check_axis_names,
-    mark_varying,
-    vma_axes,
-)
+from optfn.mesh.collectives import axes as mesh_axes
+from optfn.mesh.collectives.axes import Axes, AxisName
 
 # (x, axes) -> x
 Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
@@ -46,11 +40,11 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
     """
-    names = check_axis_names("axis_name", axis_name)
-    check_axes_bound("copy_to", names)
+    names = mesh_axes.check_axis_names("axis_name", axis_name)
+    mesh_axes.check_axes_bound("copy_to", names)
     # Where JAX tracks variation, its own transpose of the mark is the sum.
-    if vma_axes(names):
-        return jax.tree.map(lambda leaf: mark_varying(leaf, names), x)
+    if mesh_axes.vma_axes(names):
+        return jax.tree.map(lambda leaf: mesh_axes.mark_varying(leaf, names), x)
     return _copy_to(names, x)
 
 
@@ -73,11 +67,9 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
     """
-    names = check_axis_names("axis_name", axis_name)
-    check_axes_bound("sum_over", names)
-    if vma_axes(names):
-        return lax.psum(x, names)
-    return _sum_over(names, x)
+    names = mesh_axes.check_axis_names("axis_name", axis_name)
+    mesh_axes.check_axes_bound("sum_over", names)
+    return lax.psum(x, names) if mesh_axes.vma_axes(names) else _sum_over(names, x)
 
 
 def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:

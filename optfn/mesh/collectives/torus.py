@@ -145,10 +145,9 @@ def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> j
     """Sum x over the devices of each group of a phase, and return this device's slice of the sum
     along a dimension."""
     axis, groups = phase
-    slice_: jax.Array = lax.psum_scatter(
+    return lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
     )
-    return slice_
 
 
 def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
@@ -163,8 +162,7 @@ def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: i
     axis, groups = phase
     shape = *x.shape[:dimension], _count_slices(phase), -1, *x.shape[dimension + 1 :]
     slices = jnp.moveaxis(x.reshape(shape), dimension, 0)
-    slice_: jax.Array = lax.psum_scatter(slices, axis, axis_index_groups=groups)
-    return slice_
+    return lax.psum_scatter(slices, axis, axis_index_groups=groups)
 
 
 def _split_dimension(

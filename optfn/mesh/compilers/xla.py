@@ -87,8 +87,7 @@ def divide(x: jax.Array, divisor: Any) -> jax.Array:
     XLA multiplies by the rounded reciprocal of a broadcast divisor, unless the divisor depends on
     x. So here it is x where x is NaN, and `divisor` elsewhere.
     """
-    ratio: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
-    return ratio
+    return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
 def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
@@ -105,8 +104,7 @@ def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
             x = of_axis(x.reshape(*x.shape[:-1], 8, -1), axis=-2)
         return of_axis(x, axis=-1)
 
-    reduced: jax.Array = call_for_platform(by_eighths, functools.partial(of_axis, axis=-1), x)
-    return reduced
+    return call_for_platform(by_eighths, functools.partial(of_axis, axis=-1), x)
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
@@ -117,8 +115,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
     the memory. There the words are products of the mask and powers of two; these are exact, since
     half a word is an integer of 16 bits.
     """
-    words: jax.Array = call_for_platform(_bits_by_shifts, _bits_by_products, mask)
-    return words
+    return call_for_platform(_bits_by_shifts, _bits_by_products, mask)
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
@@ -190,8 +187,7 @@ def hide_constant(value: Any) -> jax.Array:
     With a known value, XLA removes the branch of a cond that is never taken, and unrolls a loop of
     one iteration.
     """
-    constant: jax.Array = lax.optimization_barrier(jnp.asarray(value))
-    return constant
+    return lax.optimization_barrier(jnp.asarray(value))
 
 
 def barrier(values: T, *first: jax.Array) -> T:
@@ -212,8 +208,7 @@ def barrier(values: T, *first: jax.Array) -> T:
         return list(lax.optimization_barrier([*first, *group]))[len(first) :]
 
     leaves, structure = jax.tree.flatten(values)
-    result: T = jax.tree.unflatten(structure, map_groups(pass_group, leaves, kind))
-    return result
+    return jax.tree.unflatten(structure, map_groups(pass_group, leaves, kind))
 
 
 def run_in_place(
@@ -280,8 +275,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
     # A start beyond 2³¹ does not fit the int32 of a dynamic slice.
     if len(sizes) < 2 or x.shape[-1] >= 2**31:
         return static(x)
-    pieces: list[Leaf] = call_for_platform(dynamic, static, x)
-    return pieces
+    return call_for_platform(dynamic, static, x)
 
 
 def sum_arrays(*x: jax.Array) -> tuple[jax.Array, ...]:
@@ -311,8 +305,7 @@ def sum_each(*x: jax.Array) -> tuple[jax.Array, ...]:
 
     if len(x) == 1:
         return sum_apart(*x)
-    sums: tuple[jax.Array, ...] = call_for_platform(sum_apart, sum_apart, *x, gpu=sum_arrays)
-    return sums
+    return call_for_platform(sum_apart, sum_apart, *x, gpu=sum_arrays)
 
 
 @sum_each.defjvp
@@ -348,8 +341,7 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
             number += lax.broadcasted_iota(jnp.uint32, shape, axis)
         return number * np.uint32(step) + start
 
-    result: jax.Array = call_for_platform(of_vectors, of_numbers, start)
-    return result
+    return call_for_platform(of_vectors, of_numbers, start)
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:

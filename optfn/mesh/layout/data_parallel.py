@@ -22,12 +22,7 @@ from optfn.mesh.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.mesh.collectives.devices import Workers
 from optfn.mesh.collectives.means import map_key_data, mean_over_workers
 from optfn.mesh.collectives.mesh import count_devices, make_sharding
-from optfn.mesh.state.per_worker import (
-    find_exchange_axes,
-    has_exchange,
-    has_per_worker_state,
-    join_exchange_axes,
-)
+from optfn.mesh.state import per_worker
 from optfn.mesh.state.placement import specs_over_workers
 
 # Bytes of the alignment at which a CPU device of JAX shares the memory of a NumPy array, and the
@@ -60,10 +55,9 @@ def shard_map_step(
         split = jax.tree.map(lambda x: batch_spec(x, worker_axes), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may run over axes that do not split the batch. They must be bound too.
-        names = join_axes(worker_axes, join_exchange_axes(state.opt_state))
+        names = join_axes(worker_axes, per_worker.join_exchange_axes(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
-        result: tuple[PyTree, PyTree] = run(state, batch)
-        return result
+        return run(state, batch)
 
     return global_step
 
@@ -168,11 +162,9 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Copy an array to all devices of `placement`, also of other processes, and return a traced
     array unchanged."""
     if checks.is_traced(x):
-        traced: jax.Array = x
-        return traced
+        return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
-        return copied
+        return jax.jit(jnp.copy, out_shardings=placement)(x)
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
     # JAX may share memory with a NumPy array, and the step overwrites its params in place. So each
     # device gets a copy of its shard.
@@ -182,7 +174,7 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 def refuse_exchange(opt_state: OptState) -> None:
     """Raise a ValueError if an optimizer exchanges gradients itself or keeps a state on each
     worker, because a step left to the compiler has no workers."""
-    if has_exchange(opt_state) or has_per_worker_state(opt_state):
+    if per_worker.has_exchange(opt_state) or per_worker.has_per_worker_state(opt_state):
         raise ValueError(
             "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum does, "
             'which cannot be combined with partitioner="compiler": there are no workers, only the '
@@ -208,11 +200,11 @@ def reduce_gradients(
       The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
       with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
-    axes, exchanges = workers.axes, has_exchange(opt_state)
+    axes, exchanges = workers.axes, per_worker.has_exchange(opt_state)
     done = [Axes() for _ in tree.leaves(grads)] if averaged is None else tree.leaves(averaged)
     if not axes or not (exchanges or any(done)):
         return *mean_over_workers(grads, metrics, workers, dtype), {}
-    exchanged = find_exchange_axes(opt_state, grads)
+    exchanged = per_worker.find_exchange_axes(opt_state, grads)
     remaining = [exclude_axes(axes, join_axes(*both)) for both in zip(done, exchanged, strict=True)]
     # Leaves that are averaged over the same axes go together, so that small ones share an
     # all-reduce.

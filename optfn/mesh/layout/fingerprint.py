@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.collectives.axes import Axes, exclude_axes, join_axes
+from optfn.mesh.collectives.mesh import is_on_several_cpus
 from optfn.mesh.compilers import memories, xla
 
 _GOLDEN = np.uint32(0x9E3779B1)
@@ -119,7 +120,7 @@ def _begin_program(
             del kind[: len(some)]
             jax.block_until_ready([sums for _, sums in found[-1 if on_host else -_IN_FLIGHT :][:1]])
             found.append((some, program([memories.to_device(arrays[i]) for i in some])))
-    if any(x.sharding.num_devices > 1 and _is_on_cpus(x) for x in arrays):
+    if any(map(is_on_several_cpus, arrays)):
         # CPU devices share their threads: the next step may hold those that these wait for.
         jax.block_until_ready([sums for _, sums in found])
 
@@ -192,15 +193,7 @@ def _compare_copies(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: M
             # Equal checksums: the least is the greatest along the axes of copies.
             same = lax.pmin(sums, axes) == lax.pmax(sums, axes)
             differ = differ.at[np.array(members)].set(jnp.any(~same, axis=1).astype(jnp.int32))
-        found: jax.Array = lax.pmax(differ, mesh.axis_names)
-        return found
+        return lax.pmax(differ, mesh.axis_names)
 
     run = jax.shard_map(compare, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    found: jax.Array = run(*arrays)
-    return found
-
-
-def _is_on_cpus(x: jax.Array) -> bool:
-    """Tell whether an array lies on CPU devices."""
-    device: Any = next(iter(x.sharding.device_set))
-    return bool(device.platform == "cpu")
+    return run(*arrays)

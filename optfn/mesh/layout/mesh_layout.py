@@ -28,17 +28,9 @@ from optfn.core import tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
+from optfn.mesh.collectives import axes as mesh_axes
 from optfn.mesh.collectives import mesh as meshes
-from optfn.mesh.collectives.axes import (
-    Axes,
-    Division,
-    divisions_of,
-    exclude_axes,
-    is_spec,
-    join_axes,
-    restrict_spec,
-    to_axes,
-)
+from optfn.mesh.collectives.axes import Axes, Division
 from optfn.mesh.collectives.devices import Devices
 from optfn.mesh.collectives.means import SMALL_BYTES
 from optfn.mesh.collectives.mesh import count_devices
@@ -139,13 +131,13 @@ class Layout:
     def data_axes(self) -> Axes:
         """The axes that split the batch: the compiler's axes if it divides the loss, else the
         worker axes and then the shard axes."""
-        return self.compiler_axes or join_axes(self.worker_axes, self.shard_axes)
+        return self.compiler_axes or mesh_axes.join_axes(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
         """The axes along which the devices of one worker lie, which are all axes of the mesh but
         the worker axes."""
-        return exclude_axes(self.mesh.axis_names, self.worker_axes)
+        return mesh_axes.exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
     def is_divided(self) -> bool:
@@ -218,7 +210,7 @@ class Layout:
         divisions = self.divisions(spec)
         if not (self.mean_axes and divisions):
             return Axes()
-        devices = count_devices(self.mesh, join_axes(*(names for _, names in divisions)))
+        devices = count_devices(self.mesh, mesh_axes.join_axes(*(names for _, names in divisions)))
         return self.mean_axes if size > SMALL_BYTES * devices else Axes()
 
     def param_specs(self, params: Params) -> PyTree:
@@ -258,7 +250,7 @@ class Layout:
             #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
             # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
             if len(over) == 2:
-                return P(join_axes(*spec), over[1])
+                return P(mesh_axes.join_axes(*spec), over[1])
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
@@ -295,7 +287,7 @@ class Layout:
     def divisions(self, spec: P) -> list[Division]:
         """Return the dimensions that a spec divides over shard axes, each with these axes, and
         leave out all other dimensions."""
-        return divisions_of(spec, self.shard_axes)
+        return mesh_axes.divisions_of(spec, self.shard_axes)
 
     def average_later(self) -> "Layout":
         """Return a copy of this layout without `mean_axes`, so that the step averages all gradients
@@ -349,7 +341,7 @@ class Layout:
         if not (self.worker_axes and self.inner_axes):
             return None
         by_path = (
-            (entry.path, restrict_spec(entry.gradient_spec, self.inner_axes))
+            (entry.path, mesh_axes.restrict_spec(entry.gradient_spec, self.inner_axes))
             for entry in jax.tree.leaves(self.describe(params))
         )
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
@@ -358,14 +350,16 @@ class Layout:
         """Return specs with their shard axes alone, as a `shard_map` over these axes takes them,
         and None for a dimension without any."""
         names = self.shard_axes
-        return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
+        return jax.tree.map(
+            lambda spec: mesh_axes.restrict_spec(spec, names), specs, is_leaf=mesh_axes.is_spec
+        )
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
         """Return the NamedSharding on the mesh of each array by its spec, which gets an entry for
         each axis if the mesh has explicit axes."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
-            specs, arrays, is_leaf=is_spec,
+            specs, arrays, is_leaf=mesh_axes.is_spec,
         )  # fmt: skip
 
     def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
@@ -378,14 +372,14 @@ class Layout:
     def make_shardings(self, specs: PyTree) -> PyTree:
         """Return the NamedSharding on the mesh of each PartitionSpec of a tree, whose entries it
         does not change."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=mesh_axes.is_spec
+        )
 
     def in_memory(self, shardings: PyTree, state: OptState) -> PyTree:
         """Return the shardings of an optimizer's state with `state_memory` for large arrays, but
         for those that are padded, and unchanged without one."""
-        if self.state_memory is None:
-            return shardings
-        return place_on_host(shardings, state)
+        return shardings if self.state_memory is None else place_on_host(shardings, state)
 
     def place_params(self, params: Params) -> Params:
         """Copy each leaf of params to the mesh, divided by its spec, and return traced leaves
@@ -493,7 +487,11 @@ def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of one worker's part of an array of `shape`, which `over` divides over
     workers, or `shape` unchanged if `over` is P()."""
-    return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
+    return (
+        (shape[0] // count_devices(mesh, mesh_axes.to_axes(over[0])), *shape[1:])
+        if any(over)
+        else shape
+    )
 
 
 def _join_specs(over: P, spec: P) -> P:
@@ -503,7 +501,7 @@ def _join_specs(over: P, spec: P) -> P:
     if not any(over):
         return spec if any(spec) else P()
     first, *remaining = spec or (None,)
-    return P(join_axes(over[0], first), *remaining)
+    return P(mesh_axes.join_axes(over[0], first), *remaining)
 
 
 def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
@@ -514,7 +512,7 @@ def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: 
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = count_devices(mesh, to_axes(entry))
+        count = count_devices(mesh, mesh_axes.to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

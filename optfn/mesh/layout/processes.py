@@ -33,11 +33,8 @@ def has_state_on_all_processes(state: PyTree) -> bool:
     """Tell whether there are several processes, and each has devices with arrays of the state."""
     if jax.process_count() == 1:
         return False
-    devices: set[Any] = set()
-    for x in jax.tree.leaves(state):
-        if isinstance(x, jax.Array):
-            devices |= x.sharding.device_set
-    return _include_all_processes(devices)
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return _include_all_processes(set[Any]().union(*(x.sharding.device_set for x in arrays)))
 
 
 def _include_all_processes(devices: Iterable[Any]) -> bool:
@@ -123,8 +120,7 @@ def compare_batch(batch: Batch) -> None:
         raise ValueError(
             f"batches of process {_list_different(digests[:, [i]])} differ in their numbers from "
             f"process 0's{f', in {named[i][0]!r}' if named[i][0] else ''}: pass the same array in "
-            "every process, or make the global array with "
-            "jax.make_array_from_process_local_data"
+            "every process, or make the global array with jax.make_array_from_process_local_data"
         )
 
 

@@ -21,21 +21,11 @@ from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.primitives import NESTS_AXES_IN_ANY_ORDER
-from optfn.mesh.collectives.axes import (
-    Axes,
-    AxisName,
-    check_axis_names,
-    exclude_axes,
-    join_axes,
-    to_axes,
-)
+from optfn.mesh.collectives import axes as mesh_axes
+from optfn.mesh.collectives import packets
+from optfn.mesh.collectives.axes import Axes, AxisName
 from optfn.mesh.collectives.means import SMALL_BYTES
 from optfn.mesh.collectives.mesh import are_in_order, count_devices
-from optfn.mesh.collectives.packets import (
-    Compressor,
-    check_gradient_compressor,
-    check_param_compressor,
-)
 from optfn.mesh.layout.as_placed import AsPlaced
 from optfn.mesh.layout.mesh_layout import Layout, Replicated, check_fit
 from optfn.mesh.layout.specs import (
@@ -56,8 +46,8 @@ class Sharded:
     axis: Axes | None = None
     whole: Pattern | None = None
     gather_once: bool = False
-    gather: Compressor | None = None
-    reduce: Compressor | None = None
+    gather: packets.Compressor | None = None
+    reduce: packets.Compressor | None = None
     reduce_dtype: DType | None = None
 
     def __repr__(self) -> str:
@@ -104,8 +94,8 @@ def sharded(
     *,
     axis: AxisName = None,
     whole: Pattern | None = None,
-    gather: Compressor | None = None,
-    reduce: Compressor | None = None,
+    gather: packets.Compressor | None = None,
+    reduce: packets.Compressor | None = None,
     gather_once: bool = False,
     reduce_dtype: DType | None = None,
 ) -> Sharded:
@@ -164,12 +154,12 @@ def sharded(
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
-    names = check_axis_names("sharded: axis", axis, optional=True)
+    names = mesh_axes.check_axis_names("sharded: axis", axis, optional=True)
     compressors = {
         name: None if given is None else check(f"sharded: {name}", given)
         for name, check, given in (
-            ("gather", check_param_compressor, gather),
-            ("reduce", check_gradient_compressor, reduce),
+            ("gather", packets.check_param_compressor, gather),
+            ("reduce", packets.check_gradient_compressor, reduce),
         )
     }
     if any(x is not None for x in compressors.values()) and (
@@ -338,11 +328,7 @@ class ShardBySpec(Layout):
 
 
 def init_state(
-    tx: optax.GradientTransformation,
-    params: Params,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
+    tx: optax.GradientTransformation, params: Params, mesh: Mesh, *, axis_name: AxisName = "data"
 ) -> OptState:
     """Return the state of `tx.init` on a mesh, with the arrays that workers keep for themselves
     sharded over the workers and all others replicated.
@@ -359,7 +345,7 @@ def init_state(
     """
     count_devices(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
-    return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
+    return Replicated(mesh, mesh_axes.to_axes(axis_name), Axes()).init(init, params)
 
 
 KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, ShardParams)}
@@ -400,8 +386,8 @@ def layout_of(
     specs = {} if _is_kind(way.kind) else way.kind
     check_specs(specs, mesh)
     along = _choose_shard_axes(way, specs, data_axis, tables) if divides else Axes()
-    of_compiler = to_axes(data_axis) if partitioner == "compiler" else Axes()
-    workers = exclude_axes(data_axis, (*along, *of_compiler))
+    of_compiler = mesh_axes.to_axes(data_axis) if partitioner == "compiler" else Axes()
+    workers = mesh_axes.exclude_axes(data_axis, (*along, *of_compiler))
     check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
     if divides and not of_compiler and not isinstance(mesh, AbstractMesh):
@@ -428,15 +414,16 @@ def _choose_shard_axes(
 
     Data axes that no PartitionSpec names are left for workers, unless there are tables.
     """
-    along = Axes(way.axis or to_axes(data_axis))
+    along = Axes(way.axis or mesh_axes.to_axes(data_axis))
     listed = list_specs(specs)
     if listed and way.axis is None and tables is None:
-        named = join_axes(*itertools.chain.from_iterable(listed.values()))
+        named = mesh_axes.join_axes(*itertools.chain.from_iterable(listed.values()))
         along = Axes(name for name in along if name in named)
-    unknown = exclude_axes(along, to_axes(data_axis))
+    unknown = mesh_axes.exclude_axes(along, mesh_axes.to_axes(data_axis))
     if unknown:
         raise ValueError(
-            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
+            f"sharded: axis {unknown[0]!r} must be one of data_axis, "
+            f"{(*mesh_axes.to_axes(data_axis),)}"
         )
     return along
 
@@ -444,7 +431,7 @@ def _choose_shard_axes(
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
     """Raise a ValueError if XLA would end the process, because worker axes do not precede shard
     axes in a mesh with further axes, else do nothing."""
-    others = exclude_axes(mesh.axis_names, (*workers, *along))
+    others = mesh_axes.exclude_axes(mesh.axis_names, (*workers, *along))
     aborts = not (NESTS_AXES_IN_ANY_ORDER or are_in_order(mesh, workers, along))
     if others and aborts:
         raise ValueError(

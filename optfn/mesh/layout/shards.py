@@ -14,15 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.mesh.collectives.axes import (
-    Axes,
-    Division,
-    exclude_axes,
-    is_spec,
-    join_axes,
-    restrict_spec,
-    to_axes,
-)
+from optfn.mesh.collectives import axes as mesh_axes
+from optfn.mesh.collectives.axes import Axes, Division
 from optfn.mesh.collectives.gathers import all_gather_shards
 from optfn.mesh.collectives.means import mean_over_axes, mean_scatter
 from optfn.mesh.collectives.mesh import are_in_order, shard_map
@@ -45,7 +38,7 @@ def _run_on_compiler_slices(
       layout: how params are divided.
       fn: the function.
     """
-    names = join_axes(*spec)
+    names = mesh_axes.join_axes(*spec)
     if not names:
         return fn
     if not are_in_order(layout.mesh, manual_axes(), names):
@@ -62,10 +55,10 @@ def compiler_slices(spec: P, layout: Layout) -> P:
     If each slice of such a dimension were gathered along the data axes, its blocks would stand in
     another order.
     """
-    left = exclude_axes(layout.mesh.axis_names, layout.data_axes)
+    left = mesh_axes.exclude_axes(layout.mesh.axis_names, layout.data_axes)
     entries: list[Any] = []
-    for entry, of_compiler in zip(spec, restrict_spec(spec, left), strict=True):
-        is_mixed = any(axis in layout.data_axes for axis in to_axes(entry))
+    for entry, of_compiler in zip(spec, mesh_axes.restrict_spec(spec, left), strict=True):
+        is_mixed = any(axis in layout.data_axes for axis in mesh_axes.to_axes(entry))
         entries.append(None if is_mixed else of_compiler)
     return P(*entries)
 
@@ -118,8 +111,7 @@ def gather_shard(
     def scatter(x: jax.Array, step: jax.Array | None) -> jax.Array:
         names, mesh, dtype = layout.shard_axes, layout.mesh, layout.reduce_dtype
         mean = mean_scatter(x, divisions, names, mesh, reduce, step, dtype)
-        averaged: jax.Array = mean_over_axes(mean, mean_axes, layout.mean_dtype)
-        return averaged
+        return mean_over_axes(mean, mean_axes, layout.mean_dtype)
 
     @jax.custom_vjp
     def gather(x: jax.Array, step: jax.Array | None, counts: jax.Array | None) -> jax.Array:
@@ -138,11 +130,7 @@ def gather_shard(
 
 
 def scatter_gradients(
-    grads: Updates,
-    params: Params,
-    entries: PyTree,
-    layout: Layout,
-    step: jax.Array,
+    grads: Updates, params: Params, entries: PyTree, layout: Layout, step: jax.Array
 ) -> Updates:
     """Average gradients over the shard axes, and return this device's shard of each, or all of it
     if its leaf is undivided, and rows and reduced shards unchanged.
@@ -211,9 +199,8 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
         return x if of_update == spec else all_gather_shards(x, layout.divisions(of_update))
 
     def run(params: Params) -> Params:
-        return jax.tree.map(gather, specs, before, params, is_leaf=is_spec)
+        return jax.tree.map(gather, specs, before, params, is_leaf=mesh_axes.is_spec)
 
     in_specs, out_specs = (layout.keep_shard_axes(x) for x in (before, specs))
     names = layout.shard_axes
-    whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
-    return whole
+    return shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)

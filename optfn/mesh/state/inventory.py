@@ -54,11 +54,8 @@ def inventory(state: OptState, params: Iterable[str] = ()) -> list[Entry]:
     named = list(arrays_with_names(state))
     codes = find_codes([name for name, _ in named])
     owners = match_params(named, params)
-    placements = _iterate_placements(state)
-    entries = []
-    for (name, _), param, placement in zip(named, owners, placements, strict=True):
-        entries.append(Entry(name, param, *placement, codes.get(name)))
-    return entries
+    facts = zip(named, owners, _iterate_placements(state), strict=True)
+    return [Entry(name, p, *placement, codes.get(name)) for (name, _), p, placement in facts]
 
 
 def arrays_with_entries(state: OptState, params: Iterable[str] = ()) -> list[tuple[Entry, Any]]:

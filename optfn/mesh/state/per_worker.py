@@ -242,9 +242,7 @@ def _check_before(who: str, chain: OptState) -> None:
     Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
     for i, link in enumerate(chain):
-        covered: set[str] = set()
-        for mark in find_nodes(Exchanged, chain[i + 1 :]):
-            covered |= _find_exchanged(mark)
+        covered = set[str]().union(*map(_find_exchanged, find_nodes(Exchanged, chain[i + 1 :])))
         # The name of an array that follows a parameter ends with the path of the parameter.
         ends = tuple(name and f"/{name}" for name in covered)
         paths = [] if has_exchange(link) else _find_floating(link)

@@ -117,8 +117,8 @@ def find_flags(structure: PyTreeDef) -> list[Flag]:
             if report is not None and report.error:
                 # `node` has positions for arrays; an error may read its paths only.
                 error = functools.partial(report.error, node)
-                for i in jax.tree.leaves(getattr(node, field)):
-                    flags.append(Flag(i, report.metric, error, report.is_lasting))
+                places = jax.tree.leaves(getattr(node, field))
+                flags += [Flag(i, report.metric, error, report.is_lasting) for i in places]
     return flags
 
 

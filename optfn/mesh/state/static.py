@@ -16,15 +16,13 @@ T = TypeVar("T")
 def set_static(node: N, **values: Hashable) -> N:
     """Return a NamedTuple as the subtype of its type that has these static values, the same subtype
     for equal values."""
-    made: N = _make_node(type(node), tuple(values.items()), tuple(node))
-    return made
+    return _make_node(type(node), tuple(values.items()), tuple(node))
 
 
 def get_static(node: tuple[Any, ...], name: str, default: T) -> T:
     """Return the static value of this name that the type of a node has, or the default if it has
     none."""
-    found: T = dict(getattr(node, "static_values", ())).get(name, default)
-    return found
+    return dict(getattr(node, "static_values", ())).get(name, default)
 
 
 def _make_node(
