@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optfn
+from optfn.checkpoint.state_dict import averaged_model_state
 from optfn.distributed import data_mesh, exchange, quantize, top_k
 
 RNG = np.random.default_rng(0)
@@ -144,6 +145,27 @@ def test_a_gradient_whose_square_overflows_is_not_finite_where_squares_are_kept(
     )
     if skipped:
         assert state.params == want.params and want.params != 0
+
+
+def test_the_average_of_statistics_takes_none_of_nothing():
+    """An update that is due in a call without weight counts, and the statistics of that call do
+    not."""
+
+    def loss(p, stats, batch):
+        x, w = batch
+        errors = (p["w"] - jnp.where(w > 0, x, 0)) ** 2
+        return optfn.Mean(jnp.sum(w * errors), jnp.sum(w)), {"mean": jnp.mean(x)}
+
+    tx = optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average(0.5))
+    step = optfn.make_train_step(
+        loss, optfn.accumulate(tx, 2), model_state=True, average_model_state=True
+    )
+    state = step.init({"w": np.float32(0)}, {"mean": np.float32(0)})
+    state, _ = step(state, (np.full(4, 2, np.float32), np.ones(4, np.float32)))
+    state, _ = step(state, (np.full(4, np.nan, np.float32), np.zeros(4, np.float32)))
+    averaged = averaged_model_state(state.opt_state, state.model_state, None)
+    assert float(state.params["w"]) == pytest.approx(0.4)  # 0.1·2·(2 − 0)
+    assert averaged["mean"] == state.model_state["mean"] == 2
 
 
 def test_a_mean_of_integers_is_exact_in_float64():
