@@ -128,7 +128,9 @@ def differentiate(
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
 
-    transform = _recompute_between(recompute)
+    transform = None
+    if recompute is not None:
+        transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         program = make_program(inputs)
@@ -150,14 +152,6 @@ def differentiate(
         return Values(loss, *rest), grads if counts is not None else keep_if(own_weight != 0, grads)
 
     return functools.partial(drop_bound_axes, objective)
-
-
-def _recompute_between(names: Sequence[str] | None) -> Callable[..., Any] | None:
-    """Return the transformation of a loss whose backward pass recomputes what lies between named
-    values, or None without names."""
-    if names is None:
-        return None
-    return functools.partial(recompute_function, names=names, argument="recompute")
 
 
 def wrap_value_and_grad(
@@ -356,14 +350,10 @@ def _run_on_devices(
     layout = gather.layout
     names = layout.shard_axes
     replicated: Any = P()
-    specs = Inputs(
+    whole = Inputs(*[replicated] * len(Inputs._fields))
+    specs = whole._replace(
         params=layout.keep_shard_axes(jax.tree.map(lambda entry: entry.spec, gather.entries)),
-        model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
-        key=replicated,
-        step=replicated,
-        packet=replicated,
-        loss_factor=replicated,
     )
     return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)
 
