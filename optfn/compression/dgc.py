@@ -33,6 +33,8 @@ from optfn.mesh.collectives.means import pmean, pmean_leaves
 from optfn.mesh.state.per_worker import Exchanged, PerWorker, mark_exchanged, mark_per_worker
 from optfn.transforms.clipping import clip_factor
 
+_NAME = "deep_gradient_compression"  # in errors
+
 
 @traits(link="dgc", passes_rows=True, counts_weight=True, goes_on=("skipped",))
 class DeepGradientCompressionState(NamedTuple):
@@ -254,7 +256,7 @@ def _accumulate_and_send_shards(
     `step`.
     """
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        agreement.check_worker_gradients("deep_gradient_compression", updates, axis_name)
+        agreement.check_worker_gradients(_NAME, updates, axis_name)
     _check_state(options, updates, state)
     skip, nonfinite, step = agreement.agree(updates, state.step, weight, options.agreeing_axes)
     compressing = ~skip & (step >= options.rampup_begin_step)
@@ -276,9 +278,7 @@ def _accumulate_and_send_shards(
         directions[i], velocity[i] = jnp.where(skip, 0.0, mean), jnp.where(skip, velocity[i], new)
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large and options.in_own_loop:
-        agreement.warn_of_equal_gradients(
-            "deep_gradient_compression", updates, step, options.axis_name
-        )
+        agreement.warn_of_equal_gradients(_NAME, updates, step, options.axis_name)
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, skip, step, leaves, row_updates=row_updates)

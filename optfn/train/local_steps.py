@@ -205,13 +205,10 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
       ValueError: the state was made for another number of workers.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
-        if local is None:
-            steps, made = 1, "with local_steps > 1"
-        else:
-            steps, made = local.steps, "without local steps"
+        made = "with local_steps > 1" if local is None else "without local steps"
         raise TypeError(
-            f"the step was made with local_steps={steps}, but the state was made {made}. Begin "
-            "with state = step.init(params)"
+            f"the step was made with local_steps={1 if local is None else local.steps}, but the "
+            f"state was made {made}. Begin with state = step.init(params)"
         )
     if local is None or layout is None or not _is_readable(opt_state.inner.num_workers):
         return
@@ -227,11 +224,8 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 def _is_readable(x: jax.Array) -> bool:
     """Tell whether an array's value can be read without waiting: it is ready and not traced."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return False
-    if not isinstance(x, jax.Array):
-        return True
-    return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
+    is_array = not isinstance(x, jax.ShapeDtypeStruct)
+    return is_array and not checks.is_traced(x) and reports.is_ready(x)
 
 
 def find_varying(
