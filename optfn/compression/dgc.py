@@ -17,12 +17,11 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.compression import agreement
+from optfn.compression import agreement, on_shards
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
 from optfn.compression.dgc_phases import VALUES, Options, packet_formats, update_compressed
 from optfn.compression.momentum_correction import MomentumCorrection
-from optfn.compression.on_shards import update_on_shards
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
@@ -236,7 +235,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    return update_on_shards(run, updates, state, params, weight, workers.group)
+    return on_shards.update_on_shards(run, updates, state, params, weight, workers.group)
 
 
 def _accumulate_and_send_shards(
