@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
-.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties draws power faults soak scale lint bench bench-check compiled pods compilers zoo tables outputs docs docs-serve release clean
+.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties draws power faults soak scale lint bench bench-check compiled pods host compilers zoo tables outputs docs docs-serve release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -106,6 +106,10 @@ compiled: compilers ## compile updates for TPUs and a GPU, without a device
 # Steps on many chips, likewise. OPTIONS="--model small --topology 'v5e:*' --only 'FSDP;ZeRO'"
 pods: compilers ## compile steps for 16 to 512 chips, without a device
 	$(VENV)-compiled/bin/python -m benchmarks.pods $(OPTIONS)
+
+# The state of the optimizer on the host. OPTIONS="--model 7B --topology 1x1x1 --only streamed"
+host: compilers ## compile steps whose optimizer state lies on the host, without a device
+	$(VENV)-compiled/bin/python -m benchmarks.host $(OPTIONS)
 
 compilers: NEWER = $(if $(filter file,$(origin PYTHON)),$(shell .ci/newer),$(PYTHON))
 compilers:

@@ -151,7 +151,7 @@ def line(row: measure.Row) -> str:
         f"{(row['kept'] + row['temporaries']) / 1e9:,.1f}", gigabytes("host"),
         f"{row['host_temporaries'] / 1e9:.2f}", str(row["loops"]), gigabytes("link"),
         f"{row['link_seconds']:.2f}" if "link" in row else "-",
-        f"{row['microbatches']:.0f}" if "link" in row else "-", f"{row['seconds']:.0f}",
+        f"{max(1, round(row['microbatches']))}" if "link" in row else "-", f"{row['seconds']:.0f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

@@ -195,6 +195,30 @@ def pods() -> Page:
     return Page("pods", "pods.json", _by("make pods", about), sections)
 
 
+def host() -> Page:
+    """Return the page of steps with the state of the optimizer on the host."""
+    about, rows = _read("host.json")
+
+    def optional(name: str, form: str, unit: float = 1.0) -> Cell:
+        return lambda x: format(x[name] / unit, form) if name in x else "-"
+
+    columns: dict[str, Cell] = {
+        "state": number("way"),
+        "GB of arguments": number("kept", ".1f", 1e9),
+        "GB of temporaries": number("temporaries", ".1f", 1e9),
+        "GB a device": lambda x: f"{(x['kept'] + x['temporaries']) / 1e9:.1f}",
+        "GB on the host": number("host", ".1f", 1e9),
+        "GB of temporaries there": number("host_temporaries", ".2f", 1e9),
+        "loops": number("loops"),
+        "GB over the link": optional("link", ".1f", 1e9),
+        "link s": optional("link_seconds", ".2f"),
+        "microbatches": lambda x: str(max(1, round(x["microbatches"]))) if "link" in x else "-",
+        "compile s": number("seconds", ".0f"),
+    }
+    sections = _grouped(columns, rows, "model", "topology")
+    return Page("host", "host.json", _by("make host", about), sections)
+
+
 def exchange() -> Page:
     """Return the page of loss against bytes, and of the seconds to a loss."""
     (about, runs), (_, links) = _read(RUNS), _read(LINKS)
@@ -314,7 +338,7 @@ def _folder(name: str) -> str:
 
 def pages() -> dict[str, Page]:
     """Return all pages by name."""
-    of_files = (compiled, compiled_exchange, pods, exchange, exchange_link, parts, ratios)
+    of_files = (compiled, compiled_exchange, pods, host, exchange, exchange_link, parts, ratios)
     return {make.__name__: make() for make in of_files} | printed()
 
 

@@ -8,17 +8,18 @@ import numpy as np
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState
 from optfn.mesh.state.names import iterate_nodes, match_params
+from optfn.mesh.state.per_worker import PerWorker
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
 _PARAMS = "train/params"
 
 
-def has_guard(opt_state: OptState) -> bool:
-    """Tell whether a state counts steps left out because their gradients are not finite."""
-    return any(
-        iterate_nodes(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state)
-    )
+def find_guards(opt_state: OptState) -> list[Any]:
+    """Return the states that count steps left out because their gradients are not finite."""
+    return [
+        *iterate_nodes(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state)
+    ]
 
 
 def select_judged(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
@@ -58,6 +59,9 @@ def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
     losses, weights = (np.ravel(history.get(name, ())) for name in ("loss", "weight"))
     if not losses.size or np.isfinite(losses[-1]) or (weights.size and weights[-1] == 0):
         return True
-    if skipped := list(np.ravel(history.get("skipped", ()))):
+    guards, skipped = find_guards(state), list(np.ravel(history.get("skipped", ())))
+    # Of the counters of several workers the history has the largest, which need not rise.
+    is_shared = not any(isinstance(getattr(x, "skipped", None), PerWorker) for x in guards)
+    if skipped and is_shared:
         return bool(skipped[-1] > (skipped[-2] if len(skipped) > 1 else 0))
-    return has_guard(state)
+    return bool(guards)

@@ -127,17 +127,12 @@ def load_named(
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
     leaves, entries = [], arrays_with_entries(plain)
-    impls = dict(np.asarray(mapping.get(KEYS, np.empty((0, 2)))).tolist())
     mapping = _take_one_replica(entries, mapping)
     for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:
             value, problem = _fit(_resize(value, leaf, entry, stacked), leaf)
-        if tree.is_key(leaf) and (own := str(jax.random.key_impl(leaf))) != impls.get(
-            entry.name, own
-        ):
-            problem = f"is a key of {impls[entry.name]}, but the template has a key of {own}"
-        if problem:
+        if problem := problem or _compare_key(entry.name, leaf, mapping):
             wrong.append(f"{shown(entry.name)!r} {problem}")
         leaves.append(leaf if value is None else value)
     if refused or wrong:
@@ -148,6 +143,16 @@ def load_named(
         like = unwrap_tables(opt_state)
         loaded = _place_like(like, pack_state(like, loaded))
     return to_physical(opt_state, loaded), changes
+
+
+def _compare_key(name: str, leaf: Leaf, mapping: Mapping[str, Any]) -> str:
+    """Return in words that a leaf is a typed key of another implementation than the saved one, or
+    "" for any other leaf, and if the implementation is not known."""
+    if not tree.is_key(leaf):
+        return ""
+    own, impls = str(jax.random.key_impl(leaf)), mapping.get(KEYS, np.empty((0, 2)))
+    saved = dict(np.asarray(impls).tolist()).get(name, own)
+    return "" if saved == own else f"is a key of {saved}, but the template has a key of {own}"
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:

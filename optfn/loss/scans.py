@@ -222,7 +222,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     pass also recomputes the activations inside each layer. As in every scan over params there, a
     device never holds all layers at once: the layers are gathered one at a time, in the forward
     pass and again in the backward pass. A device keeps its shard of all layers, one whole layer,
-    and x after each layer; a `jax.checkpoint` around fn changes nothing.
+    and x after each layer; a `jax.checkpoint` around fn changes nothing, but for one that saves
+    values on the host: `optfn.recompute(fn, checkpoints=..., offload=True)`.
 
     Args:
       fn: a function (params of one layer, x) -> x.

@@ -144,17 +144,16 @@ def plan_memory(
     held = {k: n for k, n in layers.items() if loss.program is not None and k not in whole}
     read, in_update = _trace_gradients(tx, stored, layout)
     sent = _count_sent(program, mesh, layout.data_axes) + in_update * local_steps
-    host, moved = count_host_bytes(program, state, layout)
+    on_host = count_host_bytes(program, state, layout)  # and the bytes that an update moves
     return MemoryPlan(
         count_bytes(state.params),
-        count_bytes(state.opt_state) - host,
+        count_bytes(state.opt_state) - on_host[0],
         _count_gradients(read, stored, layout, held, tables),
         round(sent + _count_padded(layout, stored, local_steps)),
         _find_gathered(state.opt_state, layout.mark_stacked(stored), layout),
         whole,
-        host,
-        moved,
-        find_host_seconds(moved, mesh, host_link) if host else None,
+        *on_host,
+        find_host_seconds(on_host[1], mesh, host_link) if on_host[0] else None,
     )
 
 

@@ -169,9 +169,8 @@ def tune(
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
     memory = find_memory(mesh) if memory is None else memory
     shared = TuneArguments(loss_fn, tx, params, mesh, options or {}, model_state, memory, measure)
-    batches = [batch]
-    if batch_sizes is not None:
-        batches = [_change_batch_size(batch, n) for n in sorted(batch_sizes)]
+    change = functools.partial(_change_batch_size, batch)
+    batches = [batch] if batch_sizes is None else [*map(change, sorted(batch_sizes))]
     families = _list_ways(shared, data_axes, workers) if ways is None else ways
     tried: list[tuple[Trial, Callable[[Trial], Trial]]] = []
 

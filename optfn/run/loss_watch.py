@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from optfn.checkpoint.finiteness import has_guard
+from optfn.checkpoint.finiteness import find_guards
 from optfn.core import checks, tree
 from optfn.core.types import OptState
 from optfn.run.history import History
@@ -60,7 +60,7 @@ class LossWatch:
         self, history: History, done: int, per_call: int, *, stops: bool, state: OptState
     ) -> None:
         self.history, self.done, self.per_call, self.stops = history, done, per_call, stops
-        self.is_over = has_guard(state)
+        self.is_over = bool(find_guards(state))
         self.is_seen = self.is_warned = False
 
     def see(self, loss: float) -> None:

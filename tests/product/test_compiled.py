@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import compiled, compiled_exchange, hlo, pods, wire
+from benchmarks import compiled, compiled_exchange, hlo, host, pods, wire
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 LOOP = 3 * 2 * 4096 * 4096 * 4  # each layer is read and written
@@ -397,3 +397,20 @@ def test_llama_on_a_pod(model, topology, way, most_gb, exposed, step, tmp_path):
     assert row["whole"] == 0 and row["temporaries"] < 1e9 * most_gb
     assert 0.99 < row["sent"] / row["planned"] < 1.04
     assert row["exposed"] <= exposed * row["communication"] and 1e3 * row["step"] <= step
+
+
+def test_a_state_on_the_host_takes_no_memory_of_the_device(tmp_path):
+    """The kept rows of 7B and 70B, and one of them compiled again."""
+    kept = host.KEPT.rows()
+    for (model, topology, way), row in kept.items():
+        if way == host.STREAMED:
+            before = kept[model, topology, host.ON_DEVICE]
+            assert row["temporaries"] <= before["temporaries"] + 0.05 * row["host"], topology
+            assert row["kept"] + row["host"] == pytest.approx(before["kept"], rel=1e-3)
+            assert row["host_temporaries"] == 0
+    options = ["--model", "7B", "--topology", "1x1x1", "--only", host.STREAMED]
+    (row,) = compiled_rows("host", tmp_path / "rows.json", *options)
+    size = sum(x.size for x in jax.tree.leaves(pods.divisions("7B")["FSDP"].params))
+    assert row["kept"] + row["temporaries"] < 29.5e9
+    assert row["host"] == pytest.approx(12 * size, rel=1e-3) and row["host_temporaries"] == 0
+    assert row["link"] == pytest.approx(24 * size, rel=1e-3)

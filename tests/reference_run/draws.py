@@ -96,6 +96,13 @@ def structures(rng):
         links, partition = [], None
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
+    around = [*links, *wrappers(rng, rule)]
+    if more:
+        around = wrappers_of_workers(rng, more["outer"])
+    if any(x[0] == "skip_spikes" for x in around) and chance(0.5):  # norms are divided by the rate
+        schedule = schedule or pick("linear_warmup", "piecewise")
+    if any(x[0] == "plateau" for x in around):
+        schedule = None
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     return Program(
         rows=rows,
@@ -115,12 +122,10 @@ def structures(rng):
         and way != "compiler, microbatches",
         pass_step=chance(0.15) and "local" not in way,
         rate=0.05,
-        schedule=None if any(x[0] == "plateau" for x in links) else schedule,
+        schedule=schedule,
         clip=None if is_foreign else clip,
         regularization=None if is_foreign else decay,
-        links=[*links, *wrappers(rng, rule)]
-        if not more
-        else wrappers_of_workers(rng, more["outer"]),
+        links=around,
         evaluate={
             "every": None,
             "patience": None,

@@ -90,6 +90,7 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
         "15 rows of an example": p.rows > 1 and by_compiler,
         "28 labels of packed params": packed and p.partition is not None,
+        "75 a round that one worker's guard drops": p.local_steps > 1 and facts.has_bad and p.saves,
         "74 sums of local steps": p.local_steps > 1
         and p.is_weighted
         and bool(p.names("accumulate")),

@@ -70,12 +70,21 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
         "another rate without a state": any(rates) and min(kills, default=math.inf) < p.save_every,
         "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),
+        # The call before dies unsaved, where the next batch shows whether an epoch has ended.
+        "other batches after a death": by_epoch and bool(facts.drops and kills),
+        "shuffled batches are too few": not isinstance(p.loader, str)
+        and sum(len(b["weights"]) for b in p.batches) < p.loader[1],
         "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
         "a generator ends": p.loader == "generator" and bool(p.epochs),
         "an epoch is due": by_epoch and not p.epochs,
         # Whether an epoch has ended is known by the next batch, which dies.
         "it dies between epochs": by_epoch and any(n % per_epoch == 0 for n in kills),
         "a plateau watches evaluations": watches and not (e and e["every"]),
+        "values of a best state with a NaN": bool(
+            e and e["keep_best"] and e["values"] and p.model_state
+        )
+        and facts.has_bad
+        and len(p.parts) > 1,
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
     }
 

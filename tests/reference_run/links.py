@@ -342,7 +342,8 @@ class SkipNonfinite:
     def __init__(self, program, inner):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
         limit = np.finfo(program.dtype).max
-        has_squares = isinstance(inner, Rule) and program.rule[0] in SQUARES
+        has_rule = any(isinstance(x, Rule) for x in links_of(inner))
+        has_squares = has_rule and program.rule[0] in SQUARES
         self.most = np.sqrt(limit) if has_squares else limit
 
     def is_bad(self, g):
@@ -389,10 +390,10 @@ class SkipSpikes:
         self.norms = [np.inf] * window
 
     def update(self, g, p, w, value):
-        if w == 0:
-            return self.inner.update(g, p, w, value)
         before = copy.deepcopy(self.inner)
         u = self.inner.update(g, p, w, value)
+        if w == 0 and not is_update(u):  # an accumulation inside may be due in an empty call
+            return u
         rate = max([x for x in rates_of(self.inner) if x > 0], default=1.0)
         norm = np.sqrt(sum_of_squares(u)) / rate if is_update(u) else 0.0
         is_spike = norm > self.factor * np.median(self.norms)
@@ -414,7 +415,7 @@ class RecordMetrics:
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)
-        if is_update(u):
+        if is_update(u) and w != 0:
             inexact = {k: x for k, x in p.items() if k in g}
             trees = {k: x for k, x in g.items() if k not in self.frozen}, u, inexact
             self.norms = {k: sum_of_squares(x) ** 0.5 for k, x in zip(NORMS, trees, strict=True)}

@@ -162,7 +162,9 @@ class Loop:
             metrics["weight"] = weight
         if p.aux:
             metrics |= {f"aux/{k}": x for k, x in aux.items()}
-        rates = links.rates_of(optimizer)
+        # A round has the rate of its workers.
+        inner = optimizer.workers[0] if p.local_steps > 1 else optimizer
+        rates = links.rates_of(inner)
         if rates and not p.partition:
             metrics["learning_rate"] = rates[0]
         inside = links.links_of(optimizer)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from compilations import compilations
 from grids import by_name, suite
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +21,7 @@ from optfn.distributed import (
     compare_replicas,
     data_mesh,
     exchange,
+    pipeline_value_and_grad,
     plan_memory,
     quantize,
     scan_layers,
@@ -187,6 +189,37 @@ def test_residuals_lie_on_the_host_too(tx):
     assert_near(found.params, want.params, 1e-5)
 
 
+def test_stages_of_a_pipeline():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "stage"))
+    value_and_grad = pipeline_value_and_grad(
+        lambda w, x: x + jnp.tanh(x @ w), lambda y, target: jnp.mean((y - target) ** 2),
+        mesh=mesh, num_microbatches=4,
+    )  # fmt: skip
+    options = {"value_and_grad": value_and_grad, "mesh": mesh, "shard": {".*": P("stage")}}
+    found, stages = [], RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
+    for more in ({}, ON_HOST):
+        step = optfn.make_train_step(None, optfn.adamw(1e-2), **options, **more)
+        found.append(step(step.init(stages), (BATCHES[0], BATCHES[1]))[0])
+    assert kinds(found[1]) == {"pinned_host"}
+    assert_near(found[1], found[0])
+
+
+def test_padded_arrays_stay_on_the_device():
+    layers = optfn.Stacked({"w": RNG.normal(size=(6, 32, 32)).astype(np.float32) / 8})
+    start = {"in": PARAMS["in"], "layers": layers}
+
+    def loss(p, x):
+        h = scan_layers(lambda q, h: h + jnp.tanh(h @ q["w"]), p["layers"], x @ p["in"])
+        return jnp.mean(h**2)
+
+    options = {"mesh": data_mesh(), "shard": sharded("state", whole="layers/w")}
+    found = []
+    for more in ({}, ON_HOST):
+        step = optfn.make_train_step(loss, optfn.muon(1e-2), **options, **more)
+        found.append(step(step.init(start), BATCHES[0])[0])
+    assert_near(found[1].params, found[0].params, 1e-5)
+
+
 def test_without_the_option_nothing_is_imported():
     program = (
         "import jax.numpy as jnp, optfn, sys\n"
@@ -264,6 +297,13 @@ def test_the_plan_counts_the_host():
     assert "host=" in repr(plan) and "host" not in repr(on_device)
 
 
+def test_norms_of_layers_read_nothing_twice():
+    """A norm of each layer is a rule of rows, which are the layers."""
+    layers, mesh = {"layers": NARROW["layers"]}, AbstractMesh((1,), ("data",))
+    plan = plan_memory(optfn.lamb(1e-2, multi_precision=True), layers, mesh, **ON_HOST)
+    assert plan.host_link_bytes == pytest.approx(2 * plan.host, rel=0.02)
+
+
 def test_refused_options():
     with pytest.raises(ValueError, match="state_memory='pinned_host' cannot be combined with loc"):
         train(MASTERS, mesh=data_mesh(), local_steps=2, **ON_HOST)
@@ -304,3 +344,27 @@ def test_chunks_of_any_number_of_rows(rows, devices):
     found = by_rows(fn, m, p, divide=lambda shape: (devices, 1))
     assert memories.is_on_host(found[0]) and not memories.is_on_host(found[1])
     assert_near(found, jax.jit(fn)(m, p), 1e-5)
+
+
+def named_layer(q, h):
+    h = checkpoint_name(h, "h")
+    return h + jnp.tanh(h @ q["w"] + q["b"])
+
+
+@pytest.mark.parametrize("shard", [None, "params"])
+def test_saved_activations_wait_on_the_host(shard):
+    def loss(layer):
+        return lambda p, x: jnp.mean(scan_layers(layer, p["layers"], x @ p["in"]) ** 2)
+
+    found, params = [], {k: PARAMS[k] for k in ("in", "layers")}
+    for layer in (
+        named_layer, optfn.recompute(named_layer, checkpoints=["h"], offload=True),
+    ):  # fmt: skip
+        step = optfn.make_train_step(loss(layer), optfn.sgd(0.1), mesh=data_mesh(), shard=shard)
+        state, _ = step(step.init(params), BATCHES[0])
+        program = str(step.compiled.trace(state, BATCHES[0]).jaxpr)
+        found.append((state.params, program.count("<host>")))
+    assert_near(found[1][0], found[0][0])
+    assert not found[0][1] and found[1][1]
+    with pytest.raises(ValueError, match="offload=True needs checkpoints"):
+        optfn.recompute([named_layer], segments="each", offload=True)

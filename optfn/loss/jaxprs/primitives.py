@@ -8,6 +8,7 @@ name and a custom derivative are all one primitive, whose param `_prim` tells wh
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -65,17 +66,15 @@ _FUSED = _CHEAP | frozenset(
     | {"reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"}
 )
 # Each entry of the result depends on the same entry of the operands, or on scalars.
-_BY_ELEMENT = frozenset(
-    {"abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"}
-    | {"clz", "conj", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"}
-    | {"erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite"}
-    | {"le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter"}
-    | {"not", "optimization_barrier", "or", "pcast", "population_count", "pow", "pvary", "real"}
-    | {"reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "sign", "sin"}
-    | {"shift_right_arithmetic", "shift_right_logical", "sqrt", "square", "stop_gradient", "sub"}
-    | {"tan", "tanh", "xor"}
-)
 _REDUCTIONS = frozenset(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum"))
+_BY_ELEMENT = (_FUSED - _REDUCTIONS).difference(
+    {"argmax", "argmin", "broadcast_in_dim", "cumsum", "expand_dims", "iota", "pad", "reshape"},
+    {"rev", "slice", "squeeze", "transpose"},
+) | frozenset(
+    {"bitcast_convert_type", "clz", "conj", "imag", "nextafter", "optimization_barrier", "pcast"}
+    | {"population_count", "pvary", "reduce_precision", "round", "shift_left"}
+    | {"shift_right_arithmetic", "shift_right_logical"}
+)
 
 
 def type_of(atom: Atom) -> Any:
@@ -159,6 +158,13 @@ def as_checkpoint(equation: Equation) -> Checkpoint | None:
     # JAX 0.12 has one for each argument.
     is_prevented = any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
     return Checkpoint(call.body, params["policy"], is_prevented)
+
+
+def offloads(equation: Equation) -> bool:
+    """Tell whether an equation is a `jax.checkpoint` that saves values in the memory of the host,
+    by a policy of JAX."""
+    checkpoint = as_checkpoint(equation)
+    return checkpoint is not None and "offload" in getattr(checkpoint.policy, "__qualname__", "")
 
 
 def name_of_value(equation: Equation) -> str | None:
@@ -378,7 +384,11 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     if not shape or has_sharding or {*made} != {shape}:
         return None
     if name in _BY_ELEMENT:
-        return tuple(x == shape for x in shapes) if {*shapes} <= {(), shape} else None
+        # An axis of length 1 stands for each length.
+        pairs = [zip(x, shape, strict=False) for x in shapes]
+        fits = all(len(x) in (0, len(shape)) for x in shapes)
+        fits = fits and all(a in (1, b) for pair in pairs for a, b in pair)
+        return tuple(x[:1] == shape[:1] for x in shapes) if fits else None
     if name == "iota":
         return ()
     if name == "broadcast_in_dim":
@@ -395,10 +405,6 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     if name == "reshape":
         keeps_rows = shapes[0][:1] == shape[:1] and params["dimensions"] is None
         return (True,) if keeps_rows else None
-    if name == "transpose":
-        return (True,) if params["permutation"][0] == 0 else None
-    if name == "concatenate":
-        return None if params["dimension"] == 0 else (True,) * len(shapes)
     return None
 
 
@@ -427,12 +433,11 @@ def count_moved(equation: Equation) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a, x, y in spaces if x != y)
 
 
-def as_slice(equation: Equation) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
+def as_slice(equation: Equation) -> tuple[Any, Any, Any] | None:
     """Return the starts, ends and strides (or None) of a slice, or None for another equation."""
-    params = equation.params
-    if equation.primitive.name != "slice":
-        return None
-    return params["start_indices"], params["limit_indices"], params["strides"]
+    names = "start_indices", "limit_indices", "strides"
+    is_slice = equation.primitive.name == "slice"
+    return operator.itemgetter(*names)(equation.params) if is_slice else None
 
 
 # Lookups.

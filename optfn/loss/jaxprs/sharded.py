@@ -187,16 +187,18 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
         prevent_cse=checkpoint.prevent_cse,
         policy=None if policy is None else _without_gathered(policy),
     )
-    return run(operands)
+    results: list[Value] = run(operands)
+    return results
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
     """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
-    all of which the backward pass recomputes from its inputs."""
+    all of which the backward pass recomputes from its inputs. A layer that saves values on the host
+    is none."""
     names = [primitives.name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
-        return LAYER in names
+        return LAYER in names and not any(map(primitives.offloads, primitives.walk(jaxpr)))
     call, checkpoint = primitives.as_call(calls[0]), primitives.as_checkpoint(calls[0])
     if call is not None and call.is_jitted:
         return _is_recomputed(call.body)

@@ -19,6 +19,7 @@ from optfn.loss.jaxprs.equations import (
     variables,
 )
 from optfn.loss.jaxprs.primitives import Atom, Equation, Variable, name_of_value, type_of
+from optfn.mesh.compilers.memories import PINNED_HOST
 
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -31,7 +32,7 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def recompute_function(
-    fn: Any, names: Sequence[str], argument: str = "checkpoints"
+    fn: Any, names: Sequence[str], argument: str = "checkpoints", *, offload: bool = False
 ) -> Callable[..., Any]:
     """Return `fn`, cut into segments after the values of these names, which the backward pass runs
     again, except a last segment that ends in a scalar, the loss.
@@ -40,6 +41,7 @@ def recompute_function(
       fn: the function.
       names: names of values in it.
       argument: the name of the user's argument, for errors.
+      offload: whether the values wait on the host, and all else is one segment.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function with {argument}; got {fn!r}")
@@ -51,6 +53,12 @@ def recompute_function(
         call, arrays = function_of_arrays(fn, args, kwargs)
         program = Equations(call, arrays)
         _check_names(program, names, argument)
+        if offload:
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[], names_which_can_be_offloaded=list(names),
+                offload_src="device", offload_dst=PINNED_HOST,
+            )  # fmt: skip
+            return jax.checkpoint(call, policy=policy)(arrays)
         *segments, tail = _make_segments(program, names)
         # 2. Each segment under jax.checkpoint, fed with the values so far.
         values = program.constants | bindings(program.inputs, arrays)

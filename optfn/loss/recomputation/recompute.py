@@ -19,6 +19,7 @@ def recompute(
     checkpoints: Sequence[str] | None = None,
     segments: str | int | None = None,
     memory_budget: int | None = None,
+    offload: bool = False,
 ) -> Callable[..., Any]:
     """Return a function with the values and gradients of `fn` that takes less memory and more time,
     because the backward pass runs segments of it again.
@@ -60,13 +61,18 @@ def recompute(
         dynamic programming over the sizes of the residuals and the FLOPs of each function finds the
         segments, possibly nested, with the fewest FLOPs, and compiling the gradient checks them.
         The last function should be the loss, so that it is counted.
+      offload: with `checkpoints`, whether the named values wait in the pinned memory of the host
+        for the backward pass, which fetches them again. Each of them then crosses the link to the
+        host twice. Around a layer it works in `optfn.distributed.scan_layers` and `lax.scan`. The
+        function is one segment: all but the named values runs again, the loss too.
 
     Returns:
       With `checkpoints`, a function with the signature of `fn`; otherwise a function
       ([params1, …, paramsn], x) -> x.
 
     Raises:
-      ValueError: not exactly one of the three options is given; or there are more segments than
+      ValueError: not exactly one of the three options is given, or `offload` without names; or
+        there are more segments than
         functions. When the result is called: `fn` does not use a name (the message lists those that
         it uses), or the budget cannot be met (the message has the minimum).
       TypeError: an argument is of the wrong kind.
@@ -91,8 +97,12 @@ def recompute(
             f"pass exactly one of checkpoints, segments and memory_budget; got "
             f"{' and '.join(chosen) or 'none'}"
         )
+    if checks.flag("offload", offload) and checkpoints is None:
+        raise ValueError(
+            "offload=True needs checkpoints: the names of the values that wait on the host"
+        )
     if checkpoints is not None:
-        return recompute_function(fn, checkpoints)
+        return recompute_function(fn, checkpoints, offload=offload)
     fns = _check_functions(fn, chosen[0])
     if segments is not None:
         segmentation = equal_segments(len(fns), segments)

@@ -36,8 +36,9 @@ def is_large(x: Leaf) -> bool:
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Move a traced array to the memory of the host, where its shards lie as on the devices."""
-    moved: jax.Array = jax.device_put(x, _HOST)
+    """Move a traced array to the memory of the host, where its shards lie as on the devices, and
+    return one that lies there unchanged."""
+    moved: jax.Array = x if is_on_host(x) else jax.device_put(x, _HOST)
     return moved
 
 
