@@ -16,8 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.lib import format as npy
 
-from optfn.checkpoint.background import copy_to_host
-from optfn.checkpoint.finiteness import are_finite
+from optfn.checkpoint import background, finiteness
 from optfn.checkpoint.snapshot import Snapshot
 from optfn.checkpoint.storage import NONFINITE, Arrays, sync
 from optfn.core.types import Leaf
@@ -37,12 +36,12 @@ class NpzFile:
         """Begin to copy a whole state to the host in each process, and return the function that
         writes it as a file, with a mark if params or loss are not finite."""
         names = list(snapshot.arrays)
-        whole = copy_to_host(list(map(_gather_leaf, snapshot.arrays.values())))
+        whole = background.copy_to_host(list(map(_gather_leaf, snapshot.arrays.values())))
 
         def write() -> None:
             host = dict(zip(names, map(np.asarray, whole), strict=True))
             arrays = snapshot._replace(arrays=host).to_mapping(beside)
-            if not (is_loss_finite and are_finite(host)):
+            if not (is_loss_finite and finiteness.are_finite(host)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 

@@ -19,11 +19,8 @@ from optfn import core
 from optfn.checkpoint.snapshot import Snapshot
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.interop.closures import find_labels
-from optfn.interop.modules import check_split
-from optfn.leaves import patterns
-from optfn.leaves.foreign import check_arrays, check_keys
-from optfn.leaves.packed import unpack
+from optfn.interop import closures, modules
+from optfn.leaves import foreign, packed, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.mesh.collectives.axes import AxisName
 from optfn.mesh.layout.mesh_layout import Layout
@@ -63,7 +60,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, such as tx.init(params); "
             f"got {checks.show(opt_state)}"
         )
-    check_arrays("state_dict: state", opt_state)
+    foreign.check_arrays("state_dict: state", opt_state)
     snapshot = Snapshot.of(jax.tree.map(_host_copy, opt_state))
     return snapshot.to_mapping() | {k: _host_copy(snapshot.arrays[k]) for k in snapshot.keys}
 
@@ -154,15 +151,15 @@ def summary(
       TypeError: params are a model that must be split first; the error has the line that does so.
     """
     tx = core.check_transform("summary: tx", tx)
-    check_keys("summary: params", params)
-    check_split("summary", params)
+    foreign.check_keys("summary: params", params)
+    modules.check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _find_without_decay(tx, params)
     # Shapes alone: nothing is allocated.
-    state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
+    state, params = jax.eval_shape(lambda params: packed.unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
     treatments = find_whole_matrices(state, names)
-    labels, compressed = find_labels(tx, params), find_compressed(state, names)
+    labels, compressed = closures.find_labels(tx, params), find_compressed(state, names)
     placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")

@@ -10,8 +10,7 @@ from jax import lax
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
 from optfn.mesh.collectives.axes import Axes, axis_size, check_axes_bound, mark_varying, vma_axes
-from optfn.mesh.compilers.groups import varying_axes
-from optfn.mesh.compilers.xla import any_nonfinite, call_for_platform
+from optfn.mesh.compilers import groups, xla
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
@@ -29,7 +28,7 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
     checked = set(vma_axes(axis_name))
     for place, g in tree.items(updates):
         # Without check_vma, `checked` is empty and each gradient passes: JAX then cannot tell.
-        if tree.is_masked(g) or checked <= varying_axes(leafwise.numbers_of(g)):
+        if tree.is_masked(g) or checked <= groups.varying_axes(leafwise.numbers_of(g)):
             continue
         raise ValueError(
             f"{name}: the gradient of {place!r} is already summed or averaged over axis "
@@ -61,7 +60,7 @@ def agree(
     All three are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on
     them remains a branch.
     """
-    nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
+    nonfinite = xla.any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
     counts = [] if weight is None else [weight != 0]
     # One collective for all; several small ones would pay the latency of the link each time.
     flags = jnp.stack([step, *(x.astype(jnp.int32) for x in (nonfinite, *counts))])
@@ -110,7 +109,7 @@ def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_n
         lax.cond(step == 0, report, lambda leaves: None, leaves)
         return step
 
-    call_for_platform(call_host, lambda step: step, step)
+    xla.call_for_platform(call_host, lambda step: step, step)
 
 
 def _checksum(leaves: list[jax.Array]) -> jax.Array:

@@ -17,12 +17,11 @@ import optax
 from jax import lax
 
 from optfn import core
-from optfn.compression import agreement
+from optfn.compression import agreement, on_shards
 from optfn.compression.bytes_sent import DgcTraffic
 from optfn.compression.compressors import LeafInExchange
 from optfn.compression.dgc_phases import VALUES, Options, packet_formats, update_compressed
 from optfn.compression.momentum_correction import MomentumCorrection
-from optfn.compression.on_shards import update_on_shards
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
@@ -32,6 +31,8 @@ from optfn.mesh.collectives.devices import ONE_WORKER, Workers
 from optfn.mesh.collectives.means import pmean, pmean_leaves
 from optfn.mesh.state.per_worker import Exchanged, PerWorker, mark_exchanged, mark_per_worker
 from optfn.transforms.clipping import clip_factor
+
+_NAME = "deep_gradient_compression"  # in errors
 
 
 @traits(link="dgc", passes_rows=True, counts_weight=True, goes_on=("skipped",))
@@ -234,7 +235,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    return update_on_shards(run, updates, state, params, weight, workers.group)
+    return on_shards.update_on_shards(run, updates, state, params, weight, workers.group)
 
 
 def _accumulate_and_send_shards(
@@ -254,7 +255,7 @@ def _accumulate_and_send_shards(
     `step`.
     """
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        agreement.check_worker_gradients("deep_gradient_compression", updates, axis_name)
+        agreement.check_worker_gradients(_NAME, updates, axis_name)
     _check_state(options, updates, state)
     skip, nonfinite, step = agreement.agree(updates, state.step, weight, options.agreeing_axes)
     compressing = ~skip & (step >= options.rampup_begin_step)
@@ -276,9 +277,7 @@ def _accumulate_and_send_shards(
         directions[i], velocity[i] = jnp.where(skip, 0.0, mean), jnp.where(skip, velocity[i], new)
     # 3. Large leaves: u and v take the gradient, and the largest entries of v are sent.
     if large and options.in_own_loop:
-        agreement.warn_of_equal_gradients(
-            "deep_gradient_compression", updates, step, options.axis_name
-        )
+        agreement.warn_of_equal_gradients(_NAME, updates, step, options.axis_name)
     if large:
         leaves = [LeafInExchange(directions[i], v[i], u[i]) for i in large]
         leaves = update_compressed(options, skip, step, leaves, row_updates=row_updates)

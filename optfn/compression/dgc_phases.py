@@ -16,10 +16,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn.compression.agreement import is_compressible
-from optfn.compression.bytes_sent import ramp_step
+from optfn.compression import agreement, bytes_sent, gathering
 from optfn.compression.compressors import LeafInExchange
-from optfn.compression.gathering import padding_rows
 from optfn.compression.k_largest import SampleSearch, num_selected
 from optfn.compression.momentum_correction import MomentumCorrection
 from optfn.compression.packet_format import PacketFormat
@@ -71,7 +69,7 @@ class Options:
     def is_compressed(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed, which it is if it has at least `min_size` elements and
         accumulates in float32."""
-        return is_compressible(p, self.min_size)
+        return agreement.is_compressible(p, self.min_size)
 
 
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
@@ -206,7 +204,7 @@ def take_compressed_step(ramp: Ramp, step: jax.Array, leaves: Leaves) -> Leaves:
     # All ramp steps share one program for the passes over whole leaves; only the counts differ.
     search = SampleSearch(Segments(ramp.sizes))
     counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
-    i = ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
+    i = bytes_sent.ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
     current = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
     # i is traced here; only `extract` needs static counts, so only this is compiled per ramp step.
     words = search.candidates([leaf.residual for leaf in leaves], current)
@@ -272,4 +270,4 @@ def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
     """For each leaf return Rows that are all padding, in the shapes of the Rows that
     `_average_as_rows` returns."""
     counts = zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
-    return [padding_rows(workers * k, size, parts=workers) for size, k in counts]
+    return [gathering.padding_rows(workers * k, size, parts=workers) for size, k in counts]

@@ -30,8 +30,7 @@ from optfn.core import checks, errors, leafwise, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.leaves import packed
-from optfn.leaves.nodes import is_packed
+from optfn.leaves import nodes, packed
 from optfn.mesh.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
 from optfn.mesh.collectives.devices import ONE_WORKER, Devices, Workers
 from optfn.mesh.collectives.means import mean_over_workers, zeros_like_mean
@@ -292,7 +291,7 @@ def _mean_of_packets(
     buffers exchanged one by one and packed again."""
     del params, extra
     # Rows cannot be part of a flat buffer.
-    has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
+    has_buffers = any(map(nodes.is_packed, jax.tree.leaves(updates, is_leaf=nodes.is_packed)))
     group = workers.group
     row_updates = row_updates and group is None and not has_buffers
     options = dataclasses.replace(

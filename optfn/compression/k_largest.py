@@ -37,8 +37,7 @@ from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
 from optfn.mesh.collectives.axes import mark_varying
-from optfn.mesh.compilers import xla
-from optfn.mesh.compilers.groups import varying_axes
+from optfn.mesh.compilers import groups, xla
 
 
 class Counts(NamedTuple):
@@ -80,7 +79,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
         reached = jnp.sum(m >= segments.broadcast_to_rows(trial), axis=1, dtype=jnp.int32)
         return jnp.where(segments.sum_segments(reached) >= k, trial, found)
 
-    start = mark_varying(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
+    start = mark_varying(jnp.zeros(segments.num_rows.size, jnp.int32), groups.varying_axes(m))
     return lax.fori_loop(0, 31, set_bit, start)
 
 

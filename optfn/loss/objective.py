@@ -27,6 +27,7 @@ from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
+from optfn.loss import scaled_loss, scans
 from optfn.loss.jaxprs.constraints import drop_bound_axes
 from optfn.loss.jaxprs.sharded_param import gather_params, is_sharded_param
 from optfn.loss.keys import fold_device, restore_unchanged_keys
@@ -34,8 +35,6 @@ from optfn.loss.loss_form import Inputs, LossForm, Values
 from optfn.loss.loss_program import LossProgram, keep_if
 from optfn.loss.mean import check_constant_weight, is_mean, take_part, take_share
 from optfn.loss.recomputation.named_segments import recompute_function
-from optfn.loss.scaled_loss import check_unscaled, scale_gradient
-from optfn.loss.scans import wrap_shards
 from optfn.mesh.collectives import mesh as meshes
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.devices import Devices, Workers
@@ -71,7 +70,7 @@ class Gather(NamedTuple):
           inputs: the inputs of the loss.
           counts: whether this device's examples count in the gradient; None if they do.
         """
-        return wrap_shards(inputs.params, self.entries, self.layout, inputs.packet, counts)
+        return scans.wrap_shards(inputs.params, self.entries, self.layout, inputs.packet, counts)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
@@ -122,13 +121,15 @@ def differentiate(
 
     def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, Any]:
         (loss, *rest), own_weight = values_at(params, inputs)
-        return scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
+        return scaled_loss.scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
 
     def make_program(inputs: Inputs) -> LossProgram:
         params = inputs.params if gather is None else gather.wrap(inputs)
         return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
 
-    transform = _recompute_between(recompute)
+    transform = None
+    if recompute is not None:
+        transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
         program = make_program(inputs)
@@ -152,14 +153,6 @@ def differentiate(
     return functools.partial(drop_bound_axes, objective)
 
 
-def _recompute_between(names: Sequence[str] | None) -> Callable[..., Any] | None:
-    """Return the transformation of a loss whose backward pass recomputes what lies between named
-    values, or None without names."""
-    if names is None:
-        return None
-    return functools.partial(recompute_function, names=names, argument="recompute")
-
-
 def wrap_value_and_grad(
     function: Callable[..., Any], form: LossForm, gather: Gather | None, axes: Axes
 ) -> Objective:
@@ -171,7 +164,7 @@ def wrap_value_and_grad(
     """
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
-        check_unscaled("value_and_grad", inputs.loss_factor)
+        scaled_loss.check_unscaled("value_and_grad", inputs.loss_factor)
         result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
@@ -356,14 +349,10 @@ def _run_on_devices(
     layout = gather.layout
     names = layout.shard_axes
     replicated: Any = P()
-    specs = Inputs(
+    whole = Inputs(*[replicated] * len(Inputs._fields))
+    specs = whole._replace(
         params=layout.keep_shard_axes(jax.tree.map(lambda entry: entry.spec, gather.entries)),
-        model_state=replicated,
         batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
-        key=replicated,
-        step=replicated,
-        packet=replicated,
-        loss_factor=replicated,
     )
     return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)
 

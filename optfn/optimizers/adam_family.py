@@ -7,13 +7,11 @@ from optfn.core.checks import Number, Schedule
 from optfn.leaves.patterns import Pattern
 from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms import quantized_adam, scaling, stored
 from optfn.transforms.adamax import scale_by_adamax
 from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
-from optfn.transforms.scaling import scale_by_trust_ratio
-from optfn.transforms.stored import check_moment_dtype
 from optfn.wrappers.attributes import ParamAttrs
 
 
@@ -145,15 +143,15 @@ def lamb(
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """
-    dtype = check_moment_dtype("moment_dtype", moment_dtype)
+    dtype = stored.check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
         return [
             dense_rows.unchecked("lamb"),
-            scale_by_quantized_adam.unchecked(
+            quantized_adam.scale_by_quantized_adam.unchecked(
                 b1, b2, eps, eps_hat=False, bias_correction=bias_correction, dtype=dtype
             ),
             add_decayed_weights.unchecked(weight_decay, exclude=exclude),
-            scale_by_trust_ratio.unchecked(),
+            scaling.scale_by_trust_ratio.unchecked(),
             scale_by_learning_rate.unchecked(learning_rate),
         ]
     return [

@@ -11,9 +11,8 @@ from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import contents, patterns
+from optfn.leaves import contents, patterns, selection
 from optfn.leaves.patterns import Pattern
-from optfn.leaves.selection import restrict
 from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
@@ -129,8 +128,8 @@ def _matrices_and_others(
 
     chain = core.chain_unchecked(
         [
-            restrict(core.chain_unchecked(links), partial(matrix_paths, matrices)),
-            restrict(others, other_paths),
+            selection.restrict(core.chain_unchecked(links), partial(matrix_paths, matrices)),
+            selection.restrict(others, other_paths),
         ]
     )
 

@@ -10,11 +10,10 @@ from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.leaves.patterns import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms import moment, scaling
 from optfn.transforms.asgd import scale_by_asgd
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.moment import scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
-from optfn.transforms.scaling import scale_by_lars
 from optfn.wrappers.attributes import ParamAttrs
 
 
@@ -81,7 +80,7 @@ def momentum(
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
     """
     return [
-        scale_by_momentum.unchecked(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
+        moment.scale_by_momentum.unchecked(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
         scale_by_learning_rate.unchecked(learning_rate),
     ]
 
@@ -126,10 +125,10 @@ def lars(
     """
     return [
         dense_rows.unchecked("lars"),
-        scale_by_lars.unchecked(lars_coeff, lars_weight_decay, eps, exclude=exclude),
+        scaling.scale_by_lars.unchecked(lars_coeff, lars_weight_decay, eps, exclude=exclude),
         # Before the momentum, as in fluid: the rate is part of the velocity.
         scale_by_learning_rate.unchecked(learning_rate),
-        scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
+        moment.scale_by_momentum.unchecked(momentum, moment_dtype=moment_dtype),
     ]
 
 

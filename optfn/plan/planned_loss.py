@@ -13,9 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from optfn.core import tree
 from optfn.core.types import Batch, Leaf, Params, PyTree
+from optfn.loss.jaxprs import primitives, sharded
 from optfn.loss.jaxprs.equations import Equations
-from optfn.loss.jaxprs.primitives import name_of
-from optfn.loss.jaxprs.sharded import has_scan_over_arrays
 from optfn.loss.mean import is_mean
 from optfn.loss.scans import RecordedGather, scan_layers
 from optfn.mesh.layout.mesh_layout import Layout
@@ -159,7 +158,7 @@ def find_whole_gathers(
       gathers: the gathers of the traced step.
     """
     uses = _find_first_uses(program, paths)
-    has_scan = has_scan_over_arrays(program.equations)
+    has_scan = sharded.has_scan_over_arrays(program.equations)
     lines = {}
     for x in reversed(gathers):
         if x.layer_bytes is None and x.path in divided:
@@ -177,7 +176,7 @@ def _find_first_uses(program: Equations, paths: Sequence[str]) -> dict[str, str]
     for path, variable in zip(paths, program.inputs, strict=False):
         first = next((e for e in program.equations if variable in e.invars), None)
         if first is not None:
-            uses[path] = _find_line(first.source_info) or name_of(first)
+            uses[path] = _find_line(first.source_info) or primitives.name_of(first)
     return uses
 
 

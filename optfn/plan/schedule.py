@@ -25,13 +25,8 @@ from optfn.plan.products import find_products, is_gemm
 
 # Instructions that pass on their operand: a collective that ends in it is still on its way.
 _PASSES_ON = {
-    "get-tuple-element",
-    "bitcast",
-    "tuple",
-    "copy",
-    "opt-barrier",
-    "optimization-barrier",
-}
+    "get-tuple-element", "bitcast", "tuple", "copy", "opt-barrier", "optimization-barrier",
+}  # fmt: skip
 _WRAPPERS = {"async", "call", "fusion", "custom-call"}
 # Copies to fast memory, which the compiler places beside the products that need them.
 _PREFETCHES = {"copy-start", "copy-done", "slice-start", "slice-done"}

@@ -10,15 +10,6 @@ from optfn.plot.resources import memory, recompute, timetable, tuning
 from optfn.plot.run import history, learning_rate, losses, norms
 
 __all__ = [
-    "dgc_ramp",
-    "history",
-    "learning_rate",
-    "losses",
-    "memory",
-    "norms",
-    "recompute",
-    "report",
-    "schedules",
-    "timetable",
-    "tuning",
-]
+    "dgc_ramp", "history", "learning_rate", "losses", "memory", "norms", "recompute", "report",
+    "schedules", "timetable", "tuning",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 
 from optfn.core import checks
+from optfn.mesh.state.reports import is_ready
 from optfn.run.history import scalars
 from optfn.run.speed import Speed, Work
 
@@ -107,7 +108,7 @@ class RunLog:
         if self.waiting and self.waiting[-1][0] == n:
             self.waiting[-1][1].update(metrics)
             return
-        while self.waiting and _are_ready(self.waiting[0][1]):
+        while self.waiting and all(map(is_ready, jax.tree.leaves(self.waiting[0][1]))):
             self._write(*self.waiting.popleft())
         self.waiting.append((n, dict(metrics), work))
 
@@ -225,9 +226,3 @@ def _is_earlier(line: str, done: int) -> bool:
         return bool(json.loads(line)["step"] <= done)
     except (ValueError, KeyError, TypeError):  # a killed process may leave half a line
         return False
-
-
-def _are_ready(metrics: dict[str, Any]) -> bool:
-    """Tell whether all arrays among metrics are computed."""
-    arrays = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
-    return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]

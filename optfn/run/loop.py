@@ -163,7 +163,7 @@ class _Run:
                 self.watch,
                 is_watched=self.watch.stops,
                 by_weight=options.count_tokens == WEIGHT,
-            ) as lines,
+            ) as lines,  # fmt: skip
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             catch_signals(self.step.mesh) as interrupt,
         ):

@@ -15,8 +15,7 @@ from optfn.leaves.patterns import Pattern, check_pattern, match_names
 from optfn.loss.loss_form import Inputs, LossForm
 from optfn.mesh.collectives.axes import Axes
 from optfn.run.progress import count_examples
-from optfn.train.numeric_batch import convert_batch
-from optfn.train.worker_step import make_key_of
+from optfn.train import numeric_batch, worker_step
 
 # Arrays by their numbers among the leaves of the model state.
 Arrays: TypeAlias = dict[int, Any]
@@ -77,7 +76,7 @@ def estimate_statistics(
         or `batches` is empty.
     """
     form = LossForm(has_model_state=True, has_aux=checks.flag("has_aux", has_aux))
-    key_of = make_key_of(rng, Axes())
+    key_of = worker_step.make_key_of(rng, Axes())
     leaves, structure = jax.tree.flatten(model_state)
     chosen = _select_arrays(model_state, check_pattern("only", only))
     respond_to = _make_response(loss_fn, form, params, model_state)
@@ -86,7 +85,7 @@ def estimate_statistics(
     total: Arrays = {}
     slopes: Arrays = {}
     count = 0
-    for number, batch in enumerate(map(convert_batch, batches)):
+    for number, batch in enumerate(map(numeric_batch.convert_batch, batches)):
         key = None if key_of is None else key_of(jnp.asarray(number))
         respond = functools.partial(respond_to, batch, key)
         of_zeros, dtypes = respond(zeros)

@@ -163,15 +163,8 @@ KINDS: dict[str, LinkKind] = {
 
 # Wrappers, by their effect on the update before the transformation inside of them, or after it.
 WRAPPERS = (
-    "wrapper",
-    "reader",
-    "guard",
-    "accumulate",
-    "loss_scale",
-    "masters",
-    "masked",
-    "sometimes",
-)
+    "wrapper", "reader", "guard", "accumulate", "loss_scale", "masters", "masked", "sometimes",
+)  # fmt: skip
 
 
 def _find_optax_kinds() -> dict[type, str]:

@@ -14,9 +14,8 @@ from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, Params
 from optfn.interop.calls import iterate_links, show_transform
 from optfn.leaves import contents
+from optfn.mesh.state import per_worker, reports
 from optfn.mesh.state.names import iterate_nodes
-from optfn.mesh.state.per_worker import find_nodes
-from optfn.mesh.state.reports import read_local
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import resolve
 
@@ -37,7 +36,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 def warn_of_moves(opt_state: OptState) -> None:
     """Warn of an optimizer on the host that takes the mean of several gradients: a call without a
     step of it moves the state too."""
-    if any(find_nodes(x, opt_state) for x in (AccumulateState, optax.MultiStepsState)):
+    if any(per_worker.find_nodes(x, opt_state) for x in (AccumulateState, optax.MultiStepsState)):
         checks.warn(
             "state_memory: an accumulation of gradients moves the state to the device and back in "
             "every call, whole, also in those without a step: leave it out, and pass microbatches="
@@ -174,7 +173,7 @@ def count_waiting_gradients(opt_state: OptState) -> int:
         return getattr(x, "micro_step", None) if traits_of(x).link == "accumulate" else None
 
     found = [*iterate_nodes(lambda x: find_counter(x) is not None, opt_state)]
-    return max((int(np.max(read_local(find_counter(x)))) for x in found), default=0)
+    return max((int(np.max(reports.read_local(find_counter(x)))) for x in found), default=0)
 
 
 def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:

@@ -29,19 +29,16 @@ from optfn.loss.microbatches import combine_microbatches, scan_batch
 from optfn.mesh.collectives.devices import Workers
 from optfn.mesh.collectives.means import mean_or_first, mean_over_axes
 from optfn.mesh.collectives.mesh import count_devices
-from optfn.mesh.layout import traffic
-from optfn.mesh.layout.data_parallel import reduce_gradients
+from optfn.mesh.layout import data_parallel, shards, traffic
 from optfn.mesh.layout.mesh_layout import Layout
-from optfn.mesh.layout.shards import gather_new_params
 from optfn.mesh.state import reports
 from optfn.mesh.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
 from optfn.mesh.state.reports import reduce_over_round
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
+from optfn.wrappers import averaging, uncounted
 from optfn.wrappers.accumulation import AccumulateState
-from optfn.wrappers.averaging import has_statistics
-from optfn.wrappers.uncounted import drop_uncounted
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -175,19 +172,19 @@ class LocalSteps(NamedTuple):
         if any pseudo-gradient is not finite or the round does not count, and the bytes sent."""
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
-        grads, _, extra = reduce_gradients(pseudo_gradient, before[1], workers)
+        grads, _, extra = data_parallel.reduce_gradients(pseudo_gradient, before[1], workers)
         model_state = mean_or_first(model_state, workers.axes)
-        if has_statistics(before[1]):
+        if averaging.has_statistics(before[1]):
             extra["model_state"] = model_state
         extra |= {"value": metrics["loss"]} | {k: metrics[k] for k in ("weight",) if k in metrics}
         with jax.named_scope(UPDATE_SCOPE):
             updates, outer = self.outer.update(grads, before[1], state.params, **extra)
-            updates, outer, is_dropped = drop_uncounted(
+            updates, outer, is_dropped = uncounted.drop_uncounted(
                 updates, outer, before[1], extra.get("weight")
             )
         if is_dropped is not None:
             model_state = optax.tree.where(is_dropped, state.model_state, model_state)
-        params = gather_new_params(apply_updates(state.params, updates), self.layout)
+        params = shards.gather_new_params(apply_updates(state.params, updates), self.layout)
         after = params, outer, model_state
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         return after, traffic.traffic_metrics(pseudo_gradient, before[1], after[1], workers.axes)
@@ -205,13 +202,10 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
       ValueError: the state was made for another number of workers.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
-        if local is None:
-            steps, made = 1, "with local_steps > 1"
-        else:
-            steps, made = local.steps, "without local steps"
+        made = "with local_steps > 1" if local is None else "without local steps"
         raise TypeError(
-            f"the step was made with local_steps={steps}, but the state was made {made}. Begin "
-            "with state = step.init(params)"
+            f"the step was made with local_steps={1 if local is None else local.steps}, but the "
+            f"state was made {made}. Begin with state = step.init(params)"
         )
     if local is None or layout is None or not _is_readable(opt_state.inner.num_workers):
         return
@@ -227,11 +221,8 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 def _is_readable(x: jax.Array) -> bool:
     """Tell whether an array's value can be read without waiting: it is ready and not traced."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return False
-    if not isinstance(x, jax.Array):
-        return True
-    return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
+    is_array = not isinstance(x, jax.ShapeDtypeStruct)
+    return is_array and not checks.is_traced(x) and reports.is_ready(x)
 
 
 def find_varying(
@@ -249,7 +240,7 @@ def find_varying(
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         updates, new = trace_update(tx, grads, state, params, loss, weighted)
-        return drop_uncounted(updates, new, state, loss)[1] if weighted else new
+        return uncounted.drop_uncounted(updates, new, state, loss)[1] if weighted else new
 
     shapes = jax.eval_shape(tx.init, params)
     varies = jax.tree.map(lambda x: False, shapes)

@@ -433,9 +433,11 @@ class TrainStep:
         as these are ready or a few calls old.
         """
         is_set = False
-        while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
+        while self._flags and (len(self._flags) > _STEPS_AHEAD or reports.is_ready(self._flags[0])):
             is_set |= bool(np.any(reports.read_local(self._flags.popleft())))
-        reports.raise_flags(x for x in flags if is_set or not x.is_lasting or _is_ready(x.value))
+        reports.raise_flags(
+            x for x in flags if is_set or not x.is_lasting or reports.is_ready(x.value)
+        )
 
     def check_state(self, state: object) -> None:
         """Raise a TypeError or a ValueError if this step does not take a state, as a call would."""
@@ -506,11 +508,6 @@ def _find_tables(layout: Layout, params: Params) -> PyTree:
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array or a number, without its placement."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def _is_ready(x: Any) -> bool:
-    """Tell whether the value of an array can be read without waiting, as NumPy's always can."""
-    return not isinstance(x, jax.Array) or bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def wait_on_cpus(metrics: dict[str, Any]) -> None:

@@ -13,11 +13,9 @@ from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import patterns, tensors
 from optfn.leaves.patterns import Pattern
-from optfn.transforms import late_steps
+from optfn.transforms import in_place, late_steps, scaling
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
-from optfn.transforms.in_place import run_in_passes
 from optfn.transforms.regularization import check_weight_decay, decay_of_leaves, weight_decay_at
-from optfn.transforms.scaling import trust_ratio
 
 
 def lamb_direction(
@@ -134,14 +132,14 @@ def _update(
         2."""
         own = {k: tensors.combine(jnp.multiply, q, x) for k, x in scalars.items()}
         r_norms = tensors.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
-        q = tensors.combine(trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
+        q = tensors.combine(scaling.trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
         return m, v, q
 
     # In one program XLA would store r between its two uses, hence two passes. eps and wd are
     # multiplied by q, which is 1 at first, to give each leaf a scalar of its own; XLA would
     # broadcast a shared one to an array.
     ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
-    mu, nu, q = run_in_passes([advance, ratios], (*old, ones), updates, params)
+    mu, nu, q = in_place.run_in_passes([advance, ratios], (*old, ones), updates, params)
     factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)
     return leafwise.apply(
         _scale_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars

@@ -13,9 +13,8 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import contents, patterns, tensors
+from optfn.leaves import contents, patterns, selection, tensors
 from optfn.leaves.patterns import Pattern
-from optfn.leaves.selection import restrict
 from optfn.mesh.collectives.mesh import apply_to_whole_matrices
 from optfn.transforms.moment import velocity_rule
 
@@ -209,6 +208,6 @@ def scale_by_muon(
         updates, state = velocity.update(leafwise.densify_rows(updates), state)
         return tensors.map_tensors(orthogonalize_tensors, updates), state
 
-    return restrict(
+    return selection.restrict(
         velocity._replace(update=update), partial(matrix_paths, matrices), ScaleByMuonState
     )

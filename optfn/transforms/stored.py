@@ -14,8 +14,7 @@ from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.mesh.collectives.mesh import make_zeros
 from optfn.mesh.state.encoded import Encoded
-from optfn.transforms import codes, late_steps
-from optfn.transforms.in_place import run_in_passes
+from optfn.transforms import codes, in_place, late_steps
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 # (g, *moments) -> the moments after g: elementwise, and increasing in |g| and in each |moment|.
@@ -180,7 +179,7 @@ def quantize_moments(
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.global_count(step)
-        arrays = run_in_passes([advance], tuple(state[1:]), updates, count)
+        arrays = in_place.run_in_passes([advance], tuple(state[1:]), updates, count)
         scalars = late_steps.evaluate_by_leaf(of_step, step, updates)
         updates = leafwise.apply(
             apply_direction, updates, *arrays, shapes=storage.shapes, **scalars

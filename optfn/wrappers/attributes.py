@@ -16,9 +16,7 @@ from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.interop.calls import iterate_links
-from optfn.leaves import contents, patterns
-from optfn.leaves.nodes import is_packed
-from optfn.leaves.packed import mark_stacked
+from optfn.leaves import contents, nodes, packed, patterns
 from optfn.leaves.selection import Selection, restrict
 
 P = ParamSpec("P")
@@ -220,7 +218,7 @@ def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
         return grads
     trained = Selection(_find_trained(tx, grads))
     kept = trained.keep(grads)
-    if not is_packed(grads):
+    if not nodes.is_packed(grads):
         return kept
     zeros = tree.map_arrays(lambda g: jnp.zeros_like(g) if tree.is_inexact(g) else g, grads)
     return trained.fill(kept, zeros)
@@ -317,7 +315,7 @@ def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
     for path, run in contents.runs_by_name(values).items():
         _check_stacked(path, run.shape, attrs[path])
     # The layout of a Packed still has the paths of leaves that are not selected.
-    return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
+    return packed.mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
 
 
 def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params) -> Params:
@@ -327,7 +325,7 @@ def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params)
     The leaves, their order and their paths do not change. Shards of packed params are parts of a
     buffer, and not of layers.
     """
-    if tx is None or is_packed(params):
+    if tx is None or nodes.is_packed(params):
         return params
     return _mark_stacked(params, attributes_of(tx, params))
 

@@ -187,7 +187,8 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
         prevent_cse=checkpoint.prevent_cse,
         policy=None if policy is None else _without_gathered(policy),
     )
-    return run(operands)
+    results: list[Value] = run(operands)
+    return results
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
@@ -197,8 +198,7 @@ def _is_recomputed(jaxpr: Jaxpr) -> bool:
     names = [primitives.name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
-        offloads = any(map(primitives.offloads, primitives.walk(jaxpr)))
-        return LAYER in names and not offloads
+        return LAYER in names and not any(map(primitives.offloads, primitives.walk(jaxpr)))
     call, checkpoint = primitives.as_call(calls[0]), primitives.as_checkpoint(calls[0])
     if call is not None and call.is_jitted:
         return _is_recomputed(call.body)

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from optfn.core.types import Leaf, Params, PyTree
-from optfn.loss.jaxprs import primitives
+from optfn.loss.jaxprs import flops, primitives
 from optfn.loss.jaxprs.equations import Equations, variables
-from optfn.loss.jaxprs.flops import count_flops
 from optfn.loss.jaxprs.primitives import Atom, Equation, Variable
 from optfn.loss.jaxprs.pullback import pullback, select_inexact_leaves
 from optfn.loss.recomputation.rotor import FunctionCosts
@@ -41,8 +40,8 @@ def estimate_costs(
     for_y = forward.find_equations(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
     costs = FunctionCosts(
-        forward_flops=count_flops(for_y),
-        recompute_flops=count_flops(forward.find_equations(residuals)),
+        forward_flops=flops.count_flops(for_y),
+        recompute_flops=flops.count_flops(forward.find_equations(residuals)),
         output_bytes=num_bytes(variables(y_leaves)),
         residual_bytes=num_bytes(saved - outputs),
         output_is_residual=bool(outputs & saved),

@@ -13,8 +13,7 @@ from jax import lax
 from optfn.core.types import PyTree
 from optfn.mesh.collectives import torus
 from optfn.mesh.collectives.axes import Axes, Division, axis_size, mark_varying, vma_axes
-from optfn.mesh.compilers import xla
-from optfn.mesh.compilers.groups import varying_axes
+from optfn.mesh.compilers import groups, xla
 
 # The function (totals, packet, scale) -> totals + scale·decode(packet).
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
@@ -150,6 +149,6 @@ class GatheredPackets(NamedTuple):
             packet = jax.tree.map(lambda x: x[0], self.unpack(rows))
             return add(means, packet, 1 / workers)
 
-        varying = frozenset().union(*map(varying_axes, self.buckets))
+        varying = frozenset().union(*map(groups.varying_axes, self.buckets))
         start = [mark_varying(x, varying) for x in zeros]
         return lax.fori_loop(0, workers, add_worker, start)

@@ -419,12 +419,9 @@ def _choose_shard_axes(
     if listed and way.axis is None and tables is None:
         named = mesh_axes.join_axes(*itertools.chain.from_iterable(listed.values()))
         along = Axes(name for name in along if name in named)
-    unknown = mesh_axes.exclude_axes(along, mesh_axes.to_axes(data_axis))
-    if unknown:
-        raise ValueError(
-            f"sharded: axis {unknown[0]!r} must be one of data_axis, "
-            f"{(*mesh_axes.to_axes(data_axis),)}"
-        )
+    known = mesh_axes.to_axes(data_axis)
+    if unknown := mesh_axes.exclude_axes(along, known):
+        raise ValueError(f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*known,)}")
     return along
 
 

@@ -106,6 +106,11 @@ def read_local(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
+def is_ready(x: Any) -> bool:
+    """Tell whether the value of an array can be read without waiting, as NumPy's always can."""
+    return not isinstance(x, jax.Array) or bool(x.is_ready())  # type: ignore[attr-defined]
+
+
 @functools.cache
 def find_flags(structure: PyTreeDef) -> list[Flag]:
     """Return the flags of a structure, with leaf positions as values."""
