@@ -50,9 +50,10 @@ def mean_by_all_gather(
         for i, leaf in enumerate(leaves):
             if isinstance(leaf.direction, Rows):
                 directions[i] = _mean_of_entries(compressors[i], packets_of_all[i], leaf.direction)
-    states = [state for _, state in encoded]
-    in_order = [directions[i] for i in range(len(states))]
-    return list(map(LeafInExchange, in_order, residuals, states))
+    exchanged = []
+    for i, (residual, (_, state)) in enumerate(zip(residuals, encoded, strict=True)):
+        exchanged.append(LeafInExchange(directions[i], residual, state))
+    return exchanged
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
