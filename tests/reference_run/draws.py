@@ -47,7 +47,7 @@ DGC = [
     for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
 ]
 COMMON_RULES = RULES[:6]
-EXCHANGING = [way for way in WAYS if "exchange" in way]
+EXCHANGING = [way for way in WAYS if "exchange" in way for _ in range(1 if "grid" in way else 3)]
 LOCAL = [way for way in WAYS if "local" in way]
 USUAL = [way for way in WAYS if way not in (*EXCHANGING, *LOCAL)]
 ATTRS = [
@@ -82,7 +82,7 @@ def structures(rng):
         links = chain_members(rng)
     compressor = None
     if "exchange" in way:
-        compressor = pick("top_k(1.0)", "top_k(0.3)", "top_k(0.3)", "quantize(4)", "quantize(1)")
+        compressor = pick("top_k(1.0)", *3 * ["top_k(0.3)"], "quantize(4)", "quantize(1)")
         if "grid" in way:
             compressor = "top_k(1.0)"
         elif chance(0.3):
@@ -252,7 +252,9 @@ def batch_lists(rng, p):
     may_fail = not p.clip and p.rule[0] not in ("ftrl", "dgc_momentum") and not p.compressor
     often = 0.35 if has_guard else 0.15 if may_fail and chance(0.1) else 0.0
     batches = []
-    for _ in range(pick(1, 2, 3, 4, 6, 8)):
+    # These remember: a window, bad values, good steps, a residual.
+    remembers = p.exchanges or p.names("plateau", "skip_spikes", "loss_scale")
+    for _ in range(pick(6, 8) if remembers and chance(0.6) else pick(1, 2, 3, 4, 6, 8)):
         weights = ONES if is_calm else weights_of_batch(rng)
         batch = {"seed": rng.randint(0, 99), "weights": [scale * w for w in weights]}
         if chance(often):
