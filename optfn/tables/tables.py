@@ -249,7 +249,8 @@ class _Rounds(NamedTuple):
     def find_positions(self, first: jax.Array) -> jax.Array:
         """Return for each table and owner the positions of its ids from index `first` on, as many
         as the capacity, (T, N, capacity), with n where there is no such id."""
-        at = self.starts[..., None] + first + np.arange(self.sizes[-1], dtype=np.int32)
+        number = np.arange(self.sizes[-1], dtype=np.int32)[None, None]
+        at = self.starts[..., None] + first + number
         return jnp.where(at < self.ends[..., None], at, self.ids.shape[1] - 1)
 
     def to_local_ids(self, at: jax.Array) -> jax.Array:
