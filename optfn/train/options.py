@@ -151,7 +151,7 @@ class StepOptions:
         writes them once, in chunks, so that a device holds params, gradients and about one leaf of
         the state. It takes the time of these bytes over the link to the host, 24 bytes a parameter
         for masters and two moments in float32, which microbatches divide among them; see
-        docs/will-it-fit.md. Values are those without it, up to rounding. None: on the device.
+        docs/state-on-host.md. Values are those without it, up to rounding. None: on the device.
     """
 
     has_aux: bool = False
