@@ -21,8 +21,6 @@ Rows are kept in `benchmarks/host.json`; a run of some of them replaces these.
 
 import argparse
 import contextlib
-import fnmatch
-import json
 import multiprocessing
 import re
 import time
@@ -159,34 +157,11 @@ def line(row: measure.Row) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-
-    def add(name: str, default: list[str], about: str) -> None:
-        parser.add_argument(
-            name, default=default, type=lambda names: names.split(";"), metavar="A;B", help=about
-        )
-
-    add("--model", ["7B", "70B"], "7B, 70B, toy")
-    add("--topology", ["*"], "topologies, or patterns")
-    add("--only", ["*"], "ways, or patterns of their names")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, and keep none")
+    pods.add_choices(parser, ["7B", "70B"], "7B, 70B, toy")
     options = parser.parse_args()
-    chosen = [
-        (model, topology, way)
-        for model in options.model
-        for topology in TOPOLOGIES[model]
-        for way in WAYS
-        if any(fnmatch.fnmatch(topology, pattern) for pattern in options.topology)
-        and any(fnmatch.fnmatch(way, pattern) for pattern in options.only)
-    ]
+    chosen = pods.choose(options, TOPOLOGIES, lambda model, topology: WAYS)
     print(HEAD)
-    rows = []
-    for row in found_rows(chosen):
-        print(line(row), flush=True)
-        rows.append(row)
-        if not options.json:
-            KEPT.keep(row)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows))
+    pods.print_rows(found_rows(chosen), line, KEPT, options.json)
 
 
 if __name__ == "__main__":

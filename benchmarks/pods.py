@@ -37,7 +37,7 @@ import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -390,38 +390,62 @@ def line(row: measure.Row) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_choices(parser: argparse.ArgumentParser, models: list[str], names: str) -> None:
+    """Add the arguments that choose rows by model, topology and way, and the file for them."""
 
     def add(name: str, default: list[str], about: str) -> None:
         parser.add_argument(
             name, default=default, type=lambda names: names.split(";"), metavar="A;B", help=about
         )
 
-    add("--model", list(TOPOLOGIES), "small, 7B, 70B")
+    add("--model", models, names)
     add("--topology", ["*"], "topologies, or patterns")
     add("--only", ["*"], "ways, or patterns of their names")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, and keep none")
-    parser.add_argument("--texts", metavar="FOLDER", type=Path, help="write the programs there")
-    options = parser.parse_args()
-    chosen = [
+
+
+def choose(
+    options: argparse.Namespace,
+    topologies: Mapping[str, Iterable[str]],
+    ways_of: Callable[[str, str], Iterable[str]],
+) -> list[tuple[str, str, str]]:
+    """Return the (model, topology, way) that the arguments choose."""
+    return [
         (model, topology, way)
         for model in options.model
-        for topology in TOPOLOGIES[model]
-        for way in ways(model, topology)
+        for topology in topologies[model]
+        for way in ways_of(model, topology)
         if any(fnmatch.fnmatch(topology, pattern) for pattern in options.topology)
         and any(fnmatch.fnmatch(way, pattern) for pattern in options.only)
     ]
-    print(HEAD)
+
+
+def print_rows(
+    found: Iterable[measure.Row],
+    shown: Callable[[measure.Row], str],
+    kept: measure.Kept,
+    json_file: str | None,
+) -> None:
+    """Print rows as they come, and keep each, or write all to a file if one is given."""
     rows = []
-    for row in found_rows(chosen, options.texts):
-        print(line(row), flush=True)
+    for row in found:
+        print(shown(row), flush=True)
         rows.append(row)
-        if not options.json:
-            KEPT.keep(row)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows))
+        if not json_file:
+            kept.keep(row)
+    if json_file:
+        Path(json_file).write_text(json.dumps(rows))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, list(TOPOLOGIES), "small, 7B, 70B")
+    parser.add_argument("--texts", metavar="FOLDER", type=Path, help="write the programs there")
+    options = parser.parse_args()
+    chosen = choose(options, TOPOLOGIES, ways)
+    print(HEAD)
+    print_rows(found_rows(chosen, options.texts), line, KEPT, options.json)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def convert_batch(batch: Batch) -> Batch:
         check_keys("the batch", batch)
         raise
     # Most batches are ready, and a step of a small model takes hardly longer than these checks.
-    if all(map(_is_ready, leaves)):
+    if all(map(_holds_data, leaves)):
         return batch
     if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
@@ -43,7 +43,7 @@ def convert_batch(batch: Batch) -> Batch:
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
         if isinstance(x, jax.Array):
-            if _is_ready(x):
+            if _holds_data(x):
                 continue
             raise ValueError(
                 f"{_name_leaf(batch, i)} has been deleted: an earlier call of the step has "
@@ -61,7 +61,7 @@ def convert_batch(batch: Batch) -> Batch:
     return batch
 
 
-def _is_ready(x: Leaf) -> bool:
+def _holds_data(x: Leaf) -> bool:
     """Tell whether a leaf is an array of JAX that still has its data, or a traced one."""
     return isinstance(x, jax.Array) and (checks.has_tracer((x,)) or not x.is_deleted())
 
