@@ -150,8 +150,8 @@ def power_sgd(rank: int) -> PowerSgd:
 
     Bytes of an (m, n) matrix: 4·r·(m + n), r = min(rank, m, n), through an all-reduce; of a leaf
     (…, m, n), so many for each matrix. That is less than the matrix itself if r < m·n/(m + n).
-    State: Q̄, float32 (…, r, n), the same on all workers; the first one is random, from a fixed
-    key, and equal for all matrices of a leaf.
+    State: Q̄, float32 (…, r, n), the same on all workers; the first one is the transpose of
+    `jax.random.normal(jax.random.key(0), (n, r))`, and equal for all matrices of a leaf.
 
     Source: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
 

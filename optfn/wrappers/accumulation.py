@@ -260,12 +260,13 @@ def _step_if(
     The updates overwrite the totals, because new arrays would be allocated in every call. Updates
     of integer leaves are zero in both cases, and are made outside of the conditional.
     """
-    # The dtypes of the updates: the conditional returns them in the dtypes of the totals.
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
+    # The conditional returns the updates in the dtypes of the totals, which masters may exceed.
+    room = tree.map(_widen_to, totals, shapes)
 
-    def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
-        updates, inner_state = step(totals, inner_state, reads)
-        return tree.map(_overwrite, totals, updates), inner_state
+    def run(room: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
+        updates, inner_state = step(optax.tree.cast_like(room, totals), inner_state, reads)
+        return tree.map(_overwrite, room, updates), inner_state
 
     def read(like: Leaf, total: Leaf) -> Leaf:
         if tree.is_inexact(like):
@@ -273,8 +274,13 @@ def _step_if(
             return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
         return like if tree.is_masked(like) else numerics.integer_zeros(like.shape, like.dtype)
 
-    totals, inner_state = run_if(due, [run], (totals, inner_state), reads)
-    return tree.map(read, shapes, totals), totals, inner_state
+    room, inner_state = run_if(due, [run], (room, inner_state), reads)
+    return tree.map(read, shapes, room), optax.tree.cast_like(room, totals), inner_state
+
+
+def _widen_to(total: Leaf, u: Leaf) -> Leaf:
+    """Return a total in the dtype of its update if that is wider, else unchanged."""
+    return total.astype(jnp.promote_types(total.dtype, u.dtype)) if tree.is_inexact(u) else total
 
 
 def _overwrite(total: Leaf, u: Leaf) -> Leaf:

@@ -402,6 +402,8 @@ def penalties_of_leaves(
     found = []
     for penalty in {id(INHERIT): INHERIT, **penalties}.values():
         tx = regularization if penalty is INHERIT else penalty
+        if penalty is not None and penalty is not INHERIT:
+            tx = core.check_transform("ParamAttr: regularization", tx)
         if tx is not None:
             found.append(limit_to(tx, attrs, partial(has, penalty)))
     return found

@@ -7,7 +7,7 @@ step should be another one. `shrink.py` makes what fails simpler.
 import dataclasses
 
 from reference_run import limits
-from reference_run.program import Program
+from reference_run.program import TABLES, Program
 from reference_run.source import WAYS
 
 EXAMPLES = 8
@@ -47,6 +47,12 @@ DGC = [
     for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
 ]
 COMMON_RULES = RULES[:6]
+TABLE_RULES = [
+    ("adam", {"lazy": True}),
+    ("adamw", {"lazy": True}),
+    ("ftrl", {"l1": 0.01, "lazy": True}),
+    ("ftrl", {"l1": 0.01, "lazy": False}),
+]
 EXCHANGING = [way for way in WAYS if "exchange" in way for _ in range(1 if "grid" in way else 3)]
 LOCAL = [way for way in WAYS if "local" in way]
 USUAL = [way for way in WAYS if way not in (*EXCHANGING, *LOCAL)]
@@ -66,23 +72,43 @@ def structures(rng):
     pick, chance = picker(rng)
     way = pick(*EXCHANGING) if chance(0.2) else pick(*LOCAL) if chance(0.1) else pick(*USUAL)
     partition, links = None, []
+    dtype = pick("float32", *["float64"] * ("exchange" not in way))
     rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
+    in_stages = "pipeline" in way
+    leaves = ["w", "b", "s"] + ["empty"] * (chance(0.15) and not in_stages)
+    if "tables" in way:
+        leaves += pick(["t"], ["t", "u"], ["u"])
+        rule = pick(*TABLE_RULES) if chance(0.4) else rule
+        while limits.knows_no_rows(rule):
+            rule = pick(*RULES)
     is_foreign = rule[0].startswith("optax.")
-    leaves = ["w", "b", "s"] + ["empty"] * chance(0.15)
-    leaves += ["count"] * (chance(0.15) and not is_foreign)
-    attrs = {pick("b", "s", "w"): pick(*ATTRS) for _ in range(pick(0, 0, 1, 1, 2))}
+    leaves += ["count"] * (chance(0.15) and not is_foreign and not in_stages)
+    attrs = {
+        pick("b", "s", "w", *TABLES.keys() & {*leaves}): pick(*ATTRS)
+        for _ in range(pick(0, 0, 1, 1, 2))
+    }
     attrs = {} if is_foreign else attrs
     clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
     decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1), ("matrices", 0.2))
     schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
-    if chance(0.2) and "exchange" not in way and ("packed" not in way or chance(0.3)):
+    if (
+        chance(0.2)
+        and "exchange" not in way
+        and not in_stages
+        and ("packed" not in way or chance(0.3))
+    ):
         around = pick([["accumulate", 2]], [["accumulate", 2]], [["accumulate", 3]], [])
-        partition, attrs = {"leaves": pick(["b"], ["w", "b"], ["s"]), "links": around}, {}
+        partition, attrs = (
+            {"leaves": pick(["b"], ["w", "b"], ["s"], *[["t"]] * ("t" in leaves)), "links": around},
+            {},
+        )
     else:
         links = chain_members(rng)
     compressor = None
     if "exchange" in way:
         compressor = pick("top_k(1.0)", *3 * ["top_k(0.3)"], "quantize(4)", "quantize(1)")
+        if chance(0.15):  # of other ranks, a factor of no use is replaced by fixed numbers
+            compressor = pick("power_sgd(1)", "power_sgd(1)", "power_sgd(4)")
         if "grid" in way:
             compressor = "top_k(1.0)"
         elif chance(0.3):
@@ -96,7 +122,10 @@ def structures(rng):
         links, partition = [], None
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
-    around = [*links, *wrappers(rng, rule)]
+    masters = []
+    if dtype != "float64" and "exchange" not in way and chance(0.25):
+        masters = [["master_weights", "jnp.float64"]]
+    around = [*links, *masters, *wrappers(rng, rule)]
     if more:
         around = wrappers_of_workers(rng, more["outer"])
     if any(x[0] == "skip_spikes" for x in around) and chance(0.5):  # norms are divided by the rate
@@ -104,23 +133,22 @@ def structures(rng):
     if any(x[0] == "plateau" for x in around):
         schedule = None
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
+    plain = "local" not in way and not in_stages
     return Program(
-        rows=rows,
+        stages=4 if in_stages else 0,
+        rows=1 if in_stages else rows,
         way=way,
         compressor=compressor,
         leaves=tuple(leaves),
         rule=rule,
         attrs=attrs,
         partition=partition,
-        dtype=pick("float32", *["float64"] * 2 * ("exchange" not in way)),
+        dtype=dtype,
         loss=pick("plain", "mean", "mean", "mean"),
-        aux=chance(0.3) and "local" not in way,
-        model_state=chance(0.3) and WAYS[way].microbatches == 1 and "local" not in way,
-        key=chance(0.2)
-        and "grid" not in way
-        and "local" not in way
-        and way != "compiler, microbatches",
-        pass_step=chance(0.15) and "local" not in way,
+        aux=chance(0.3) and plain,
+        model_state=chance(0.3) and WAYS[way].microbatches == 1 and plain,
+        key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
+        pass_step=chance(0.15) and plain,
         rate=0.05,
         schedule=schedule,
         clip=None if is_foreign else clip,
@@ -212,6 +240,7 @@ def runs(rng, p):
         save_every=pick(1, 2, 3, 100),
         keep=pick(1, 2, 3),
         prefetch=pick(0, 1),
+        log=chance(0.4),
     )
     parts = ways_on(rng, made)
     return dataclasses.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
@@ -225,12 +254,19 @@ def ways_on(rng, p):
     for _ in range(pick(0, 0, 1, 1, 2)):
         if at < whole - 1:
             at = rng.randint(at + 1, whole - 1)
-            parts.append({pick("kill", "kill", "steps", "steps", "callback"): at * each})
+            parts.append({pick("kill", "kill", "steps", "steps", "callback", "signal"): at * each})
     parts.append(pick({}, {}, {"steps": whole * each}))
     for part in parts[1:]:
         if chance(0.25):
             part["way"] = pick(
-                *(k for k in WAYS if "exchange" not in k and ("local" in k) == (each > 1))
+                *(
+                    k
+                    for k in WAYS
+                    if "exchange" not in k
+                    and ("local" in k) == (each > 1)
+                    and (p.has_tables or "tables" not in k)
+                    and ("pipeline" in k) == bool(p.stages)
+                )
             )
         if chance(0.4) and not isinstance(p.loader, str):
             part["drop_last"] = not p.loader[3]

@@ -4,7 +4,7 @@ import math
 
 from reference_run.limits import AVERAGES, Facts
 from reference_run.links import frozen_of
-from reference_run.program import Program, batches_of
+from reference_run.program import TABLES, Program, batches_of
 
 # The faults that are not mended. The others name what an older tree fails by.
 OPEN = (
@@ -26,16 +26,23 @@ def refusal(p: Program) -> str:
     """
     if p.exchanges and p.names("trace"):
         return "would differ between workers"
+    if p.stages and p.names("loss_scale"):
+        return "dynamic_loss_scale needs loss_fn"
+    # What sums gradients in front of the rule makes them dense.
+    sparse = Facts(p).has("tables") and not p.names("accumulate", "trace")
+    if sparse and decays_by_shape(p, *TABLES):
+        return "takes no row-sparse gradients"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
 
 
-def decays_by_shape(p: Program) -> bool:
-    """Tell whether a rule of another library decays a leaf because it is a matrix."""
-    attr = p.attrs.get("w", {})
-    decay = attr.get("regularization", p.regularization)
-    trains = attr.get("trainable", True) and attr.get("learning_rate", 1.0)
-    return bool(trains) and decay is not None and decay[0] == "matrices"
+def decays_by_shape(p: Program, *names: str) -> bool:
+    """Tell whether a rule of another library decays a leaf because it is a matrix: "w", or one of
+    these."""
+    attrs = [p.attrs.get(k, {}) for k in names or ("w",) if k in p.leaves]
+    trained = [x for x in attrs if x.get("trainable", True) and x.get("learning_rate", 1.0)]
+    decays = [x.get("regularization", p.regularization) for x in trained]
+    return any(x is not None and x[0] == "matrices" for x in decays)
 
 
 def faults(p: Program) -> list[str]:

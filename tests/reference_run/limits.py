@@ -33,7 +33,7 @@ class Facts:
         self.sizes = [len(b["weights"]) for b in p.batches]
         if not isinstance(p.loader, str) and all([p.loader[3], *self.drops]):
             self.sizes = [p.loader[1]]
-        found = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback")]
+        found = [x.get(k) for x in p.parts for k in ("steps", "kill", "callback", "signal")]
         self.ends = [x for x in found if x]
         self.steps = p.num_steps if p.batches and all(self.sizes) else 0
 
@@ -51,6 +51,7 @@ def unsaid(p: Program) -> str:
     """Return why a program is left out, "" if it is not."""
     facts = Facts(p)
     of_all = of_run(p, facts) | of_optimizer(p, facts) | of_links(p, facts) | of_ways(p, facts)
+    of_all |= of_tables(p, facts) | of_pipelines(p, facts)
     return next((reason for reason, holds in of_all.items() if holds), "")
 
 
@@ -119,6 +120,7 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
         "norms are those of workers": p.exchanges and "record_metrics" in names,
         "labels exchange nothing": p.exchanges and p.partition is not None,
+        "an exchange in wide masters sends all": p.exchanges and "master_weights" in names,
     }
 
 
@@ -148,6 +150,40 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
         "an exchange goes on in its way": p.exchanges and len(ways) > 1,
     }
+
+
+def of_tables(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of rows a program does not keep.
+
+    The reference takes the rows that have a gradient for those that an example looks up.
+    """
+    is_lazy, ways = p.rule[1].get("lazy"), ["tables" in name for name in facts.ways]
+    decays = p.regularization or any("regularization" in x for x in p.attrs.values())
+    has_zeros = p.is_weighted and any(0 in b["weights"] for b in p.batches)
+    is_dense = decays or has_zeros or p.names("accumulate", "trace") or not all(ways)
+    return {
+        "no table to look up": any(ways) and not p.has_tables,
+        "a rule that knows no rows": any(ways) and knows_no_rows(p.rule),
+        "a lazy rule sees all rows": bool(is_lazy) and bool(is_dense),
+    }
+
+
+def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of a pipeline a program does not keep."""
+    ways = ["pipeline" in name for name in facts.ways]
+    more = p.aux or p.model_state or p.key or p.pass_step or p.partition or p.local_steps > 1
+    by_shape = "matrices" in str((p.regularization, p.attrs))
+    return {
+        "a pipeline has stages": any(x != bool(p.stages) for x in ways),
+        "a pipeline has a loss alone": bool(p.stages and (more or p.rows > 1)),
+        "a rule by shape sees stages": bool(p.stages) and by_shape,
+    }
+
+
+def knows_no_rows(rule) -> bool:
+    """Tell whether a rule has no say in rows: optax's, muon, and FTRL unless it is lazy or not."""
+    is_open = rule[0] == "ftrl" and "lazy" not in rule[1]
+    return rule[0].startswith("optax.") or rule[0] == "muon" or is_open
 
 
 def takes_huge(p: Program) -> bool:

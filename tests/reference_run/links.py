@@ -9,10 +9,13 @@ accumulation has taken the call, and there is no update yet.
 import copy
 import dataclasses
 
+import jax
 import numpy as np
 import optax
-from reference_exchange import quantize, top_k
+from reference_exchange import power_sgd, quantize, top_k
 from references import RULES, clip, penalty
+
+from reference_run.program import SHAPES, STACKED, TABLES
 
 SKIPPED, WAITING = "skipped", "waiting"
 SCHEDULES = {  # the i-th update that counts
@@ -51,17 +54,41 @@ class Rule:
         trained = [k for k in self.names if attrs[k].get("trainable", True)]
         g = {k: g[k] for k in trained}
         if self.p.clip:
-            g |= clip({k: g[k] for k in trained if attrs[k].get("need_clip", True)}, *self.p.clip)
-        name, options = self.p.rule
+            g |= self.clip({k: g[k] for k in trained if attrs[k].get("need_clip", True)})
         u = {k: 0 * p[k] for k in self.names}
         for k in trained:
             own = attrs[k].get("regularization", self.p.regularization)
             total = g[k] if own is None else g[k] + decay(p[k], *own)
             lr = self.rate * attrs[k].get("learning_rate", 1.0)
             state = self.states.get(k, {})
-            new, self.states[k] = RULES[name](p[k], total, state, self.count, lr, **options)
+            new, self.states[k] = self.step_leaf(k, p[k], total, state, lr)
             u[k] = np.asarray(new - p[k])
         return u
+
+    def clip(self, g):
+        """Return gradients clipped; each stage has a norm of its own, but for the global one."""
+        stacked = [k for k in g if self.p.stages and k in STACKED]
+        if self.p.clip[0] == "global_norm" or not stacked:
+            return clip(g, *self.p.clip)
+        rows = [clip({k: g[k][i] for k in stacked}, *self.p.clip) for i in range(self.p.stages)]
+        rest = clip({k: x for k, x in g.items() if k not in stacked}, *self.p.clip)
+        return rest | {k: np.stack([row[k] for row in rows]) for k in stacked}
+
+    def step_leaf(self, k, p, g, state, lr):
+        """Return a leaf after a step of the rule, and its state."""
+        name, options = self.p.rule
+        if self.p.stages and k in STACKED and p.ndim > len(SHAPES[k]):  # each stage is a tensor
+            states = [{i: x[n] for i, x in state.items()} for n in range(self.p.stages)]
+            rows = [self.step_leaf(k, *row, lr) for row in zip(p, g, states, strict=True)]
+            after = {i: np.stack([row[1][i] for row in rows]) for i in rows[0][1]}
+            return np.stack([row[0] for row in rows]), after
+        plain = {k: x for k, x in options.items() if k != "lazy"}
+        new, after = RULES[name](p, g, state, self.count, lr, **plain)
+        if k in TABLES and options.get("lazy"):  # rows that no example looks up stay
+            is_seen = np.any(g != 0, 1, keepdims=True)
+            new = np.where(is_seen, new, p)
+            after = {i: np.where(is_seen, x, state.get(i, 0.0)) for i, x in after.items()}
+        return new, after
 
 
 def decay(p, kind, coeff):
@@ -98,27 +125,39 @@ class Exchange:
     """
 
     def __init__(self, program, inner, compressor):
-        self.inner, self.residual, self.has_kept = inner, {}, False
+        self.inner, self.residual, self.factors, self.has_kept = inner, {}, {}, False
         self.is_wide = program.dtype == "float64"
         self.frozen = frozen_of(program)
-        self.compress = COMPRESSORS[compressor]
+        self.compressor = compressor
 
     def update(self, g, p, w, value):
         if w == 0:
             return self.inner.update(mean_of_workers(g), p, w, value)
         if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
             return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
-        before, sent = self.residual, dict(g)
+        before, sent = (self.residual, self.factors), dict(g)
         for k in g:
             if not (p[k].ndim == 0 or p[k].size == 0 or self.is_wide or k in self.frozen):
-                total = (g[k] + before.get(k, 0)).astype(np.float32)
-                sent[k] = np.stack([self.compress(x) for x in total]).astype(np.float64)
+                total = (g[k] + self.residual.get(k, 0)).astype(np.float32)
+                sent[k] = self.send(k, total).astype(np.float64)
                 self.residual = self.residual | {k: total - sent[k]}
                 self.has_kept |= bool(np.any(self.residual[k]))
         u = self.inner.update(mean_of_workers(sent), p, w, value)
         if u == SKIPPED:
-            self.residual = before
+            self.residual, self.factors = before
         return u
+
+    def send(self, k, total):
+        """Return what the workers send of a leaf, along the leading axis."""
+        if self.compressor in COMPRESSORS:
+            return np.stack(list(map(COMPRESSORS[self.compressor], total)))
+        if total.ndim < 3:  # power_sgd sends vectors whole
+            return total
+        rank, first = int(self.compressor[-2]), jax.random.key(0)
+        q = self.factors.get(k, jax.random.normal(first, (total.shape[2], rank), np.float32).T)
+        sent, q, _ = power_sgd(total.astype(np.float64), np.asarray(q, np.float64))
+        self.factors = self.factors | {k: q}
+        return sent
 
 
 COMPRESSORS = {
@@ -265,51 +304,77 @@ class Plateau:
             self.rate, self.bad = self.rate / 2, 0
 
 
-class MovingAverage:
-    """e = d·e + (1 − d)·p after each update; read as e/(1 − dᵗ)."""
+class Average:
+    """A mean by weight of what stood after each update, oldest first: params, and model states."""
+
+    def __init__(self, program, inner):
+        self.inner, self.params, self.model_states, self.weights = inner, [], [], []
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if is_update(u):
+            self.params.append({k: p[k] + u[k] for k in u})
+            self.weigh()
+        return u
+
+    def note(self, model_state):
+        """Take the model state after a call, if it was an update."""
+        if len(self.model_states) < len(self.params):
+            self.model_states.append(model_state)
+
+    def read(self, p, model_state):
+        """Return the averages; integers of a model state are the last ones."""
+        if not self.params:
+            return p, model_state
+        p = p | {
+            k: np.average([x[k] for x in self.params], 0, self.weights) for k in self.params[0]
+        }
+        if model_state:
+            means = [x["mean"] for x in self.model_states]
+            model_state = model_state | {"mean": np.average(means, 0, self.weights)}
+        return p, model_state
+
+
+class MovingAverage(Average):
+    """Each update weighs d times as much as the next one."""
 
     def __init__(self, program, inner, decay):
-        self.inner, self.decay, self.average, self.weight = inner, decay, None, 0.0
+        super().__init__(program, inner)
+        self.decay = decay
 
-    def update(self, g, p, w, value):
-        u = self.inner.update(g, p, w, value)
-        if is_update(u):
-            d, old = self.decay, self.average
-            new = {k: p[k] + u[k] for k in u}
-            self.average = {k: (d * old[k] if old else 0) + (1 - d) * new[k] for k in u}
-            self.weight = d * self.weight + 1 - d
-        return u
-
-    def read(self, p):
-        if self.average is None:
-            return p
-        return p | {k: x / self.weight for k, x in self.average.items()}
+    def weigh(self):
+        self.weights = [self.decay * x for x in self.weights] + [1.0]
 
 
-class ModelAverage:
-    """The mean of the params over a window of updates."""
+class ModelAverage(Average):
+    """Updates of this window and of the last one, which was full, count alike."""
 
     def __init__(self, program, inner, window):
-        self.inner, self.window, self.updates, self.count, self.old = inner, window, 0, 0, 0
-        self.sums = None
+        super().__init__(program, inner)
+        self.window, self.count = window, 0
+
+    def weigh(self):
+        self.weights, self.count = [1.0] * len(self.params), self.count + 1
+        if self.count == self.window:
+            old = len(self.params) - self.window
+            for x in self.params, self.model_states, self.weights:
+                del x[:old]
+            self.count = 0
+
+
+class Masters:
+    """The rule moves masters in a wider dtype; params are these, rounded to their own."""
+
+    def __init__(self, program, inner, form):
+        self.inner, self.dtype, self.masters = inner, program.dtype, {}
 
     def update(self, g, p, w, value):
-        u = self.inner.update(g, p, w, value)
-        if is_update(u):
-            zero = {k: 0 * p[k] for k in u}
-            now, before = self.sums or (zero, zero)
-            now = {k: now[k] + p[k] + u[k] for k in u}
-            self.updates, self.count = self.updates + 1, self.count + 1
-            if self.count >= self.window and self.count >= min(self.window, self.updates):
-                now, before, self.old, self.count = zero, now, self.count, 0
-            self.sums = now, before
-        return u
-
-    def read(self, p):
-        if not self.updates:
-            return p
-        now, before = self.sums
-        return p | {k: (now[k] + before[k]) / (self.count + self.old) for k in now}
+        before = p | self.masters
+        u = self.inner.update(g, before, w, value)
+        if not is_update(u):
+            return u
+        self.masters = {k: before[k] + x for k, x in u.items()}
+        return {k: x.astype(self.dtype).astype(np.float64) - p[k] for k, x in self.masters.items()}
 
 
 class Accumulate:
@@ -428,6 +493,7 @@ LINKS = {
     "plateau": Plateau,
     "ema": MovingAverage,
     "model_average": ModelAverage,
+    "master_weights": Masters,
     "accumulate": Accumulate,
     "skip_nonfinite": SkipNonfinite,
     "loss_scale": LossScale,

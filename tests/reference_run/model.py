@@ -7,9 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def outputs(params, x):
+def hidden(params, x):
+    """Return the values of a layer, or of the last of stacked layers."""
+    for w, b in zip(params["w"], params["b"], strict=True) if params["w"].ndim == 3 else ():
+        x = jnp.tanh(x @ w + b)
+    return x if params["w"].ndim == 3 else jnp.tanh(x @ params["w"] + params["b"])
+
+
+def outputs(params, x, ids=None):
     """Return the model's number for each example."""
-    out = params["s"] * jnp.sum(jnp.tanh(x @ params["w"] + params["b"]), -1)
+    if "t" in params:
+        x = x + jnp.mean(params["t"][ids[:, :2]], 1)
+    if "u" in params:
+        x = x + jnp.mean(params["u"][ids[:, 2:]], 1)
+    out = params["s"] * jnp.sum(hidden(params, x), -1)
     if "empty" in params:
         out = out + jnp.sum(params["empty"])
     return out * params["count"] if "count" in params else out
@@ -45,13 +56,13 @@ def noise(step, num_workers, num_microbatches, count):
 
 @functools.partial(jax.jit, static_argnums=4)
 def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_example, owners):
-    x, y, weights = batch
+    x, y, weights, *ids = batch
     used = weights if is_weighted else jnp.ones_like(weights)
     x = jnp.where((used != 0)[:, None], x, 0)  # what has no weight makes no NaN
     weight = jnp.sum(used)
 
     def loss(params, own):  # of the examples of one worker; the mean over workers is the loss
-        out = outputs({**params, **fixed}, x)
+        out = outputs({**params, **fixed}, x, *ids)
         if model_state is not None:
             out = out + 0.1 * model_state["mean"][0]
         each = jnp.where(used != 0, errors(out * by_example, y) * factor, 0)
@@ -72,13 +83,15 @@ def differentiate(p, params, batch, model_state, step, way):
     """
     floats = {k: x for k, x in params.items() if k != "count"}
     fixed = {k: x for k, x in params.items() if k == "count"}
-    x, y, w = (np.asarray(a, np.float64) for a in batch)
+    x, y, w = (np.asarray(a, np.float64) for a in batch[:3])
     x = np.mean(np.reshape(x, (len(y), -1, 4)), 1)  # an example may have several rows
     factor = 1 + 0.1 * step if p.pass_step else 1.0
     each = noise(step, way.workers, way.microbatches, len(x)) if p.key else np.ones(len(x))
     owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
     value, grads, (losses, out), weight = jax.device_get(
-        _differentiate(floats, fixed, (x, y, w), model_state, p.is_weighted, factor, each, owners)
+        _differentiate(
+            floats, fixed, (x, y, w, *batch[3:]), model_state, p.is_weighted, factor, each, owners
+        )
     )
     weights = w if p.is_weighted else np.ones_like(w)
     aux = {

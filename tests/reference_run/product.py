@@ -3,20 +3,23 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import re
 import shutil
 import signal
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import jax
 import numpy as np
 
 import optfn
+from optfn.distributed import PipelineParams, stack_stages, unstack_stages
 from reference_run import run as reference
 from reference_run import source
-from reference_run.program import Program, first_params
+from reference_run.program import STACKED, Program, first_params
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
 SECONDS = 60  # of one program, with the compilation of its step
@@ -49,7 +52,7 @@ def small_arrays_on_host():
 def execute(p: Program) -> dict:
     """Run a program, and return what a user can read at its end."""
     names = dict(compiled(source.step_text(p, p.way)))
-    exec("import tempfile\n" + source.data_text(p), names)
+    exec("import os, signal, tempfile\n" + source.data_text(p), names)
     try:
         for part in p.parts:
             own = dataclasses.replace(p, rate=part.get("rate", p.rate))
@@ -59,6 +62,7 @@ def execute(p: Program) -> dict:
         return observe(p, part, names)
     finally:
         shutil.rmtree(names["directory"], ignore_errors=True)
+        Path(names["directory"] + ".jsonl").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -81,27 +85,58 @@ def on_host(tree):
     return jax.tree.map(np.asarray, jax.device_get(tree))
 
 
+def whole(params):
+    """Return the arrays of params: those of a pipeline stage by stage, and rows of a divided table
+    in their order."""
+    if isinstance(params, PipelineParams):
+        stages = jax.device_get(unstack_stages(params.stages))
+        params = {k: np.stack([x[k] for x in stages]) for k in STACKED} | params.shared
+    return {k: np.asarray(x) for k, x in params.items()}
+
+
+def template(p: Program):
+    """Return params as `load_params` takes them."""
+    params = first_params(p)
+    if not p.stages:
+        return params
+    stages = [{k: params[k][i] for k in STACKED} for i in range(p.stages)]
+    shared = {k: x for k, x in params.items() if k not in STACKED}
+    return PipelineParams(stack_stages(stages), shared)
+
+
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
-    disk = read_disk(names["directory"], first_params(p))
+    disk = read_disk(names["directory"], template(p))
+    log = read_log(names["directory"] + ".jsonl") if p.log else {}
     state = names["state"]
     if state is None:
-        return {"killed": part["kill"], "disk": disk}
+        return {"killed": part["kill"], "disk": disk, "log": log}
     history = dict(names["history"])
     stopped = str(history.pop("stopped"))
     average = None
     if p.names("ema", "model_average"):
-        average = on_host(optfn.unpack(optfn.averaged_params(state.opt_state, state.params)))
+        average = whole(optfn.unpack(optfn.averaged_params(state.opt_state, state.params)))
     return {
         "calls": len(history.get("loss", ())),
         "step": int(state.step),
-        "params": on_host(optfn.unpack(state.params)),
+        "params": whole(optfn.unpack(state.params)),
         "model_state": state.model_state and on_host(state.model_state),
         "average": average,
         "history": {k: np.asarray(v) for k, v in history.items()},
         "stopped": stopped,
         "disk": disk,
+        "log": log,
     }
+
+
+def read_log(name) -> dict:
+    """Return the numbers of each step in a file of JSON lines; null, for no number, is NaN."""
+    found = {}
+    for line in Path(name).read_text().splitlines():
+        row = {k: np.nan if x is None else x for k, x in json.loads(line).items()}
+        n = row.pop("step")
+        found[n] = found.get(n, {}) | row
+    return found
 
 
 def read_disk(directory, like) -> dict:
@@ -110,7 +145,7 @@ def read_disk(directory, like) -> dict:
     for name in os.listdir(directory):
         if match := re.fullmatch(r"\D*(\d+)(\.npz)?", name):
             params = optfn.load_params(os.path.join(directory, name), like)
-            found[int(match[1])] = on_host(params)
+            found[int(match[1])] = whole(params)
     return found
 
 
@@ -141,6 +176,8 @@ def compare(p: Program, want: dict, got: dict) -> list:
     for k, x in want.get("history", {}).items():
         if k not in found or not near(x, found[k]):
             bad.append((f"history/{k}", x, found.get(k)))
+    if p.log:
+        bad += compare_logs(want["log"], got["log"], near)
     if sorted(want["disk"]) != sorted(got["disk"]):
         return [*bad, ("checkpoints", sorted(want["disk"]), sorted(got["disk"]))]
     for n, params in want["disk"].items():
@@ -148,6 +185,21 @@ def compare(p: Program, want: dict, got: dict) -> list:
         for leaf, x in params.items():
             if not near(x, got["disk"][n][leaf]):
                 bad.append((f"checkpoint {n}/{leaf}", x, got["disk"][n][leaf]))
+    return bad
+
+
+def compare_logs(want: dict, got: dict, near) -> list:
+    """Return the differences of two logs; one of optfn has more, such as speeds."""
+    if sorted(want) != sorted(got):
+        return [("steps of the log", sorted(want), sorted(got))]
+    bad = []
+    for n, line in want.items():
+        for k, x in line.items():
+            x = x if np.isfinite(x) else np.nan
+            if k not in got[n] or not near(x, got[n][k]):
+                bad.append((f"log/{n} {k}", x, got[n].get(k)))
+        if "evaluation" in got[n] and "evaluation" not in line:
+            bad.append((f"log/{n} evaluation", None, got[n]["evaluation"]))
     return bad
 
 

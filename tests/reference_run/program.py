@@ -7,6 +7,9 @@ import numpy as np
 
 FEATURES, WIDTH = 4, 4
 SHAPES = {"w": (FEATURES, WIDTH), "b": (WIDTH,), "s": (), "empty": (0, 3), "count": ()}
+TABLES = {"t": (8, FEATURES), "u": (12, FEATURES)}  # each example looks up two rows of each
+SHAPES |= TABLES
+STACKED = ("w", "b")  # the leaves of a stage of a pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +18,12 @@ class Program:
 
     way: how it is divided, a name in `source.WAYS`.
     dtype: of params and batches.
-    leaves: names in `SHAPES`; "count" is an integer.
+    leaves: names in `SHAPES`; "count" is an integer, and those in `TABLES` are looked up.
     loss: "plain", or "mean" for an `optfn.Mean` over the weights of the examples.
     aux, model_state, key, pass_step: whether the loss gives or takes these.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
+    stages: how many stages of a pipeline the model has, each with "w" and "b"; 0 for no pipeline.
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
     compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`.
@@ -33,9 +37,11 @@ class Program:
     epochs: passes over the batches, or None.
     evaluate: every, patience, keep_best, mode, average, and the values that it gives, if not those
       of the params.
-    parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies) or
-      `callback` (the call after which it ends), and perhaps another `way`, `rate` or `drop_last`.
+    parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
+      `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
+      `drop_last`.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
+    log: whether the run writes a file of JSON lines.
     """
 
     way: str = "one"
@@ -49,6 +55,7 @@ class Program:
     rule: Any = ("sgd", {})
     rate: float = 0.05
     schedule: str | None = None
+    stages: int = 0
     local_steps: int = 1
     outer: Any = None
     compressor: str | None = None
@@ -67,6 +74,7 @@ class Program:
     save_every: int = 100
     keep: int = 2
     prefetch: int = 1
+    log: bool = False
 
     def names(self, *links: str) -> list[Any]:
         """Return the links of these names, those of a part of the params among them."""
@@ -77,6 +85,11 @@ class Program:
     def exchanges(self) -> bool:
         """Whether the optimizer takes each worker's own gradients."""
         return bool(self.compressor) or self.rule[0] == "dgc_momentum"
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the model looks up rows of tables."""
+        return bool({*TABLES} & {*self.leaves})
 
     @property
     def is_weighted(self) -> bool:
@@ -98,13 +111,14 @@ def to_json(p: Program) -> dict[str, Any]:
 def first_params(p: Program) -> dict[str, np.ndarray]:
     """Return the params that a program begins with."""
     rng = np.random.default_rng(0)
-    values = {name: rng.normal(size=shape) / 2 for name, shape in SHAPES.items()}
+    shapes = {k: (p.stages, *x) if p.stages and k in STACKED else x for k, x in SHAPES.items()}
+    values = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
     values |= {"s": np.array(0.8), "count": np.array(2, np.int32)}
     return {k: x if k == "count" else x.astype(p.dtype) for k, x in values.items() if k in p.leaves}
 
 
-def make_batch(seed, weights, bad=None, dtype="float64", rows=1):
-    """A batch of examples with weights. The first that counts may be bad."""
+def make_batch(seed, weights, bad=None, dtype="float64", rows=1, ids=False):
+    """A batch of examples with weights, and with ids of rows. The first that counts may be bad."""
     rng = np.random.default_rng(seed)
     w = np.array(weights)
     x, y = rng.normal(size=(rows * len(w), 4)), rng.normal(size=len(w))
@@ -112,12 +126,14 @@ def make_batch(seed, weights, bad=None, dtype="float64", rows=1):
         x[rows * np.argmax(w > 0)] = np.nan
     if bad == "huge":
         y[np.argmax(w > 0)] = 1e20
-    return x.astype(dtype), y.astype(dtype), w.astype(dtype)
+    batch = x.astype(dtype), y.astype(dtype), w.astype(dtype)
+    return (*batch, rng.integers(0, 8, (len(w), 4)).astype(np.int32)) if ids else batch
 
 
 def batches_of(p: Program, epoch: int) -> list[tuple[np.ndarray, ...]]:
     """Return the batches of an epoch, from 0, in their order."""
-    made = [make_batch(b["seed"], b["weights"], b.get("bad"), p.dtype, p.rows) for b in p.batches]
+    more = p.dtype, p.rows, p.has_tables
+    made = [make_batch(b["seed"], b["weights"], b.get("bad"), *more) for b in p.batches]
     if not isinstance(p.loader, list | tuple):
         return made
     _, size, seed, drop_last = p.loader

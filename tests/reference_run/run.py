@@ -27,9 +27,9 @@ def run(p: Program, ways: dict) -> dict:
         "model_state": model.first_model_state(p),
         "is_finite": True,
     }
-    disk, best, given, reached, result = {}, [], [0], set(), {}
+    disk, lines, best, given, reached, result = {}, {}, [], [0], set(), {}
     for part in p.parts:
-        loop = Loop(p, part, copy.deepcopy(begin), disk, best, given, ways, reached)
+        loop = Loop(p, part, copy.deepcopy(begin), disk, lines, best, given, ways, reached)
         result = loop.run()
     return result | {"reached": reached}
 
@@ -38,11 +38,12 @@ class Loop:
     """One call of the loop, which goes on from what is on the disk.
 
     disk: the checkpoints by step, each a state with the history until there.
+    lines: of the log by step, each a dict of numbers.
     best: the states that were the best when they were evaluated: (step, state, is_due).
     given: how many values the evaluation has given so far.
     """
 
-    def __init__(self, p, part, begin, disk, best, given, ways, reached):
+    def __init__(self, p, part, begin, disk, lines, best, given, ways, reached):
         if "drop_last" in part:
             p = dataclasses.replace(p, loader=[*p.loader[:3], part["drop_last"]])
         self.p, self.part, self.disk, self.best, self.given = p, part, disk, best, given
@@ -51,6 +52,9 @@ class Loop:
         whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
         self.state = copy.deepcopy(disk[max(whole)]) if disk else begin
         self.per_epoch = len(batches_of(p, 0)) * p.local_steps
+        self.lines = lines
+        for n in [n for n in lines if n > self.n]:
+            del lines[n]
         best[:] = [x for x in best if x[0] <= self.n]
 
     @property
@@ -65,8 +69,10 @@ class Loop:
             self.reached.add("a run that resumes")
         while self.n < last and not is_stopped and not self.gave_up():
             if self.n == part.get("kill"):
-                return {"killed": self.n, "disk": self.disk}
+                return {"killed": self.n, "disk": self.disk, "log": self.lines}
             if self.n == begin:  # an evaluation that only ended the run before counts for nothing
+                for n in [n for n, _, is_due in self.state["evaluations"] if not is_due]:
+                    self.lines[n].pop("evaluation", None)
                 self.state["evaluations"] = [x for x in self.state["evaluations"] if x[2]]
                 self.best[:] = [x for x in self.best if x[2]]
             if self.has_given_up():
@@ -77,7 +83,7 @@ class Loop:
                 self.call()
             if self.is_due():
                 self.note(True)
-            is_stopped = self.n == part.get("callback")
+            is_stopped = self.n in (part.get("callback"), part.get("signal"))
             if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
                 self.save()
         if self.has_given_up():
@@ -106,9 +112,13 @@ class Loop:
             state["params"] = state["params"] | {k: state["params"][k] + x for k, x in u.items()}
         if p.model_state and weight and not is_skipped:
             state["model_state"] = model.next_model_state(state["model_state"], batch[0])
+        for x in links.links_of(optimizer):
+            if isinstance(x, links.Average):
+                x.note(state["model_state"])
         metrics = self.metrics(value, weight, aux)
         is_finite = not weight or is_skipped or np.isfinite(value)
         state |= {"n": n + 1, "calls": [*state["calls"], metrics], "is_finite": is_finite}
+        self.lines[self.n] = {**metrics}
         self.reached |= {"an update"} if links.is_update(u) else set()
         self.reached |= {"a guard that skips"} if is_skipped else set()
         if any(getattr(x, "has_kept", False) for x in links.links_of(optimizer)):
@@ -152,6 +162,7 @@ class Loop:
             "calls": [*state["calls"], metrics],
             "is_finite": is_finite,
         }
+        self.lines[self.n] = {**metrics}
         self.reached |= {"an update", "a round of local steps"}
 
     def metrics(self, value, weight, aux):
@@ -209,9 +220,12 @@ class Loop:
             value = e["values"][self.given[0] % len(e["values"])]
             self.given[0] += 1
         else:
-            judged = self.average() if e["average"] else state["params"]
-            value = float(sum(np.sum(x) for x in judged.values()))
-        state["evaluations"] = [*state["evaluations"], (self.n, value, is_due)]
+            params, kept = state["params"], state["model_state"]
+            params, kept = self.average() if e["average"] else (params, kept)
+            judged = {**params, **(kept or {})}
+            value = sum(np.sum(x) for x in judged.values() if np.asarray(x).dtype != np.int32)
+        self.lines[self.n]["evaluation"] = value
+        state["evaluations"] = [*state["evaluations"], (self.n, float(value), is_due)]
         for x in links.links_of(state["optimizer"]):
             if is_due and isinstance(x, links.Plateau) and x.monitor == "evaluation":
                 x.told = value
@@ -244,9 +258,10 @@ class Loop:
             self.save()
 
     def average(self):
-        """Return the average of the params, None without one."""
-        found = [x for x in links.links_of(self.state["optimizer"]) if hasattr(x, "read")]
-        return found[0].read(self.state["params"]) if found else None
+        """Return the averages of params and model state, None without one."""
+        links_ = links.links_of(self.state["optimizer"])
+        found = [x for x in links_ if isinstance(x, links.Average)]
+        return found[0].read(self.state["params"], self.state["model_state"]) if found else None
 
     def result(self, is_stopped):
         """Return what the loop returns, and what it leaves on the disk."""
@@ -257,19 +272,22 @@ class Loop:
             history |= {"evaluation_step": [x[0] for x in self.state["evaluations"]]}
         end = "batches" if self.part.get("steps") is None else "steps"
         stopped = "patience" if self.gave_up() else "callback" if is_stopped else end
+        stopped = "signal" if is_stopped and self.part.get("signal") else stopped
         if stopped == "patience":
             self.reached.add("an end by patience")
         best = self.best[-1][1] if e and e["keep_best"] and self.best else self.state
         if best["n"] != self.n:
             self.reached.add("a best state that is not the last")
         self.state = copy.deepcopy(best)
+        average = self.average()
         return {
             "calls": len(calls),
             "step": self.n,
             "params": self.state["params"],
             "model_state": self.state["model_state"],
-            "average": self.average(),
+            "average": average and average[0],
             "history": history,
+            "log": self.lines,
             "stopped": stopped,
             "disk": {n: x["params"] for n, x in self.disk.items()},
         }

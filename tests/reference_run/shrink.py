@@ -54,6 +54,7 @@ def smaller_runs(p: Program):
         ("save_every", 100),
         ("keep", 2),
         ("prefetch", 1),
+        ("log", False),
     ):
         if getattr(p, k) != v:
             yield replace(p, **{k: v})
@@ -68,7 +69,7 @@ def smaller_runs(p: Program):
         if p.evaluate and p.evaluate[k] != v:
             yield replace(p, evaluate=p.evaluate | {k: v})
     for i, part in enumerate(p.parts):
-        for k in part.keys() & {"steps", "kill", "callback"}:
+        for k in part.keys() & {"steps", "kill", "callback", "signal"}:
             if part[k] > 1:
                 yield replace(p, parts=with_item(p.parts, i, part | {k: part[k] - 1}))
 

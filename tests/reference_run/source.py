@@ -2,9 +2,10 @@
 
 import dataclasses
 import inspect
+import math
 
 from reference_run import model
-from reference_run.program import Program, first_params, make_batch
+from reference_run.program import STACKED, Program, first_params, make_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,12 +13,15 @@ class Way:
     """How a run is divided: options of the step as Python, its workers and microbatches.
 
     exchanging: how many workers exchange gradients by the optimizer.
+    pipeline: options of the pipeline as Python, "" without one; virtual: its stages on a device.
     """
 
     options: str = ""
     workers: int = 0
     microbatches: int = 1
     exchanging: int = 1
+    pipeline: str = ""
+    virtual: int = 1
 
     @property
     def devices(self):
@@ -32,6 +36,9 @@ class Way:
 
 _MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
 _HOST = 'state_memory="pinned_host"'
+_STAGES, _VIRTUAL = "mesh=stages_of({0}), num_microbatches={1}", ", virtual_stages=2"
+_GPIPE = f'{_VIRTUAL}, schedule="gpipe", stash="input"'
+_TABLES, _DIVIDED = 'tables="[tu]"', "shard_tables=True"
 WAYS = {
     "one": Way(),
     "microbatches": Way("microbatches=4", 0, 4),
@@ -64,6 +71,37 @@ WAYS = {
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
     "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
     "host, mesh, exchange": Way(f"{_MESH}, {_HOST}", 4, 1, 4),
+    "tables": Way(_TABLES),
+    "tables, microbatches": Way(f"{_TABLES}, microbatches=2", 0, 2),
+    "mesh, tables": Way(f"{_MESH}, {_TABLES}", 4),
+    "state, tables": Way(f'{_MESH}, {_TABLES}, shard="state"', 4),
+    "params, tables": Way(f'{_MESH}, {_TABLES}, shard="params"', 4),
+    "divided tables": Way(f"{_MESH}, {_TABLES}, {_DIVIDED}", 4),
+    "divided tables, microbatches": Way(f"{_MESH}, {_TABLES}, {_DIVIDED}, microbatches=2", 4, 2),
+    "divided tables, state": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="state"', 4),
+    "divided tables, params": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="params"', 4),
+    "pipeline": Way("", 0, 4, pipeline=_STAGES.format(4, 4)),
+    "pipeline, zb": Way("", 0, 4, pipeline=_STAGES.format(4, 4) + ', schedule="zb"'),
+    "pipeline, gpipe": Way("", 0, 4, pipeline=_STAGES.format(2, 4) + _GPIPE, virtual=2),
+    "pipeline, virtual": Way("", 0, 2, pipeline=_STAGES.format(2, 2) + _VIRTUAL, virtual=2),
+    "pipeline, data": Way(
+        "", 2, 2, pipeline=_STAGES.format(2, 2) + _VIRTUAL + ', data_axis="data"', virtual=2
+    ),
+    "pipeline, packed": Way("packed=True", 0, 4, pipeline=_STAGES.format(4, 4)),
+    "pipeline, host": Way(_HOST, 0, 4, pipeline=_STAGES.format(4, 4)),
+    "pipeline, workers": Way(
+        'mesh=stages, shard={"stages/.*": P(None, "stage")}',
+        2,
+        2,
+        pipeline=_STAGES.format(2, 2) + _VIRTUAL,
+        virtual=2,
+    ),
+    "pipeline, workers, data": Way(
+        'mesh=stages, shard={"stages/w": P("stage", None, "data"), "stages/b": P("stage")}',
+        2,
+        2,
+        pipeline=_STAGES.format(4, 2),
+    ),
     "local steps": Way(_MESH),
     "local steps, packed": Way(f"{_MESH}, packed=True"),
     "grid, state, exchange": Way(
@@ -86,6 +124,7 @@ _AROUND = {
     "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
     "model_average": "optfn.chain({tx}, optfn.model_average("
     "1.0, min_average_window={0}, max_average_window={0}))",
+    "master_weights": "optfn.master_weights({tx}, {0})",
     "accumulate": "optfn.accumulate({tx}, {0})",
     "skip_nonfinite": "optfn.skip_nonfinite({tx})",
     "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0})",
@@ -93,11 +132,12 @@ _AROUND = {
     "record_metrics": "optfn.record_metrics({tx})",
 }
 HEADER = """\
-import collections, os, tempfile
+import collections, os, signal, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
 from jax.sharding import Mesh, PartitionSpec as P
-from optfn.distributed import exchange, quantize, top_k
+from optfn.distributed import exchange, power_sgd, quantize, top_k
+from optfn.distributed import PipelineParams, pipeline_value_and_grad, stack_stages
 jax.config.update("jax_enable_x64", True)
 nan = np.nan
 """
@@ -127,7 +167,7 @@ def rule_text(p: Program, way: str) -> str:
         return call(name, rate, **options)
     if name == "dgc_momentum":
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
-    attrs = {k: attr_text(x) for k, x in p.attrs.items()}
+    attrs = {path_of(p, k): attr_text(x) for k, x in p.attrs.items()}
     listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
     return call(
         f"optfn.{name}",
@@ -137,6 +177,11 @@ def rule_text(p: Program, way: str) -> str:
         regularization=p.regularization and decay_text(p.regularization),
         param_attrs=attrs and listed,
     )
+
+
+def path_of(p: Program, name: str) -> str:
+    """Return the path of a leaf."""
+    return f"{'stages' if name in STACKED else 'shared'}/{name}" if p.stages else name
 
 
 def clip_text(clip):
@@ -186,14 +231,14 @@ def loss_text(p: Program) -> str:
     """Return the text of the loss."""
     names = {"model_state": p.model_state, "batch": True, "key": p.key, "step": p.pass_step}
     lines = [f"def loss_fn(params, {', '.join(k for k, v in names.items() if v)}):"]
-    lines += ["x, y, weights = batch"]
+    lines += ["x, y, weights, *ids = batch"] if p.has_tables else ["x, y, weights = batch"]
     if p.rows > 1:
         lines += [f"x = jnp.mean(x.reshape(-1, {p.rows}, 4), 1)"]
     used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
     lines += [
         f"used = {used}",
         "seen = jnp.where((used != 0)[:, None], x, 0)",
-        "out = outputs(params, seen)",
+        f"out = outputs(params, seen{', *ids' if p.has_tables else ''})",
     ]
     if p.model_state:
         lines += ['out = out + 0.1 * model_state["mean"][0]']
@@ -235,7 +280,10 @@ def step_text(p: Program, way: str) -> str:
     }
     mean = f"np.zeros(4, {p.dtype!r})"
     state = f', {{"mean": {mean}, "seen": np.int32(0)}}' if p.model_state else ""
-    lines = [inspect.getsource(model.outputs), inspect.getsource(model.errors), loss_text(p), ""]
+    if p.stages:
+        return pipeline_text(p, way)
+    lines = [inspect.getsource(x) for x in (model.hidden, model.outputs, model.errors)]
+    lines += [loss_text(p), ""]
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
     if "matrices" in str((p.attrs, p.regularization)):
@@ -250,6 +298,51 @@ def step_text(p: Program, way: str) -> str:
         + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
     ]
     return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
+
+
+def pipeline_text(p: Program, way: str) -> str:
+    """Return the text that makes the step of a pipeline and its first state.
+
+    "stages" is a mesh of 2 workers and stages, for a way with data, and of stages alone without.
+    """
+    used = "weights" if p.is_weighted else "jnp.ones_like(weights)"
+    result = (
+        "optfn.Mean(jnp.sum(used * each), jnp.sum(used))" if p.is_weighted else "jnp.mean(each)"
+    )
+    params, like = first_params(p), WAYS[way]
+    stages = [
+        "{" + ", ".join(f"{k!r}: {array_text(params[k][i])}" for k in STACKED) + "}"
+        for i in range(p.stages)
+    ]
+    shared = ", ".join(f"{k!r}: {array_text(x)}" for k, x in params.items() if k not in STACKED)
+    more = f", virtual_stages={like.virtual}" if like.virtual > 1 else ""
+    options = f", {like.options}" if like.options else ""
+    pipeline = like.pipeline
+    count = int(pipeline.split("stages_of(")[1].split(")")[0])
+    pipeline = pipeline.replace(f"stages_of({count})", "stages")
+    shape, names = ((2, count), ("data", "stage")) if like.workers else ((count,), ("stage",))
+    return f"""
+{inspect.getsource(model.errors)}
+def embed(inputs, shared):
+    x, weights = inputs
+    used = {used}
+    return jnp.where((used != 0)[:, None], x, 0)
+
+def stage_fn(params, h):
+    return jnp.tanh(h @ params["w"] + params["b"])
+
+def loss_fn(h, targets, shared):
+    y, weights = targets
+    used = {used}
+    each = jnp.where(used != 0, errors(shared["s"] * jnp.sum(h, -1), y), 0)
+    return {result}
+
+stages = Mesh(np.array(jax.devices()[:{math.prod(shape)}]).reshape{shape}, {names})
+value_and_grad = pipeline_value_and_grad(stage_fn, loss_fn, {pipeline}, embed=embed)
+tx = {optimizer_text(p, way)}
+step = optfn.make_train_step(None, tx, value_and_grad=value_and_grad{options})
+blocks = [{", ".join(stages)}]
+start = step.init(PipelineParams(stack_stages(blocks, mesh=stages{more}), {{{shared}}}))"""
 
 
 _KILLED = '''
@@ -279,12 +372,17 @@ def data_text(p: Program) -> str:
         bad = f", {b['bad']!r}" if b.get("bad") else ""
         more = "" if p.dtype == "float64" else f", dtype={p.dtype!r}"
         more += f", rows={p.rows}" if p.rows > 1 else ""
+        more += ", ids=True" if p.has_tables else ""
         lines += [f"    make_batch({b['seed']}, {b['weights']}{bad}{more}),"]
     lines += ["]"]
     if isinstance(p.loader, list | tuple):
         _, size, seed, drop_last = p.loader
         lines += ["arrays = tuple(map(np.concatenate, zip(*batches)))"]
+        if p.stages:
+            lines += ["arrays = (arrays[0], arrays[2]), arrays[1:]"]
         lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
+    elif p.stages:
+        lines += ["batches = [((x, w), (y, w)) for x, y, w in batches]"]
     if p.evaluate and p.evaluate["values"]:
         lines += [
             f"values, given = {p.evaluate['values']}, []",
@@ -292,9 +390,11 @@ def data_text(p: Program) -> str:
         ]
         lines += ["    given.append(values[len(given) % len(values)])", "    return given[-1]"]
     elif p.evaluate:
-        lines += ["def evaluate(params, *model_state):"]
+        # Counters are whole numbers, which an average leaves as they are.
         lines += [
-            "    return float(sum(np.sum(x) for x in jax.tree.leaves(jax.device_get(params))))"
+            "def evaluate(*trees):",
+            "    leaves = jax.tree.leaves(jax.device_get(trees))",
+            "    return float(sum(np.sum(x) for x in leaves if x.dtype != np.int32))",
         ]
     if any(part.get("kill") is not None for part in p.parts):
         lines += [
@@ -329,8 +429,13 @@ def fit_text(p: Program, part: dict) -> str:
             "keep_best": e["keep_best"],
             "evaluate_average": e["average"],
         }
+    if p.log:
+        options["log"] = 'directory + ".jsonl"'
     if part.get("callback"):
         options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
+    if part.get("signal"):
+        signalled = f"n == {part['signal']} and os.kill(os.getpid(), signal.SIGTERM)"
+        options["callback"] = f"lambda n, state, metrics: {signalled}"
     data = data if kill is None else f"Until({data}, {kill // p.local_steps})"
     text = "state, history = " + call(
         "optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options
