@@ -81,8 +81,12 @@ def structures(rng):
         rule = pick(*TABLE_RULES) if chance(0.4) else rule
         while limits.knows_no_rows(rule):
             rule = pick(*RULES)
+    if "exchange" not in way and "local" not in way and "tables" not in way and chance(0.1):
+        dtype, rule = "bfloat16", pick(*limits.SMOOTH_RULES)
     is_foreign = rule[0].startswith("optax.")
-    leaves += ["count"] * (chance(0.15) and not is_foreign and not in_stages)
+    leaves += ["count"] * (
+        chance(0.15) and not is_foreign and not in_stages and dtype != "bfloat16"
+    )
     attrs = {
         pick("b", "s", "w", *TABLES.keys() & {*leaves}): pick(*ATTRS)
         for _ in range(pick(0, 0, 1, 1, 2))
@@ -125,6 +129,8 @@ def structures(rng):
     masters = []
     if dtype != "float64" and "exchange" not in way and chance(0.25):
         masters = [["master_weights", "jnp.float64"]]
+    if dtype == "bfloat16":
+        masters = [["master_weights", pick("jnp.float32", "bits=32")]]
     around = [*links, *masters, *wrappers(rng, rule)]
     if more:
         around = wrappers_of_workers(rng, more["outer"])
@@ -133,7 +139,7 @@ def structures(rng):
     if any(x[0] == "plateau" for x in around):
         schedule = None
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
-    plain = "local" not in way and not in_stages
+    plain = "local" not in way and not in_stages and dtype != "bfloat16"
     return Program(
         stages=4 if in_stages else 0,
         rows=1 if in_stages else rows,
@@ -149,7 +155,7 @@ def structures(rng):
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
-        rate=0.05,
+        rate=limits.NARROW_RATE if dtype == "bfloat16" else 0.05,
         schedule=schedule,
         clip=None if is_foreign else clip,
         regularization=None if is_foreign else decay,

@@ -7,6 +7,17 @@ import optfn
 from reference_run.program import Program
 from reference_run.source import WAYS
 
+# Rules whose steps change little if a gradient changes little.
+SMOOTH_RULES = [
+    ("sgd", {}),
+    ("momentum", {"momentum": 0.9}),
+    ("adam", {"eps": 0.1}),
+    ("adamw", {"eps": 0.1}),
+    ("adagrad", {"eps": 0.1}),
+    ("optax.sgd", {}),
+    ("optax.adamw", {"eps": 0.1}),
+]
+NARROW_RATE = 0.01
 WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 AVERAGES = ("ema", "model_average")
 # An older tree that is tried keeps no state on the host.
@@ -51,7 +62,7 @@ def unsaid(p: Program) -> str:
     """Return why a program is left out, "" if it is not."""
     facts = Facts(p)
     of_all = of_run(p, facts) | of_optimizer(p, facts) | of_links(p, facts) | of_ways(p, facts)
-    of_all |= of_tables(p, facts) | of_pipelines(p, facts)
+    of_all |= of_tables(p, facts) | of_pipelines(p, facts) | of_narrow_params(p, facts)
     return next((reason for reason, holds in of_all.items() if holds), "")
 
 
@@ -86,6 +97,8 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         )
         and facts.has_bad
         and len(p.parts) > 1,
+        # The run that goes on would give the state that was best before the death another value.
+        "other values after a death": bool(e and e["keep_best"] and e["values"] and kills),
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
     }
 
@@ -149,6 +162,23 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
         "an exchange goes on in its way": p.exchanges and len(ways) > 1,
+    }
+
+
+def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of bfloat16 params a program does not keep.
+
+    Nothing may turn the rounding of their gradients into another decision.
+    """
+    e, is_narrow = p.evaluate, p.dtype == "bfloat16"
+    is_chosen = bool(e) and not e["values"] and (e["keep_best"] or e["patience"])
+    judges = p.names("skip_spikes", "plateau") or is_chosen
+    more = p.aux or p.model_state or p.exchanges or p.local_steps > 1
+    more = more or p.rate > NARROW_RATE or "count" in p.leaves
+    return {
+        "narrow params have masters": is_narrow and not p.names("master_weights"),
+        "rounding decides": is_narrow and bool(judges or more or tuple(p.rule) not in SMOOTH_RULES),
+        "a remainder beside a wide param": "bits=32" in str(p.links) and not is_narrow,
     }
 
 

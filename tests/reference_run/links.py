@@ -406,7 +406,7 @@ class SkipNonfinite:
 
     def __init__(self, program, inner):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
-        limit = np.finfo(program.dtype).max
+        limit = float(jax.numpy.finfo(program.dtype).max)
         has_rule = any(isinstance(x, Rule) for x in links_of(inner))
         has_squares = has_rule and program.rule[0] in SQUARES
         self.most = np.sqrt(limit) if has_squares else limit

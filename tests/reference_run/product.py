@@ -23,7 +23,8 @@ from reference_run.program import STACKED, Program, first_params
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
 SECONDS = 60  # of one program, with the compilation of its step
-TOLERANCES = {"float64": 2e-5, "float32": 5e-4}
+# Of bfloat16 the gradients are rounded too, to three digits, before workers add them.
+TOLERANCES = {"float64": 2e-5, "float32": 5e-4, "bfloat16": 3e-2}
 
 
 @functools.lru_cache(maxsize=200)

@@ -87,6 +87,11 @@ class Program:
         return bool(self.compressor) or self.rule[0] == "dgc_momentum"
 
     @property
+    def batch_dtype(self) -> str:
+        """The dtype of the batches, so that bfloat16 params meet float32 inputs."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
     def has_tables(self) -> bool:
         """Whether the model looks up rows of tables."""
         return bool({*TABLES} & {*self.leaves})
@@ -132,7 +137,7 @@ def make_batch(seed, weights, bad=None, dtype="float64", rows=1, ids=False):
 
 def batches_of(p: Program, epoch: int) -> list[tuple[np.ndarray, ...]]:
     """Return the batches of an epoch, from 0, in their order."""
-    more = p.dtype, p.rows, p.has_tables
+    more = p.batch_dtype, p.rows, p.has_tables
     made = [make_batch(b["seed"], b["weights"], b.get("bad"), *more) for b in p.batches]
     if not isinstance(p.loader, list | tuple):
         return made

@@ -370,7 +370,7 @@ def data_text(p: Program) -> str:
     lines = [inspect.getsource(make_batch), "batches = ["]
     for b in p.batches:
         bad = f", {b['bad']!r}" if b.get("bad") else ""
-        more = "" if p.dtype == "float64" else f", dtype={p.dtype!r}"
+        more = "" if p.dtype == "float64" else f", dtype={p.batch_dtype!r}"
         more += f", rows={p.rows}" if p.rows > 1 else ""
         more += ", ids=True" if p.has_tables else ""
         lines += [f"    make_batch({b['seed']}, {b['weights']}{bad}{more}),"]
@@ -394,7 +394,8 @@ def data_text(p: Program) -> str:
         lines += [
             "def evaluate(*trees):",
             "    leaves = jax.tree.leaves(jax.device_get(trees))",
-            "    return float(sum(np.sum(x) for x in leaves if x.dtype != np.int32))",
+            "    leaves = [np.float64(x) for x in leaves if x.dtype != np.int32]",
+            "    return float(sum(map(np.sum, leaves)))",
         ]
     if any(part.get("kill") is not None for part in p.parts):
         lines += [
