@@ -140,7 +140,6 @@ def assert_same_values(found, expected):
         itertools.permutations(LAYOUTS, 2),
         ("packed workers", "two levels, specs"),
         ("tables", "two workers"),
-        ("two levels, specs", "four groups"),
     ),
 )
 def test_a_run_goes_on_in_another_layout(before, after, directory):

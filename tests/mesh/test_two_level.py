@@ -86,7 +86,6 @@ RUNS = [(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS]
     suite(
         [(*run, kind) for run in RUNS for kind in ("params", "state")],
         ("masters", 1, "state"),
-        ("adam", 3, "state"),
         ("int8", 3, "params"),
     ),
 )
