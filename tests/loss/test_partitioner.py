@@ -104,16 +104,13 @@ WAYS = {
         "data_axis": ("data", "model"), "shard": sharded("params", axis="model")
     },
 }  # fmt: skip
+# tests/reference_run draws the others, wrappers and averages.
 OPTIMIZERS = {
     "adamw": lambda: optfn.adamw(1e-2),
-    "clips": lambda: optfn.adam(1e-2, grad_clip=optfn.clip_by_global_norm(0.1)),
     "lamb": lambda: optfn.lamb(1e-2),
     "muon": lambda: optfn.muon(1e-2),
     "int8": lambda: optfn.adam(1e-2, moment_dtype="int8"),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "averages": lambda: optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9)),
-    "accumulate": lambda: optfn.accumulate(optfn.adam(1e-2), 2),
-    "guard": lambda: optfn.skip_nonfinite(optfn.record_metrics(optfn.adam(1e-2))),
     "line search": lambda: optax.chain(
         optax.sgd(0.1), optax.scale_by_backtracking_linesearch(4, store_grad=True)
     ),

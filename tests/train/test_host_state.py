@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import nightly, suite
+from grids import by_name, nightly, suite
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -106,7 +106,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", by_name(LAYOUTS, "params, packed", "two levels", "compiler"))
 def test_each_layout_has_the_values_of_a_state_on_the_device(options):
     _, want = train(MASTERS, NARROW, **options())
     step, found = train(MASTERS, NARROW, **options(), **ON_HOST)
@@ -129,7 +129,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", suite(OPTIMIZERS, "adam, int8", "lamb", "optax.adafactor"))
+@pytest.mark.parametrize("name", suite(OPTIMIZERS, "adam, int8", "optax.adafactor"))
 def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     options = {"mesh": data_mesh(), "shard": "params"}
     _, want = train(OPTIMIZERS[name], **options)
@@ -199,10 +199,12 @@ def test_without_the_option_nothing_is_imported(monkeypatch):
 @pytest.mark.parametrize(
     "before, after, is_sharded",
     [
-        (ON_HOST, ON_HOST, True), (ON_HOST, {}, False), ({}, ON_HOST, True),
-        nightly(ON_HOST, ON_HOST, False), nightly(ON_HOST, {}, True), nightly({}, ON_HOST, False),
+        (ON_HOST, {}, False),
+        ({}, ON_HOST, True),
+        nightly(ON_HOST, ON_HOST, False),
+        nightly(ON_HOST, ON_HOST, True),
     ],
-)  # fmt: skip
+)
 def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
     if is_sharded:
         pytest.importorskip("orbax.checkpoint")
@@ -284,7 +286,9 @@ def test_refused_options():
         train(MASTERS, state_memory="disk")
 
 
-@pytest.mark.parametrize("tx", [optfn.accumulate(MASTERS, 2), optax.MultiSteps(MASTERS, 2)])
+@pytest.mark.parametrize(
+    "tx", [optfn.accumulate(MASTERS, 2), nightly(optax.MultiSteps(MASTERS, 2))]
+)
 def test_an_accumulation_moves_the_state_in_every_call(tx):
     with pytest.warns(UserWarning, match="moves the state to the device and back in every call"):
         _, found = train(tx, **ON_HOST)
