@@ -1,25 +1,17 @@
 """What tests of exchanged gradients share: compressors, gradients, a model and its training."""
 
 import dataclasses
-import functools
 import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import reference_exchange as reference
 from arrays import normal
-from simulation import N, stacked
+from simulation import N
 
 import optfn
-from optfn.distributed import (
-    exchange,
-    power_sgd,
-    quantize,
-    top_k,
-)
 
 EPS = np.finfo(np.float32).eps
 COMPRESSORS = {
@@ -71,43 +63,12 @@ MODEL = {
     "b": np.zeros(40, np.float32),
     "n": np.arange(3),
 }
-MODEL_IS_FLOAT = {k: k != "n" for k in MODEL}
 BATCH = normal(2, 16, 48), normal(3, 16, 40)
-CHOICE = {"w": top_k(0.1, values="int2"), "v": power_sgd(2)}
 
 
 def loss_fn(params, batch):
     x, y = batch
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
-
-
-def one_step(tx, params, state, part):
-    grads = jax.grad(loss_fn, allow_int=True)(params, part)
-    grads = {k: None if k == "n" else g for k, g in grads.items()}
-    updates, state = tx.update(grads, state, params)
-    return optfn.apply_updates(params, updates), state
-
-
-def parts(batch=BATCH):
-    return jax.tree.map(lambda x: x.reshape(N, -1, x.shape[1]), batch)
-
-
-@functools.cache
-def simulated_run(tx, steps=4):
-    """Return params of one worker and the states of all after so many steps under vmap."""
-    step = jax.jit(jax.vmap(functools.partial(one_step, tx), axis_name="data"))
-    p, s = stacked(MODEL), stacked(tx.init(MODEL))
-    for _ in range(steps):
-        p, s = step(p, s, parts())
-    return first(p), jax.device_get(s)
-
-
-OPTIMIZERS = {
-    "adamw": optfn.chain(exchange(CHOICE, min_size=1200), optfn.adamw(0.01)),
-    "momentum": optfn.chain(exchange(quantize(1), error_feedback=0.5), optfn.momentum(0.1, 0.9)),
-    "lamb": optfn.chain(exchange(top_k(0.05), warmup_steps=2), optfn.lamb(0.01)),
-    "optax": optfn.chain(exchange(quantize(8)), optax.masked(optax.adam(0.01), MODEL_IS_FLOAT)),
-}
 
 
 def lowered_collectives(text):

@@ -3,7 +3,7 @@
 import functools
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from compilations import compilations
 from problems import mean_square, trained, whole
 
@@ -14,7 +14,7 @@ N = 4
 
 
 def stacked(tree, workers=N):
-    return jax.tree.map(lambda x: jnp.stack([x] * workers), tree)
+    return jax.tree.map(lambda x: np.stack([np.asarray(x)] * workers), tree)
 
 
 def one_step(tx, params, state, grads):
@@ -54,7 +54,7 @@ def unpipelined(tx, params, batches, loss_fn=whole):
         return jax.lax.pmean(loss, "data"), optfn.apply_updates(params, updates), state
 
     step = jax.jit(jax.vmap(worker, axis_name="data"))
-    params, state = jax.tree.map(lambda x: jnp.stack([x, x]), (params, tx.init(params)))
+    params, state = stacked((params, tx.init(params)), 2)
     losses = []
     for single in batches:
         parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), single)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import nightly
 
 import optfn
 from optfn.checkpoint import background, checkpoint, storage
@@ -162,14 +161,13 @@ def test_minimize_raises_the_error_of_its_last_save(tmp_path, monkeypatch):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("sharded", [nightly(False), True])
-def test_a_program_that_ends_finishes_its_checkpoint(sharded, tmp_path):
-    pytest.importorskip("orbax.checkpoint")
+@pytest.mark.nightly  # test_checkpoint_directory.py has a directory
+def test_a_program_that_ends_finishes_its_checkpoint(tmp_path):
     program = f"""
         import jax.numpy as jnp, optfn
         step = optfn.make_train_step(lambda w, x: jnp.sum(w * x), optfn.adam(0.1))
         state = step.init(jnp.ones(1000))
-        optfn.save_checkpoint({str(tmp_path)!r}, state, sharded={sharded}, background=True)
+        optfn.save_checkpoint({str(tmp_path)!r}, state, background=True)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
     step = optfn.make_train_step(lambda w, x: jnp.sum(w * x), optfn.adam(0.1))

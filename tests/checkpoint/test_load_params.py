@@ -1,5 +1,6 @@
 """`load_params`: a part of a model, the average that was judged best, the model state."""
 
+import itertools
 import re
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import suite
 
 import optfn
 from optfn.distributed import data_mesh
@@ -58,8 +60,14 @@ def assert_same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(
+    "kind, way",
+    suite(
+        itertools.product(AVERAGES, WAYS),
+        *(("ema", "directory"), ("window", "file"), ("in accumulate", "file")),
+        ("frozen", "directory"),
+    ),
+)
 def test_the_average_that_was_judged_best(kind, way, tmp_path):
     _, seen = run(tmp_path, AVERAGES[kind](), **WAYS[way])
     # The newest checkpoint of a run has a history beside its state; the best has none.

@@ -95,14 +95,12 @@ def test_a_directory_that_is_replaced_is_the_old_or_the_new_one_at_each_kill(tmp
         (is_new,) = {bool(x) for x in np.asarray(found["w"]) >= 10}
         np.testing.assert_array_equal(found["w"], (old, new)[is_new]["w"])
         seen.append(is_new)
-        # The next save leaves nothing behind, whatever was.
-        later = optfn.save_checkpoint(
-            target / str(k), old | {"step": np.int32(2)}, keep=1, sharded=True
-        )
-        if k % 10 == 0:
+        if k % 10 == 0:  # the next save leaves nothing behind, whatever was
+            later = optfn.save_checkpoint(
+                target / str(k), old | {"step": np.int32(2)}, keep=1, sharded=True
+            )
             wait_for_writes()
             assert [*later.parent.iterdir()] == [later]
-    wait_for_writes()
     assert seen == sorted(seen) and not seen[0] and seen[-1]
 
 

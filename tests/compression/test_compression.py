@@ -274,7 +274,8 @@ def test_narrow_and_numpy_parameters():
     tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.98,), min_size=100)
     g = {"narrow": jnp.asarray(normal(0, N, 200), jnp.bfloat16), "host": normal(1, N, 200)}
     state = stacked(tx.init(params))
-    updates, new = jax.vmap(lambda g, s: tx.update(g, s, params), axis_name="data")(g, state)
+    run = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, params), axis_name="data"))
+    updates, new = run(g, state)
     chex.assert_trees_all_equal_dtypes(new, state)
     assert updates["narrow"].dtype == jnp.bfloat16 and updates["host"].dtype == jnp.float32
     u, v = new[0].local_velocity.value, new[0].residual.value

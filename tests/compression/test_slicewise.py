@@ -82,7 +82,7 @@ def in_slices(x, workers=N):
     ("name", "beta"),
     suite(
         [(k, 1.0) for k in SENDS] + [("top_k", 0.5), ("quantize_2", 0.5)],
-        ("quantize_4", 1.0), ("quantize_2", 0.5),
+        ("quantize_2", 0.5),
     ),
 )  # fmt: skip
 def test_follows_the_equations(name, beta):
@@ -167,8 +167,9 @@ def test_bytes_in_the_compiled_program():
     size = N * 4096
     flags = 2 * (N - 1) / N * 8 / size
     by_parts = 2 * (N - 1) / N * (4 / 8 + 4 / 4096)
-    assert of_a_large_leaf("parts", size) == pytest.approx(by_parts + flags, rel=1e-6)
-    assert of_a_large_leaf("parts", size) <= 1.0
+    found = of_a_large_leaf("parts", size)
+    assert found == pytest.approx(by_parts + flags, rel=1e-6)
+    assert found <= 1.0
     to_all = (N - 1) * (4 / 8 + 4 / 4096)
     assert of_a_large_leaf("gather", size) == pytest.approx(to_all + flags, rel=1e-6)
 

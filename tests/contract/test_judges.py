@@ -5,6 +5,7 @@ params, so that entries cross zero again and again: some hundreds in CI, 20,000 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -177,8 +178,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("steps", suite([300, LONG], 300))
-@pytest.mark.parametrize("name", RUNS)
+OFTEN = ("guards", "masters", "scaled loss", "plateau", "compression", "packed rule of optax")
+
+
+@pytest.mark.parametrize(
+    "name, steps", suite(itertools.product(RUNS, [300, LONG]), *((name, 300) for name in OFTEN))
+)
 def test_no_judge_of_the_loop_speaks_of_an_ordinary_run(name, steps):
     """Warnings of optfn are errors in tests; a spike or a gradient left out would be counted."""
     tx, dtype, options = RUNS[name]

@@ -53,7 +53,7 @@ def test_updates_under_vmap_are_those_of_each(name, expressions):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_updates_of_shards_are_those_of_each(name, expressions):
+def test_updates_of_shards_are_those_of_each(name, plain_expressions):
     tx, mesh = RULES[name](), Mesh(np.array(jax.devices()[:2]), ("x",))
     p, g = normal(0, (2, *SHAPE)), normal(1, (2, *SHAPE))
     mapped = jax.shard_map(

@@ -268,8 +268,8 @@ def test_tables_keys_state_and_aux():
             state, metrics = step(state, ids)
         return state.params, state.model_state, metrics["aux"]
 
-    for options in ({"shard": "params"}, {"microbatches": 2}):
-        assert_near(run(True, **options), run(False, **options))
+    options = {"shard": "params", "microbatches": 2}
+    assert_near(run(True, **options), run(False, **options))
 
 
 def test_bfloat16_and_recomputation():
@@ -324,7 +324,7 @@ def typed_losses():
 
 # A worker's examples are divided by the axis, or are not.
 @pytest.mark.parametrize("examples", [32, 8])
-@pytest.mark.parametrize("kind", typed_losses()[1])
+@pytest.mark.parametrize("kind", ["result", *map(nightly, [*typed_losses()[1]][1:])])
 def test_explicit_axes_are_refused_with_advice(kind, examples):
     explicit, losses = typed_losses()
     params, batch = {"w": weights(0, WIDTH, WIDTH)}, weights(3, examples, WIDTH)

@@ -203,7 +203,7 @@ def check(case, monkeypatch):
         assert sum(count(case)) == sum(sent)
 
 
-SUITE = range(3)
+SUITE = range(2)
 
 
 @pytest.mark.parametrize("seed", SUITE)
@@ -226,8 +226,8 @@ PLAIN = {
 @pytest.mark.parametrize(
     "change",
     [
-        *({"loss": name} for name in ("scan_layers", "scan", "scan of checkpoints")),
-        *({"optimizer": name} for name in ("guard", "loss scale")),
+        *({"loss": name} for name in ("scan", "scan of checkpoints")),
+        {"optimizer": "loss scale"},
         {"codecs": "packets"},
         {"kind": "specs"},
     ],
@@ -246,7 +246,7 @@ def test_layers_are_averaged_inside_of_the_loop(change, monkeypatch):
         {"kind": "state"},
         {"codecs": "once"},
         *({"option": name} for name in ("microbatches", "packed", "local steps")),
-        *({"optimizer": name} for name in EXCHANGES),
+        {"optimizer": "top_k"},
     ],
     ids=str,
 )

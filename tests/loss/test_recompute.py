@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import pipeline_value_and_grad, stack_stages
+from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
 from optfn.loss.recomputation.budget import is_recomputation_kept
 from optfn.loss.recomputation.costs import estimate_costs
 from optfn.loss.recomputation.rotor import FunctionCosts, Rotor
@@ -22,7 +22,7 @@ WIDTH, BATCH, LAYERS = 16, 64, 16
 
 
 def random(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def layer(p, x):
@@ -221,7 +221,7 @@ def test_an_axis_inside_the_functions_of_a_budget():
 
     g = optfn.recompute([lambda p, x: jnp.sin(p * x), f], memory_budget=100_000)
     grads = [
-        jax.vmap(jax.grad(h), (None, 0), axis_name="workers")([2.0, 3.0], X)
+        jax.jit(jax.vmap(jax.grad(h), (None, 0), axis_name="workers"))([2.0, 3.0], X)
         for h in (g, lambda p, x: f(p[1], jnp.sin(p[0] * x)))
     ]
     np.testing.assert_allclose(*grads, rtol=1e-5)
@@ -249,9 +249,9 @@ def test_inside_pipeline_stages(stash):
         stash=stash,
     )
     value, grads = f(stack_stages(layers()[:4]), X, 2 * X)
-    want, want_grads = jax.value_and_grad(whole)(layers()[:4], X, 2 * X)
+    want, want_grads = jax.jit(jax.value_and_grad(whole))(layers()[:4], X, 2 * X)
     np.testing.assert_allclose(value, want, rtol=1e-6)
-    assert_close(grads, stack_stages(want_grads))
+    assert_close(unstack_stages(grads), want_grads)
 
 
 # The budget.
@@ -429,10 +429,6 @@ def test_a_train_step_with_names():
         for s, t in zip(steps, states, strict=True)
     ]
     assert remats[0] == 0 and remats[1] == LAYERS
-    _, history = optfn.minimize(
-        named, optfn.adam(1e-2), layers(), [X] * 2, recompute=ALL_NAMES, progress=False
-    )
-    assert history["loss"][-1] == m0["loss"]
 
 
 def test_recompute_is_for_the_loss_only():

@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_a_scan(order):
         fn = jax.value_and_grad(
             lambda *args: run(scan, order, *args), argnums=(0, 1, 2, 3), has_aux=True
         )
-        return fn(SCALE, X, W, B)
+        return jax.jit(fn)(SCALE, X, W, B)
 
     chex.assert_trees_all_close(found(scan_recomputed), found(scan_of_jax), rtol=1e-5)
 
@@ -61,7 +61,7 @@ def test_a_gradient_has_a_gradient():
             gradient = jax.grad(lambda w: run(scan, ORDERS[0], SCALE, X, w, B)[0])(w)
             return jnp.sum(gradient * W)
 
-        return jax.grad(slope)(W)
+        return jax.jit(jax.grad(slope))(W)
 
     chex.assert_trees_all_close(found(scan_recomputed), found(scan_of_jax), rtol=1e-4, atol=1e-5)
 

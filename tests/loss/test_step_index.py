@@ -3,55 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(6, 16, 4)).astype(np.float32)
-WAYS = {
-    "workers, microbatches": {"mesh": data_mesh(4), "microbatches": 2},
-    "explicit": {"mesh": "explicit", "partitioner": "compiler", "microbatches": 2},
-}
 
 
 def loss_fn(params, x, step):
     weight = jnp.minimum(1.0, (step + 1) / 4)
     return weight * jnp.mean((x @ params["w"] - 1) ** 2), {"step": jnp.float32(step)}
-
-
-def expected():
-    """Return params and losses by NumPy, in float64: gradient descent with a weight that ramps."""
-    w, losses = np.ones(4), []
-    for i, x in enumerate(X.astype(np.float64)):
-        weight, error = min(1.0, (i + 1) / 4), x @ w - 1
-        losses.append(weight * np.mean(error**2))
-        w = w - 0.1 * weight * 2 * x.T @ error / len(x)
-    return w, losses
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_weight_ramps_by_steps_in_every_way(way):
-    options = dict(WAYS[way])
-    if options.get("mesh") == "explicit":
-        options["mesh"] = explicit_mesh()
-    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), has_aux=True, pass_step=True, **options)
-    state, found = step.init({"w": np.ones(4, np.float32)}), []
-    for x in X:
-        state, metrics = step(state, x)
-        found.append([float(metrics["aux"]["step"]), float(metrics["loss"])])
-    w, losses = expected()
-    np.testing.assert_array_equal(np.array(found)[:, 0], np.arange(6))
-    np.testing.assert_allclose(np.array(found)[:, 1], losses, rtol=1e-5)
-    np.testing.assert_allclose(optfn.unpack(state.params)["w"], w, rtol=1e-5)
-
-
-def explicit_mesh():
-    import jax
-    from jax.sharding import AxisType
-
-    devices = np.array(jax.devices()[:4])
-    return Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
 
 
 def test_local_steps_count_each_for_itself():

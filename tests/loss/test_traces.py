@@ -1,10 +1,12 @@
 """How often Python runs a loss for one step: once, and once more for arrays of aux."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import nightly
+from grids import suite
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -62,13 +64,18 @@ def count(loss_fn, tx=None, **options):
         return loss_fn(params, x)
 
     step = optfn.make_train_step(counted, tx or optfn.adam(1e-3), **options)
-    step.lower(PARAMS, BATCH)
+    step.compiled.trace(*step.shapes(PARAMS, BATCH))
     return len(traces)
 
 
-@pytest.mark.parametrize("microbatches", [nightly(1), 4])
-@pytest.mark.parametrize("loss_fn", [nightly(plain), scanned, mean])
-@pytest.mark.parametrize("way", WAYS)
+OFTEN = [(way, scanned, 4) for way in WAYS]
+OFTEN += [(way, mean, 4) for way in ("mesh", "params", "local steps")]
+
+
+@pytest.mark.parametrize(
+    "way, loss_fn, microbatches",
+    suite(itertools.product(WAYS, [plain, scanned, mean], [1, 4]), *OFTEN),
+)
 def test_a_loss_is_traced_once(way, loss_fn, microbatches):
     found = count(loss_fn, microbatches=microbatches, **WAYS[way])
     # Where nothing else has made equations of the loss, its weight is read by a trace of its own.
@@ -78,7 +85,17 @@ def test_a_loss_is_traced_once(way, loss_fn, microbatches):
     assert found == 1 + is_read
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "packed"])
+@pytest.mark.parametrize(
+    "way",
+    suite(
+        [way for way in WAYS if way != "packed"],
+        "one device",
+        "params",
+        "once",
+        "compiler",
+        "local steps",
+    ),
+)
 def test_arrays_of_aux_are_one_more(way):
     """It is traced for twice the examples, to see whether aux has an entry for each."""
     assert count(with_aux(scanned), has_aux=True, microbatches=2, **WAYS[way]) == 2

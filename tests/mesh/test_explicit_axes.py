@@ -1,12 +1,14 @@
 """Params divided by explicit axes, in a step without `mesh=`: as one device, or refused by name."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import nightly
+from grids import nightly, suite
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -66,8 +68,10 @@ TX = {
 }
 
 
-@pytest.mark.parametrize("name", TX)
-@pytest.mark.parametrize("microbatches", [nightly(1), 2])
+@pytest.mark.parametrize(
+    "name, microbatches",
+    suite(itertools.product(TX, [1, 2]), ("int8, clip, masters", 2), ("averages", 2)),
+)
 def test_the_run_is_that_of_one_device(name, microbatches):
     alone = optfn.make_train_step(loss_fn, TX[name](), microbatches=microbatches)
     expected, losses = trained(alone, alone.init(host_params()), X)
@@ -95,7 +99,7 @@ def _has_scales(x):
     return hasattr(x, "mu_scale")
 
 
-@pytest.mark.parametrize("rate", [1e-3, optfn.schedules.warmup_cosine(1e-3, 2, 10)])
+@pytest.mark.parametrize("rate", [nightly(1e-3), optfn.schedules.warmup_cosine(1e-3, 2, 10)])
 def test_a_run_resumes_bit_for_bit(rate, tmp_path):
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):

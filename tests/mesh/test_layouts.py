@@ -140,7 +140,6 @@ def assert_same_values(found, expected):
         itertools.permutations(LAYOUTS, 2),
         ("packed workers", "two levels, specs"),
         ("tables", "two workers"),
-        ("two levels, specs", "four groups"),
     ),
 )
 def test_a_run_goes_on_in_another_layout(before, after, directory):
@@ -163,7 +162,6 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
             for kind in ("exchange", "local_steps")
             for a, b in itertools.permutations(OF_WORKERS, 2)
         ],
-        ("two levels, packed", "two levels, params", "exchange"),
         ("two levels, specs", "packed workers", "local_steps"),
     ),
 )

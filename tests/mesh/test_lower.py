@@ -43,8 +43,7 @@ def memory(lowered):
 
 
 SUITE = (
-    "exchange + local_steps", "dgc + specs", "local_steps + packed", "params + search",
-    "pipeline + accumulate", "tables + accumulate", "value_and_grad + model_state",
+    "exchange + local_steps", "dgc + specs", "params + search", "pipeline + accumulate",
     "microbatches + rng",
 )  # fmt: skip
 

@@ -51,6 +51,9 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.mean(x * params["scale"], -1) - target) ** 2) + jnp.sum(params["odd"] ** 2)
 
 
+GRADIENT = jax.jit(jax.grad(loss_fn))
+
+
 def batches(count, examples=48):
     rng = np.random.default_rng(5)
     ids = rng.integers(0, ROWS, (count, examples))
@@ -94,7 +97,7 @@ def test_the_loss_sees_rounded_params_and_exact_ones_are_kept(way):
     batch = batches(1)[0]
     state, metrics = step(step.init(PARAMS), batch)
     at = seen_params(layer_by_layer=way == "params")
-    loss, grads = jax.value_and_grad(loss_fn)(at, batch)
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(at, batch)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
     for x, p, g in zip(*map(jax.tree.leaves, (state.params, PARAMS, grads)), strict=True):
         np.testing.assert_allclose(x, p - 0.1 * np.asarray(g), rtol=1e-5, atol=1e-6)
@@ -109,7 +112,7 @@ def test_gradients_are_means_of_packets(kind):
     batch = batches(1)[0]
     state, _ = step(step.init(PARAMS), batch)
     own = [
-        jax.grad(loss_fn)(PARAMS, part)
+        GRADIENT(PARAMS, part)
         for part in zip(*(np.split(np.asarray(x), N) for x in batch), strict=True)
     ]
     sent = np.mean([seen(np.asarray(g["table"]), 0) for g in own], axis=0)
@@ -132,7 +135,7 @@ def test_rounding_at_random_is_right_in_the_mean():
     for seed in range(60):
         after, _ = step(state, (ids, target + normal(seed, *target.shape, scale=1e-4)))
         moved.append((PARAMS["table"] - np.asarray(after.params["table"])) / 0.1)
-    exact = np.asarray(jax.grad(loss_fn)(PARAMS, (ids, target))["table"])
+    exact = np.asarray(GRADIENT(PARAMS, (ids, target))["table"])
     error = np.linalg.norm(np.mean(moved, axis=0) - exact) / np.linalg.norm(exact)
     of_one = np.linalg.norm(moved[0] - exact) / np.linalg.norm(exact)
     assert error < 2 * of_one / np.sqrt(60)

@@ -37,10 +37,8 @@ TRIPLES = [
 SUITE = (
     "local_steps + loss_scale",
     "dgc + specs",
-    "local_steps + value_and_grad",
     "specs + tables",
     "pipeline + loss_scale",
-    "skip + masters",
     "exchange + local_steps + params",
 )
 

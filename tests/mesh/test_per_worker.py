@@ -1,5 +1,6 @@
 """The protocol of per-worker state: a second scheme, written here, gets everything but its rule."""
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -10,6 +11,7 @@ import optax
 import pytest
 from grids import nightly
 from jax.sharding import PartitionSpec as P
+from simulation import stacked
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
@@ -86,6 +88,11 @@ def loss_fn(params, batch):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
+@functools.cache
+def step_of(workers):
+    return optfn.make_train_step(loss_fn, optimizer(), mesh=data_mesh(workers))
+
+
 def trained(step, state, steps, batch=BATCH):
     losses = []
     for _ in range(steps):
@@ -119,17 +126,16 @@ def test_it_is_laid_out_over_the_mesh():
 
 
 def test_it_trains_as_simulated_workers_do():
-    tx = optimizer()
-    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))
+    step = step_of(N)
     state, losses = trained(step, step.init(PARAMS), 12)
     assert losses[-1] < 0.9 * losses[0]
 
     def worker(params, state, part):
-        updates, state = tx.update(jax.grad(loss_fn)(params, part), state, params)
+        updates, state = step.tx.update(jax.grad(loss_fn)(params, part), state, params)
         return optfn.apply_updates(params, updates), state
 
     simulated = jax.jit(jax.vmap(worker, axis_name="data"))
-    p, s = jax.tree.map(lambda x: jnp.stack([x] * N), (PARAMS, tx.init(PARAMS)))
+    p, s = stacked((PARAMS, step.tx.init(PARAMS)), N)
     parts = jax.tree.map(lambda x: x.reshape(N, -1, x.shape[1]), BATCH)
     for _ in range(12):
         p, s = simulated(p, s, parts)
@@ -142,7 +148,7 @@ def test_it_trains_as_simulated_workers_do():
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
-    step = optfn.make_train_step(loss_fn, optimizer(), mesh=data_mesh(N))
+    step = step_of(N)
     state, _ = trained(step, step.init(PARAMS), 3)
     optfn.save_checkpoint(tmp_path, state)
     whole, _ = trained(step, state, 3)
@@ -158,11 +164,9 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("as_mapping", [False, nightly(True)])
 def test_half_of_the_workers_go_on(as_mapping):
-    tx = optimizer()
-    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))
+    step, fewer = step_of(N), step_of(2)
     state, losses = trained(step, step.init(PARAMS), 3)
     before = residuals(state)
-    fewer = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(2))
     scaled = rescale_residuals(optfn.state_dict(state) if as_mapping else state, 2)
     mapping = scaled if as_mapping else optfn.state_dict(scaled)
     resumed = optfn.load_state_dict(fewer.init(PARAMS), mapping)

@@ -15,9 +15,7 @@ X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 PARAMS = {"w": np.ones(6, np.float32), "v": np.ones((8, 6), np.float32)}
 LINKED = optfn.chain(exchange(top_k(0.5), min_size=8), optfn.momentum(0.1, 0.5))
 CASES = {
-    "data parallel": (optfn.adam(0.1), {}),
     "local steps": (optfn.adam(0.1), {"local_steps": 2}),
-    "sharded state": (optfn.adam(0.1), {"shard": "state"}),
     "some sharded": (optfn.adam(0.1), {"shard": {"v": P("data")}}),
     "residuals of each worker": (LINKED, {}),
 }

@@ -1,6 +1,7 @@
 """`ParamAttr(stacked=n)` says to norms and to `shard=` what a `Stacked` in the tree says."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import count_compilations
-from grids import nightly
+from grids import nightly, suite
 from jax.sharding import PartitionSpec as P
 from problems import stacked_layers, trained
 
@@ -57,8 +58,13 @@ def list_specs(tx, params, shard):
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name, way",
+    suite(
+        itertools.product(MAKERS, WAYS),
+        *(("lamb", "params"), ("lamb", "whole"), ("in wrappers", "state")),
+    ),
+)
 def test_attributes_divide_as_a_mark_in_the_tree_does(name, way):
     by_attribute, by_mark = both(MAKERS[name])
     expected = list_specs(*by_mark, WAYS[way])

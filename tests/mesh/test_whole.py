@@ -131,9 +131,9 @@ BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
     ("rule", "kind", "layers"),
     suite(
         itertools.product(RULES, ["state", "params"], [8, 6]),
-        ("muon", "params", 6), ("lamb", "state", 8),
+        ("muon", "params", 6),
     ),
-)  # fmt: skip
+)
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()
     alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)

@@ -12,6 +12,7 @@ import pytest
 from grids import nightly, suite
 from jax.sharding import PartitionSpec as P
 from problems import batch, block, blocks, mean_square, mesh_of
+from simulation import stacked
 
 import optfn
 from optfn.distributed import data_mesh, pipeline_value_and_grad, rescale_residuals, stack_stages
@@ -50,7 +51,7 @@ def simulated(tx, batches):
         return optfn.apply_updates(params, updates), state
 
     step = jax.jit(jax.vmap(worker, axis_name="data"))
-    params, state = jax.tree.map(lambda x: jnp.stack([x] * N), (start(), tx.init(start())))
+    params, state = stacked((start(), tx.init(start())), N)
     for whole in batches:
         parts = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), whole)
         params, state = step(params, state, parts)

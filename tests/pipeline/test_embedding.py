@@ -99,7 +99,7 @@ GRID = list(
 
 @pytest.mark.parametrize(
     ("layout", "schedule", "stash"),
-    suite(GRID, ((2, 2), "1f1b", "input"), ((4, 1), "gpipe", "residual"), ((2, 1), "zb", "input")),
+    suite(GRID, ((2, 2), "1f1b", "input"), ((2, 1), "zb", "input")),
 )
 @pytest.mark.parametrize("data", [nightly(1), 2])
 def test_loss_and_gradients_are_those_of_the_model(layout, schedule, stash, data):
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_the_model(layout, schedule, stash, data
     f = pipeline(p, v, data, schedule=schedule, stash=stash)
     params = PipelineParams(stack_stages(blocks(p * v), virtual_stages=v), SHARED)
     loss, grads = f(params, IDS, TARGETS)
-    want, expected = jax.value_and_grad(whole)(
+    want, expected = jax.jit(jax.value_and_grad(whole))(
         PipelineParams(blocks(p * v), SHARED), (IDS, TARGETS)
     )
     np.testing.assert_allclose(loss, want, rtol=1e-6)
@@ -131,7 +131,7 @@ def test_it_trains_as_the_model_does():
 def test_inputs_of_floats_and_an_embedding_without_shared_params():
     """Images, say: inputs of another shape than the hidden values."""
     images = np.asarray(normal(4, BATCH, LENGTH, 3))
-    projection = jnp.asarray(normal(5, 3, WIDTH))
+    projection = normal(5, 3, WIDTH)
     f = pipeline_value_and_grad(
         block, lambda x, y: jnp.mean(x**2) + 0 * jnp.mean(y), mesh=data_mesh(2, axis_name="stage"),
         num_microbatches=4, embed=lambda x: x @ projection,
@@ -144,7 +144,7 @@ def test_inputs_of_floats_and_an_embedding_without_shared_params():
             x = block(layer, x)
         return jnp.mean(x**2)
 
-    want, expected = jax.value_and_grad(alone)(blocks(2))
+    want, expected = jax.jit(jax.value_and_grad(alone))(blocks(2))
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     for a, b in zip(unstack_stages(grads), expected, strict=True):
         np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)

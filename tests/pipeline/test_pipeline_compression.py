@@ -4,7 +4,6 @@ The reference is the unpipelined model on two workers simulated by vmap.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import nightly
@@ -58,6 +57,6 @@ def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     assert int(got.num_workers) == 2 and int(got.step) == STEPS
     for name in ("in", "out"):  # flat, worker by worker, in it stage by stage
         kept = got.residual.value[name].reshape(2, STAGES, -1)
-        assert_close(kept, jnp.stack([v[name] for v in expected.residual.value], axis=1))
+        assert_close(kept, np.stack([v[name] for v in expected.residual.value], axis=1))
         assert got.residual.value[name].sharding.spec == P(("data", "stage"))
-    assert float(jnp.abs(got.residual.value["in"]).max()) > 1e-3  # something was not sent
+    assert np.abs(got.residual.value["in"]).max() > 1e-3  # something was not sent

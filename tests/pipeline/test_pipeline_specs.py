@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit)
     f = make(mesh, schedule=schedule, virtual_stages=virtual)
     given = placed(params, mesh) if virtual == 1 else params
     loss, grads = f(given, X, Y)
-    want, expected = jax.value_and_grad(on_one_device)(params, (X, Y))
+    want, expected = jax.jit(jax.value_and_grad(on_one_device))(params, (X, Y))
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     chex.assert_trees_all_close(
         jax.device_get(grads), jax.device_get(expected), rtol=1e-4, atol=1e-6
@@ -206,7 +206,7 @@ def make_unlike(mesh, specs=UNLIKE_SPECS, **options):
 def test_heterogeneous_stages_keep_their_axes(schedule, explicit):
     mesh = mesh_of(explicit)
     loss, grads = make_unlike(mesh, schedule=schedule)(placed_list(mesh), X, Y)
-    gradient = jax.value_and_grad(unlike_on_one_device, allow_int=True)
+    gradient = jax.jit(jax.value_and_grad(unlike_on_one_device, allow_int=True))
     want, expected = gradient(UNLIKE, (X, Y))
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     for found, right, specs in zip(grads, expected, UNLIKE_SPECS, strict=True):

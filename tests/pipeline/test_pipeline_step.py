@@ -1,5 +1,6 @@
 """make_train_step on a pipeline: 4 stages × 2 data workers."""
 
+import functools
 import re
 
 import jax
@@ -28,6 +29,11 @@ def train(step, params, steps=3):
     return state, losses
 
 
+@functools.cache
+def on_one_device():
+    return train(optfn.make_train_step(whole, optimizer()), blocks())
+
+
 def pipelined(stage_fn, mesh):
     f = pipeline_value_and_grad(
         stage_fn, mean_square, mesh=mesh, num_microbatches=3, data_axis="data"
@@ -49,7 +55,7 @@ def test_state_stays_sharded_by_stage(explicit):
         assert a.sharding.is_equivalent_to(b, a.ndim)
     assert compilations(step) == 1
 
-    alone, want = train(optfn.make_train_step(whole, optimizer()), blocks())
+    alone, want = on_one_device()
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     for a, b in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(stack_stages(alone.params)), strict=True
@@ -81,8 +87,7 @@ def test_heterogeneous_stages_on_every_device():
     assert moves == ["all-gather"]  # of the gradients
     _, metrics = step(state, batch(3))
     assert metrics["loss"].is_ready()  # on CPU devices, where steps under way could hang
-    _, want = train(optfn.make_train_step(whole, optimizer()), blocks())
-    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    np.testing.assert_allclose(losses, on_one_device()[1], rtol=1e-6)
 
 
 def test_a_batch_is_a_pair_or_two_arguments():
@@ -118,8 +123,7 @@ def test_recompute_in_the_stages_of_a_step():
     )
     _, losses = train(again, stack_stages(blocks()))
     assert compilations(again) == 2  # params on one device, then on the mesh
-    _, want = train(optfn.make_train_step(whole, optimizer()), blocks())
-    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    np.testing.assert_allclose(losses, on_one_device()[1], rtol=1e-6)
 
 
 def test_counters_go_where_the_parameters_are():

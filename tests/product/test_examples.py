@@ -66,10 +66,10 @@ def test_the_text_is_split_by_file_and_compressed():
 
 
 def test_a_uniform_model_needs_eight_bits():
-    params = transformer.init(jax.random.key(0), transformer.Config(blocks=1, length=16))
+    config = transformer.Config(blocks=1, length=16)
     bits = text.bits_per_byte(
-        lambda p, w: transformer.losses(p, w, transformer.Config(blocks=1, length=16)),
-        params,
+        lambda p, w: transformer.losses(p, w, config),
+        jax.jit(lambda key: transformer.init(key, config))(jax.random.key(0)),
         np.arange(2000, dtype=np.uint8),
         16,
         batch=4,

@@ -40,9 +40,9 @@ def test_adan_of_the_page_follows_its_paper(packed):
     tx = optfn.chain(adan_of_page(), optfn.scale_by_learning_rate(RATE))
     to = optfn.pack if packed else lambda x: x
     found = to(jax.tree.map(jnp.float32, params))
-    state = tx.init(found)
+    state, update = tx.init(found), jax.jit(tx.update)
     for g in gradients:
-        updates, state = tx.update(to(jax.tree.map(jnp.float32, g)), state, found)
+        updates, state = update(to(jax.tree.map(jnp.float32, g)), state, found)
         found = optfn.apply_updates(found, updates)
     found = optfn.unpack(found) if packed else found
     for name, p in params.items():

@@ -1,4 +1,4 @@
-"""Real processes on the loopback: `jax.distributed`, replicas, a worker that dies."""
+"""Real processes on the loopback: `jax.distributed`, and replicas; tests/faults/ kills workers."""
 
 import json
 import os
@@ -79,18 +79,6 @@ def test_replicas_are_the_same_bits(tmp_path):
     found = replicas(launch(tmp_path, 3, 8, "dgc", "exchange"))
     assert found == [found[0]] * 3
     assert [workers for _, workers in found[0]] == ["3", "3"]
-
-
-@pytest.mark.nightly  # tests/faults/ has the same with two workers after it
-def test_a_worker_that_dies(tmp_path):
-    """The others stop with an error in bounded time; one of them goes on from its checkpoint."""
-    results = launch(tmp_path, 2, 8, "dgc", "dies")
-    code, out, error = results[0]
-    assert "step 3" in out and "replica" not in out
-    assert code != 0
-    assert re.search(r"heartbeat timeout|Connection (closed|reset) by peer", error), error
-    ((found,),) = replicas(launch(tmp_path, 1, 8, "dgc"))
-    assert found[1] == "1"
 
 
 def test_sharded_processes_train_as_one_device(two):

@@ -68,9 +68,10 @@ def test_the_wheel_runs_where_it_is_installed(python, tmp_path):
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     program += "import importlib.metadata; print(optfn.__file__)\n"
     program += "print(importlib.metadata.version('optfn'), optfn.__version__)\n"
-    file, versions = run(tmp_path, python, "-c", program).splitlines()[-2:]
+    program += "import sys; print({'matplotlib', 'optfn.train.host_state'} & {*sys.modules})\n"
+    file, versions, extras = run(tmp_path, python, "-c", program).splitlines()[-3:]
     assert python.parent.parent in Path(file).parents
-    assert versions.split() == [optfn.__version__] * 2
+    assert versions.split() == [optfn.__version__] * 2 and extras == "set()"
 
 
 def test_the_version_is_in_one_place():

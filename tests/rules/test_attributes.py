@@ -36,26 +36,6 @@ def test_attributes_are_the_first_match():
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(
-        sorted({e.name for e in registry.OPTIMIZERS.values()}),
-        "adadelta",
-        "lars",
-        "rmsprop",
-    ),
-)
-def test_rate_factor_is_a_rate(name):
-    """A factor of 0.5 at rate r is the rate r/2, for every rule, over several steps."""
-    own = {"momentum": (0.9,), "lars": (0.9,)}.get(name, ())
-    factory = getattr(optfn, name)
-    halved = factory(0.1, *own, param_attrs={".*": optfn.ParamAttr(learning_rate=0.5)})
-    gradients = [tree(k) for k in (1, 2, 3)]
-    got, _ = run(halved, tree(0), gradients)
-    want, _ = run(factory(0.05, *own), tree(0), gradients)
-    chex.assert_trees_all_close(got[-1], want[-1], rtol=1e-5, atol=1e-7)
-
-
 UNTRAINED = (
     "asgd_batches", "rmsprop", "adamw_int8", "ftrl_dense_rows", "muon",
 )  # fmt: skip
@@ -81,15 +61,6 @@ def test_untrainable_leaves_are_left_alone_bit_for_bit(entry):
             ):
                 assert before.tobytes() == after.tobytes()
             assert np.isfinite(new["c"]).all()  # the held NaN is not in the global norm
-
-
-def test_need_clip_leaves_a_tensor_out_of_the_norm():
-    attrs = {"c": optfn.ParamAttr(need_clip=False)}
-    tx = optfn.sgd(1.0, grad_clip=optfn.clip_by_global_norm(0.5), param_attrs=attrs)
-    updates, _ = tx.update(tree(1), tx.init(tree(0)), tree(0))
-    np.testing.assert_allclose(updates["c"], -tree(1)["c"])
-    clipped = np.concatenate([x.ravel() for x in jax.tree.leaves(updates["a"])])
-    np.testing.assert_allclose(np.linalg.norm(clipped), 0.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -91,21 +91,6 @@ def test_evaluate_gets_both_averages(kind, way, tmp_path):
     np.testing.assert_allclose(state.model_state["mean"], steps[-1][1], rtol=2e-5, atol=2e-5)
 
 
-def test_a_run_that_resumes_goes_on_with_its_statistics(tmp_path):
-    def run(directory, stop=None):
-        tx = optfn.chain(optfn.adam(0.05), optfn.exponential_moving_average(0.8))
-        return optfn.minimize(
-            loss, tx, PARAMS, X, model_state=STATE, progress=False, checkpoint=directory,
-            evaluate=lambda p, s: s["mean"][0], evaluate_every=2, evaluate_average=True,
-            callback=lambda n, state, metrics: n == stop,
-        )[1]  # fmt: skip
-
-    whole = run(tmp_path / "whole")
-    run(tmp_path / "other", 5)
-    resumed = run(tmp_path / "other")
-    np.testing.assert_array_equal(resumed["evaluation"], whole["evaluation"])
-
-
 def test_guards_and_accumulation_count_statistics_as_params():
     """A step that is skipped, or is a part of another, has no weight in either average."""
     bad = X[:4].copy()

@@ -26,7 +26,7 @@ class Net(linen.Module):
 
 def make(momentum=0.99):
     net = Net(momentum)
-    variables = net.init(jax.random.key(0), BATCHES[0])
+    variables = jax.jit(net.init)(jax.random.key(0), BATCHES[0])
 
     def loss_fn(params, stats, x):
         variables = {"params": params, "batch_stats": stats}
@@ -47,10 +47,12 @@ def expected(params):
     }
 
 
-@pytest.mark.parametrize("momentum", [nightly(0.0), 0.9, nightly(0.99), 0.999])
+@pytest.mark.parametrize("momentum", [nightly(0.0), nightly(0.9), nightly(0.99), 0.999])
 def test_they_are_the_means_of_the_batches(momentum):
     loss_fn, params, stats = make(momentum)
-    stats = jax.tree.map(lambda x: x + 3.0, stats)  # those from before do not count
+    stats = jax.tree.map(
+        lambda x: np.asarray(x) + np.float32(3), stats
+    )  # those from before do not count
     found = optfn.estimate_statistics(loss_fn, params, stats, BATCHES)
     for name, want in expected(params).items():
         np.testing.assert_allclose(found["norm"][name], want, rtol=2e-3, atol=1e-4)
@@ -59,7 +61,7 @@ def test_they_are_the_means_of_the_batches(momentum):
 def test_an_average_is_judged_with_them():
     """Params far from the last ones: with their own statistics the loss is that of training."""
     loss_fn, params, stats = make()
-    params = jax.tree.map(lambda x: 3 * x + 1, params)
+    params = jax.tree.map(lambda x: np.float32(3) * np.asarray(x) + np.float32(1), params)
     found = optfn.estimate_statistics(loss_fn, params, stats, BATCHES)
     net = linen.BatchNorm(use_running_average=True)
     x = BATCHES[0] @ params["first"]["kernel"] + params["first"]["bias"]

@@ -14,7 +14,7 @@ import optfn
 from optfn.distributed import data_mesh, exchange, top_k
 
 N, HALF = 8, 6
-PARAMS = {"w": jnp.zeros((16, 4)), "b": jnp.zeros(4)}
+PARAMS = {"w": np.zeros((16, 4), np.float32), "b": np.zeros(4, np.float32)}
 BATCHES = np.asarray(normal(0, 2 * HALF, N, 4, 16))
 
 
@@ -36,11 +36,11 @@ def dense(axis_name):
 
 
 def replicate(tree):
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *jnp.shape(x))), tree)
+    return jax.tree.map(lambda x: np.stack([np.asarray(x)] * N), tree)
 
 
 def unreplicate(tree):
-    return jax.tree.map(lambda x: x[0], tree)
+    return jax.tree.map(lambda x: np.asarray(x)[0], tree)
 
 
 def run_pmap(tx, state, batches, *, averages):
@@ -58,7 +58,7 @@ def run_pmap(tx, state, batches, *, averages):
     return state
 
 
-@pytest.mark.parametrize("make", [dense, dgc, nightly(compressed_adam)])
+@pytest.mark.parametrize("make", [dense, nightly(dgc), nightly(compressed_adam)])
 def test_a_step_continues_from_a_state_of_pmap(make):
     tx = make("batch")
     start = replicate(PARAMS), replicate(tx.init(PARAMS))
@@ -97,7 +97,9 @@ def test_a_state_of_pmap_moves_to_fewer_workers(workers):
 
 def test_copies_that_differ_are_an_error():
     tx = optfn.adam(1e-2)
-    state = jax.tree.map(lambda x: x.at[3].add(1), replicate(tx.init(PARAMS)))
+    state = replicate(tx.init(PARAMS))
+    for x in jax.tree.leaves(state):
+        x[3] += 1
     with pytest.raises(ValueError, match=r"'scale_by_adam/step' has 8 copies.* they differ"):
         optfn.load_state_dict(tx.init(PARAMS), optfn.state_dict(state))
 

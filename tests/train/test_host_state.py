@@ -1,7 +1,7 @@
 """Optimizer state in the memory of the host: the values, the place, checkpoints, and plans."""
 
+import itertools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import by_name, suite
+from grids import by_name, nightly, suite
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -91,15 +91,9 @@ def grid():
 
 MASTERS = optfn.adamw(1e-2, multi_precision=True, grad_clip=CLIP)
 LEVELS = ("slow", "fast")
+# tests/reference_run draws the others, without masters.
 LAYOUTS = {
-    "one device": {},
-    "packed": {"packed": True},
-    "microbatches": {"microbatches": 2},
-    "data": lambda: {"mesh": data_mesh()},
-    "state": lambda: {"mesh": data_mesh(), "shard": "state"},
-    "params": lambda: {"mesh": data_mesh(), "shard": "params"},
     "params, packed": lambda: {"mesh": data_mesh(), "shard": "params", "packed": True},
-    "params, microbatches": lambda: {"mesh": data_mesh(), "shard": "params", "microbatches": 2},
     "two levels": lambda: {
         "mesh": grid(), "data_axis": LEVELS, "shard": sharded("params", axis="fast"),
     },
@@ -112,52 +106,30 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", by_name(LAYOUTS, *LAYOUTS))
+@pytest.mark.parametrize("options", by_name(LAYOUTS, "params, packed", "two levels", "compiler"))
 def test_each_layout_has_the_values_of_a_state_on_the_device(options):
-    options = options() if callable(options) else options
-    _, want = train(MASTERS, NARROW, **options)
-    step, found = train(MASTERS, NARROW, **options, **ON_HOST)
+    _, want = train(MASTERS, NARROW, **options())
+    step, found = train(MASTERS, NARROW, **options(), **ON_HOST)
     assert kinds(found) == {"pinned_host"} and compilations(step) == 1
     assert jax.tree.structure(found) == jax.tree.structure(want)
     assert_near(found, want, 1e-5)
 
 
+# Of those that tests/reference_run draws, the norms of stacked layers alone.
 OPTIMIZERS = {
-    "adam": optfn.adam(1e-2),
     "adam, int8": optfn.adam(1e-2, moment_dtype="int8"),
     "adam, bfloat16": optfn.adam(1e-2, moment_dtype="bfloat16"),
-    "momentum": optfn.momentum(1e-2, 0.9, grad_clip=CLIP),
-    "lars": optfn.lars(1e-2, 0.9),
     "lamb": optfn.lamb(1e-2),
     "muon": optfn.muon(1e-2),
-    "ftrl": optfn.ftrl(1e-2),
-    "rmsprop": optfn.rmsprop(1e-2, centered=True),
-    "adagrad": optfn.adagrad(1e-2),
-    "decayed_adagrad": optfn.decayed_adagrad(1e-2),
-    "adadelta": optfn.adadelta(1e-2),
-    "adamax": optfn.adamax(1e-2),
-    "asgd": optfn.asgd(1e-2, batch_num=2),
-    "an average": optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9)),
-    "skip_nonfinite": optfn.skip_nonfinite(optfn.adam(1e-2)),
-    "skip_spikes": optfn.skip_spikes(optfn.adam(1e-2), 5.0, window=3),
-    "loss scale": optfn.dynamic_loss_scale(optfn.adam(1e-2)),
-    "record_metrics": optfn.record_metrics(optfn.adam(1e-2)),
-    "attributes": optfn.adamw(
-        1e-2, param_attrs={"in": optfn.ParamAttr(trainable=False), "out": optfn.ParamAttr(0.5)}
-    ),
-    "optax.adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-    "optax.lion": optax.lion(1e-3),
     "optax.adafactor": optax.adafactor(1e-2),
     "optax.lamb": optax.lamb(1e-2),
     "optax.prodigy": optax.contrib.prodigy(1.0),
     "optax.schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "optax.muon": optax.contrib.muon(1e-2),
 }
-CHOSEN = ("adam", "adam, int8", "lamb", "muon", "an average", "attributes", "optax.adafactor",
-          "optax.schedule_free", "skip_nonfinite")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", suite(OPTIMIZERS, *CHOSEN))
+@pytest.mark.parametrize("name", suite(OPTIMIZERS, "adam, int8", "optax.adafactor"))
 def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     options = {"mesh": data_mesh(), "shard": "params"}
     _, want = train(OPTIMIZERS[name], **options)
@@ -166,27 +138,19 @@ def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     assert_near(found.params, want.params, 1e-5)
 
 
-@pytest.mark.parametrize("bits", [None, 32, 24])
-def test_each_form_of_masters(bits):
-    tx = optfn.adamw(1e-2, multi_precision=True if bits is None else bits, moment_dtype="int8")
+@pytest.mark.parametrize("bits", [32, 24])
+def test_each_form_of_remainders(bits):
+    tx = optfn.adamw(1e-2, multi_precision=bits, moment_dtype="int8")
     _, want = train(tx, NARROW)
     _, found = train(tx, NARROW, **ON_HOST)
     assert kinds(found) == {"pinned_host"}
     assert_near(found.params, want.params, 1e-2)  # another rounding, of bfloat16 or a code
 
 
-EXCHANGES = {
-    "exchange": optfn.chain(exchange(quantize(4)), optfn.adam(1e-2)),
-    "dgc": optfn.dgc_momentum(1e-2, 0.9, rampup_begin_step=0, min_size=2),
-}
-
-
-@pytest.mark.parametrize("tx", by_name(EXCHANGES, *EXCHANGES))
-def test_residuals_lie_on_the_host_too(tx):
-    _, want = train(tx, mesh=data_mesh())
-    _, found = train(tx, mesh=data_mesh(), **ON_HOST)
-    assert kinds(found) == {"pinned_host"}
-    assert_near(found.params, want.params, 1e-5)
+def test_residuals_lie_on_the_host_too():
+    tx = optfn.chain(exchange(quantize(4)), optfn.adam(1e-2))
+    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(), **ON_HOST)
+    assert kinds(step.init(PARAMS)) == {"pinned_host"}
 
 
 def test_stages_of_a_pipeline():
@@ -220,18 +184,27 @@ def test_padded_arrays_stay_on_the_device():
     assert_near(found[1].params, found[0].params, 1e-5)
 
 
-def test_without_the_option_nothing_is_imported():
-    program = (
-        "import jax.numpy as jnp, optfn, sys\n"
-        "step = optfn.make_train_step(lambda p, x: jnp.sum(p * x), optfn.adam(1e-2))\n"
-        "step(step.init(jnp.ones(3)), jnp.ones(3))\n"
-        "assert not {'optfn.train.host_state', 'optfn.loss.jaxprs.row_loops'} & {*sys.modules}\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_without_the_option_nothing_is_imported(monkeypatch):
+    modules = {"optfn.train.host_state", "optfn.loss.jaxprs.row_loops"}
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p * x), optfn.adam(1e-2))
+    step(step.init(np.ones(3, np.float32)), np.ones(3, np.float32))
+    assert not modules & {*sys.modules}
+    at_the_top = re.compile(r"^(from|import) .*\b(host_state|row_loops)\b", re.MULTILINE)
+    files = Path(optfn.__file__).parent.rglob("*.py")
+    assert [x.stem for x in files if at_the_top.search(x.read_text())] == ["host_state"]
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("before, after", [(ON_HOST, ON_HOST), (ON_HOST, {}), ({}, ON_HOST)])
+@pytest.mark.parametrize(
+    "before, after, is_sharded",
+    [
+        (ON_HOST, {}, False),
+        ({}, ON_HOST, True),
+        nightly(ON_HOST, ON_HOST, False),
+        nightly(ON_HOST, ON_HOST, True),
+    ],
+)
 def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
     if is_sharded:
         pytest.importorskip("orbax.checkpoint")
@@ -313,7 +286,9 @@ def test_refused_options():
         train(MASTERS, state_memory="disk")
 
 
-@pytest.mark.parametrize("tx", [optfn.accumulate(MASTERS, 2), optax.MultiSteps(MASTERS, 2)])
+@pytest.mark.parametrize(
+    "tx", [optfn.accumulate(MASTERS, 2), nightly(optax.MultiSteps(MASTERS, 2))]
+)
 def test_an_accumulation_moves_the_state_in_every_call(tx):
     with pytest.warns(UserWarning, match="moves the state to the device and back in every call"):
         _, found = train(tx, **ON_HOST)
@@ -330,8 +305,10 @@ def by_rows(fn, *args, divide=lambda shape: (1, 1)):
     return jax.jit(run)(jax.device_put(args[0], jax.memory.Space.Host), *args[1:])
 
 
-@pytest.mark.parametrize("rows", [64, 67, 1, 1000])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "rows, devices",
+    suite(itertools.product([64, 67, 1, 1000], [1, 2, 4]), (64, 2), (67, 4), (1, 4), (1000, 1)),
+)
 def test_chunks_of_any_number_of_rows(rows, devices):
     def fn(m, p):
         number = jax.lax.broadcasted_iota(jnp.float32, m.shape, 0)
@@ -351,7 +328,7 @@ def named_layer(q, h):
     return h + jnp.tanh(h @ q["w"] + q["b"])
 
 
-@pytest.mark.parametrize("shard", [None, "params"])
+@pytest.mark.parametrize("shard", [nightly(None), "params"])
 def test_saved_activations_wait_on_the_host(shard):
     def loss(layer):
         return lambda p, x: jnp.mean(scan_layers(layer, p["layers"], x @ p["in"]) ** 2)

@@ -104,19 +104,6 @@ def test_it_is_in_the_checkpoint_and_a_resumed_run_is_bit_identical(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_evaluation_gets_it_too():
-    _, history = optfn.minimize(
-        loss_fn,
-        optfn.sgd(0.1),
-        jnp.zeros(3),
-        [(X, Y)] * 2,
-        model_state=START,
-        evaluate=lambda w, model_state: model_state["mean"][0],
-        progress=False,
-    )
-    assert history["evaluation"] == pytest.approx([expected(2)[1][0]], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("loss", "error", "words"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import references
 from grids import nightly, suite
-from problems import steps
+from problems import compiled, steps
 
 import optfn
 from optfn.distributed import data_mesh
@@ -82,8 +82,9 @@ def test_the_first_steps_of_a_thawed_leaf_are_as_large_as_the_rate():
     """
     params, state = thawed(optfn.adam, tree(0))
     tx = optfn.adam()
+    ones = jax.tree.map(np.ones_like, params)
     for k in range(20):
-        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        updates, state = compiled(tx)(ones, state, params)
         np.testing.assert_allclose(updates["a"]["w"], -1e-3, rtol=1e-4, err_msg=str(k))
 
 
@@ -162,11 +163,11 @@ def test_rows_that_catch_up_after_a_thaw():
     params, state = thawed(lambda **more: optfn.adam(0.1, lazy="exact", **more), tree(0))
     tx, fresh = optfn.adam(0.1, lazy="exact"), optfn.adam(0.1, lazy="exact")
     alone = {"a": params["a"]}
-    own = fresh.init(alone)
+    own, update, update_alone = fresh.init(alone), jax.jit(tx.update), jax.jit(fresh.update)
     for k in range(3):
         rows = optfn.sparse.Rows(jnp.array([k], jnp.int32), jnp.ones((1, 4)), 3)
-        updates, state = tx.update({"a": {"w": rows}, "b": GRADIENTS[k]["b"]}, state, params)
-        want, own = fresh.update({"a": {"w": rows}}, own, alone)
+        updates, state = update({"a": {"w": rows}, "b": GRADIENTS[k]["b"]}, state, params)
+        want, own = update_alone({"a": {"w": rows}}, own, alone)
         np.testing.assert_allclose(updates["a"]["w"].values, want["a"]["w"].values, rtol=1e-6)
     chex.assert_trees_all_close(caught_up(state[0]).mu["a"], caught_up(own[0]).mu["a"])
 
@@ -237,12 +238,12 @@ def test_workers_with_states_of_their_own_thaw_too():
 def test_states_of_a_sweep_thaw_together():
     """Under vmap each run has its count."""
     tx, held = optfn.adam(0.1), optfn.adam(0.1, param_attrs=FROZEN)
-    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree(0))
-    state = jax.vmap(held.init)(params)
-    _, state = jax.vmap(held.update)(params, state, params)
+    params = jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x)]), tree(0))
+    state = jax.jit(jax.vmap(held.init))(params)
+    _, state = jax.jit(jax.vmap(held.update))(params, state, params)
     with pytest.warns(UserWarning, match="new"):
         state = optfn.load_state_dict(
-            jax.vmap(tx.init)(params), optfn.state_dict(state), strict=False
+            jax.jit(jax.vmap(tx.init))(params), optfn.state_dict(state), strict=False
         )
-    updates, _ = jax.vmap(tx.update)(params, state, params)
+    updates, _ = jax.jit(jax.vmap(tx.update))(params, state, params)
     np.testing.assert_allclose(updates["a"]["w"], -0.1 * np.sign(params["a"]["w"]), rtol=1e-4)
