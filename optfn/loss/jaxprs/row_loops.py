@@ -55,7 +55,7 @@ def run_by_rows(
     types = jax.tree.map(memories.type_on_device, args)
     program = Equations(fn, *types, inline=False)
     program = program.retrace(_open(program.equations, platform), jax.tree.leaves(types))
-    return _RowProgram(program, leaves, divide).run()
+    return _RowProgram(program, leaves, divide, platform).run()
 
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
@@ -85,28 +85,47 @@ class _RowProgram:
     """A program with arguments on the host.
 
     program: the program; equations: those that count.
-    divide: how devices divide an array of a shape.
+    divide: how devices divide an array of a shape; platform: whose branches run.
     values: of the variables that are known so far; kept: those that loops have made.
-    host: the arguments on the host.
+    host: the arguments on the host, and the arrays that a `while` of the program keeps there.
     rules: the row rules of equations that have one and read no array on the host as a whole, by id.
     makers: the number of the equation with a row rule that makes each variable.
     replaced: the argument of the same shape and dtype that each result replaces, one on the host if
       there are several.
     """
 
-    def __init__(self, program: Equations, leaves: Sequence[Value], divide: Divide) -> None:
-        self.program, self.divide = program, divide
+    def __init__(
+        self, program: Equations, leaves: Sequence[Value], divide: Divide, platform: str
+    ) -> None:
+        self.program, self.divide, self.platform = program, divide, platform
         self.equations = program.find_live_equations()
         self.values = program.constants | programs.bindings(program.inputs, leaves)
         self.kept: set[Variable] = set()
         self.host = {v for v in program.inputs if memories.is_on_host(self.values[v])}
+        pairs = zip(program.outputs, program.inputs, strict=False)
+        ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
+        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
+        self._follow_carries()
         rules = {id(e): self._find_rule(e) for e in self.equations}
         self.rules = {number: rule for number, rule in rules.items() if rule is not None}
         made = ((i, e.outvars) for i, e in enumerate(self.equations) if id(e) in self.rules)
         self.makers = {v: i for i, outvars in made for v in outvars}
-        pairs = zip(program.outputs, program.inputs, strict=False)
-        ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
-        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
+
+    def _follow_carries(self) -> None:
+        """Let each array that a `while` updates lie where the argument lies that its last value
+        replaces."""
+        loops = ((primitives.as_while(e), e) for e in self.equations)
+        carries = [
+            (v, new)
+            for loop, e in loops if loop is not None
+            for v, new in zip(loop.split(e.invars)[2], e.outvars, strict=True) if variables([v])
+        ]  # fmt: skip
+        for v, new in reversed(carries):
+            if new in self.replaced:
+                self.replaced.setdefault(v, self.replaced[new])
+        for v, new in carries:
+            if self.host.intersection((v, self.replaced.get(v))):
+                self.host.add(new)
 
     def _find_rule(self, equation: Equation) -> dict[Variable, bool] | None:
         """Return for each variable that an equation with a row rule reads whether it does so by
@@ -124,7 +143,7 @@ class _RowProgram:
     def run(self) -> PyTree:
         """Return the result of the program."""
         phases, wanted = self._find_phases()
-        rule = partial(_bind_fetched, {})
+        rule = partial(self._run_whole, {})
         for phase in range(max([*phases.values(), *wanted], default=0) + 1):
             now = [e for e in self.equations if phases.get(id(e)) == phase]
             self.values = run_equations(now, self.values, rule=rule)
@@ -133,11 +152,59 @@ class _RowProgram:
             self.kept |= wanted[phase]
         outputs = programs.read(self.values, self.program.outputs)
         homes: Iterator[Any] = itertools.chain(self.program.inputs, itertools.repeat(None))
-        moved = [
+        return jax.tree.unflatten(self.program.structure, self._place(outputs, homes))
+
+    def _run_whole(
+        self, fetched: dict[int, Value], equation: Equation, *operands: Value
+    ) -> list[Value]:
+        """Run an equation outside of the loops over chunks, with those of its operands fetched that
+        lie on the host.
+
+        Of a slice only its part is fetched, and of a `while` that updates arrays on the host only
+        what its body reads, by rows.
+
+        Args:
+          fetched: the arrays that have been fetched, by the id of the one on the host.
+          equation: the equation.
+          *operands: its operands.
+        """
+        cut, loop = primitives.as_slice(equation), primitives.as_while(equation)
+        if cut is not None and memories.is_on_host(operands[0]):
+            starts, ends, strides = cut
+            part = memories.to_device(lax.slice(operands[0], starts, ends))
+            return [lax.slice(part, [0] * part.ndim, part.shape, strides)]
+        if loop is not None and not self.host.isdisjoint(equation.outvars):
+            return self._run_while(loop, equation.outvars, operands)
+        for x in filter(memories.is_on_host, operands):
+            if id(x) not in fetched:
+                fetched[id(x)] = memories.to_device(x)
+        return programs.bind(equation, *(fetched.get(id(x), x) for x in operands))
+
+    def _run_while(
+        self, loop: primitives.While, made: Sequence[Variable], operands: Sequence[Value]
+    ) -> list[Value]:
+        """Run a loop whose body runs by rows, so that a loop of no turn moves nothing."""
+        of_condition, of_body, carry = loop.split(operands)
+        condition, body = (Call(x, [], False) for x in (loop.condition, loop.body))
+
+        def is_next(carry: list[Value]) -> Value:
+            return _run_open(condition, self.platform, *of_condition, *carry)[0]
+
+        def run_body(carry: list[Value], constants: Sequence[Value]) -> list[Value]:
+            return _run_open(body, self.platform, *constants, *carry)
+
+        def turn(carry: list[Value]) -> list[Value]:
+            args = carry, of_body
+            return run_by_rows(run_body, args, self.divide, self.platform)
+
+        return lax.while_loop(is_next, turn, self._place(carry, made))
+
+    def _place(self, values: Iterable[Value], homes: Iterable[Variable | None]) -> list[Value]:
+        """Return each value in the memory where the variable beside it lies."""
+        return [
             memories.to_host(x) if home in self.host else memories.to_device(x)
-            for x, home in zip(outputs, homes, strict=False)
+            for x, home in zip(values, homes, strict=False)
         ]
-        return jax.tree.unflatten(self.program.structure, moved)
 
     def _find_phases(self) -> tuple[dict[int, int], defaultdict[int, set[Variable]]]:
         """Return the phase of each equation that runs outside of loops, by id, and for each phase
@@ -286,24 +353,3 @@ def _are_alike(a: Variable, b: Variable) -> bool:
     """Tell whether two variables have the same shape and dtype."""
     x, y = type_of(a), type_of(b)
     return bool(x.shape == y.shape and x.dtype == y.dtype)
-
-
-def _bind_fetched(fetched: dict[int, Value], equation: Equation, *operands: Value) -> list[Value]:
-    """Run an equation with those of its operands fetched that lie on the host.
-
-    Of a slice only its part is fetched.
-
-    Args:
-      fetched: the arrays that have been fetched, by the id of the one on the host.
-      equation: the equation.
-      *operands: its operands.
-    """
-    cut = primitives.as_slice(equation)
-    if cut is not None and memories.is_on_host(operands[0]):
-        starts, ends, strides = cut
-        part = memories.to_device(lax.slice(operands[0], starts, ends))
-        return [lax.slice(part, [0] * part.ndim, part.shape, strides)]
-    for x in filter(memories.is_on_host, operands):
-        if id(x) not in fetched:
-            fetched[id(x)] = memories.to_device(x)
-    return programs.bind(equation, *(fetched.get(id(x), x) for x in operands))
