@@ -89,6 +89,7 @@ class _RowProgram:
     values: of the variables that are known so far; kept: those that loops have made.
     host: the arguments on the host, and the arrays that a `while` of the program keeps there.
     rules: the row rules of equations that have one and read no array on the host as a whole, by id.
+    folds: how a loop makes the variables that are reductions of rows.
     makers: the number of the equation with a row rule that makes each variable.
     replaced: the argument of the same shape and dtype that each result replaces, one on the host if
       there are several.
@@ -106,6 +107,8 @@ class _RowProgram:
         ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
         self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
         self._follow_carries()
+        folds = ((e.outvars[0], primitives.as_fold(e)) for e in self.equations if e.outvars)
+        self.folds = {v: fold for v, fold in folds if fold is not None}
         rules = {id(e): self._find_rule(e) for e in self.equations}
         self.rules = {number: rule for number, rule in rules.items() if rule is not None}
         made = ((i, e.outvars) for i, e in enumerate(self.equations) if id(e) in self.rules)
@@ -131,7 +134,7 @@ class _RowProgram:
         """Return for each variable that an equation with a row rule reads whether it does so by
         row, or None if it has no rule, or reads a variable in both ways, or one on the host
         whole."""
-        rule = primitives.as_row_rule(equation)
+        rule = (True,) if primitives.as_fold(equation) else primitives.as_row_rule(equation)
         if rule is None:
             return None
         pairs = zip(equation.invars, rule, strict=True)
@@ -216,7 +219,7 @@ class _RowProgram:
         for equation in self.equations:
             rule = self.rules.get(id(equation), {})
             reads = variables(equation.invars)
-            waits = [v for v in reads if v in looped and not rule.get(v)]
+            waits = [v for v in reads if v in looped and (v in self.folds or not rule.get(v))]
             for v in waits:
                 wanted[phase_of[v]].add(v)
             phase = max([0, *(phase_of[v] for v in reads), *(phase_of[v] + 1 for v in waits)])
@@ -229,13 +232,14 @@ class _RowProgram:
             wanted[phase_of[v]].add(v)
         return phases, wanted
 
-    def _find_loop(self, results: Iterable[Variable]) -> tuple[list[Equation], list[Variable]]:
+    def _find_loop(self, results: Sequence[Variable]) -> tuple[list[Equation], list[Variable]]:
         """Return the equations that make some variables from what is known and from the results of
         earlier loops, in order, and the variables that they read by row."""
         stack, found, rows = [*results], set(), dict[Variable, None]()
         while stack:
             v = stack.pop()
-            number = None if v in self.kept else self.makers.get(v)
+            is_known = v in self.kept or (v in self.folds and v not in results)
+            number = None if is_known else self.makers.get(v)
             if number is None:
                 rows[v] = None
             elif number not in found:
@@ -268,11 +272,8 @@ class _RowProgram:
         """
         shape = max((type_of(v).shape for v in (*rows, *results)), key=math.prod)
         view = _View.of(shape, *self.divide(shape))
-        replaced = [self.replaced.get(v) for v in results]
-        begin = [
-            jnp.zeros(type_of(v).shape, type_of(v).dtype) if old is None else self.values[old]
-            for v, old in zip(results, replaced, strict=True)
-        ]
+        folds = [self.folds.get(v) for v in results]
+        replaced = [None if v in self.folds else self.replaced.get(v) for v in results]
         # What a loop overwrites it must read from its carry: another use would keep a copy.
         fixed = {v: view.split(self.values[v]) for v in rows if v not in replaced}
 
@@ -286,17 +287,28 @@ class _RowProgram:
                 if primitives.counts_rows(cut):
                     instead[id(cut)] = partial(_number_rows, cut, view.number(start, size))
                 made |= run_equations([cut], given, instead)
-            chunks = zip(carry, (made[v] for v in results), strict=True)
-            return [view.put(x, rows, start) for x, rows in chunks]
+            return [
+                view.put(x, made[v], start) if fold is None else fold.join(x, made[v])
+                for v, fold, x in zip(results, folds, carry, strict=True)
+            ]
 
         def turn(i: Value, carry: list[Value]) -> list[Value]:
             return run_chunk(i * view.size, view.size, carry)
 
         turns, rest = divmod(view.rows, view.size)
-        begin = list(map(view.split, begin))
+        begin = [self._begin(v, view) for v in results]
         carry = turn(0, begin) if turns == 1 else lax.fori_loop(0, turns, turn, begin)
         carry = run_chunk(view.rows - rest, rest, carry) if rest else carry
-        self.values |= programs.bindings(results, map(view.join, carry))
+        for v, fold, x in zip(results, folds, carry, strict=True):
+            self.values[v] = view.join(x) if fold is None else x
+
+    def _begin(self, v: Variable, view: "_View") -> Value:
+        """Return the array in which a loop makes a variable: the array that it replaces, split, or
+        a new one."""
+        shape, dtype, old = type_of(v).shape, type_of(v).dtype, self.replaced.get(v)
+        if v in self.folds:
+            return jnp.full(shape, self.folds[v].first, dtype)
+        return view.split(jnp.zeros(shape, dtype) if old is None else self.values[old])
 
 
 class _View(NamedTuple):
