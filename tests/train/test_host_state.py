@@ -376,6 +376,22 @@ def test_chunks_of_any_number_of_rows(rows, devices):
     assert_near(found, jax.jit(fn)(m, p), 1e-5)
 
 
+def test_a_norm_needs_no_array_as_a_whole():
+    def fn(m):
+        m = 0.9 * m
+        largest = jnp.max(jnp.abs(m))
+        return m / jnp.sqrt(jnp.sum(m**2) + largest), jnp.all(m < largest), jnp.any(m > 9)
+
+    m = RNG.normal(size=(64, 8)).astype(np.float32)
+    program = jax.make_jaxpr(lambda m: by_rows(fn, m))(m)
+    made = [v.aval for e in primitives.walk(program.jaxpr) for v in e.outvars]
+    whole = [x for x in made if x.size == m.size and x.memory_space == jax.memory.Space.Device]
+    assert not whole
+    found = by_rows(fn, m)
+    assert memories.is_on_host(found[0])
+    assert_near(found, fn(m), 1e-5)
+
+
 def named_layer(q, h):
     h = checkpoint_name(h, "h")
     return h + jnp.tanh(h @ q["w"] + q["b"])
