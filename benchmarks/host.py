@@ -7,7 +7,8 @@ Llama 2 7B and 70B of `benchmarks.pods`, in bfloat16 with float32 masters, adamw
 global norm, 2,048 tokens on each chip, `shard="params"` on several. The state is on the device; or
 on the host, `state_memory="pinned_host"`, which streams it in chunks; or on the host and fetched
 whole, an array at a time, as the same update does without loops. "Small" has moments in int8 and
-masters of 24 bits.
+masters of 24 bits. "Accumulated" is an `accumulate` of 8 gradients, whose sums are on the host too;
+its link is that of a call with a step, and a call without one moves a quarter of it.
 
 Bytes are those of a chip, and of the host for it. Temporaries are without the fast memory of the
 chip. Loops are those of the whole program. The link is what an update moves, both directions, and
@@ -57,7 +58,7 @@ SMALL = optfn.adamw(
     1e-4, multi_precision=24, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0)
 )
 ON_DEVICE, STREAMED, WHOLE = "on the device", "streamed", "fetched whole"
-WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, streamed")
+WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, streamed", "accumulated, streamed")
 
 
 def fetch_whole(fn: Any, args: Any, *_: Any) -> Any:
@@ -79,6 +80,7 @@ def division_of(model: str, way: str, chips: Sequence[Any]) -> scale.Division:
     if not way.endswith(ON_DEVICE):
         options["state_memory"] = memories.PINNED_HOST
     tx = SMALL if way.startswith("small") else division.tx
+    tx = optfn.accumulate(tx, 8) if way.startswith("accumulated") else tx
     return division._replace(options=options, tx=tx)
 
 

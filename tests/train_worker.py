@@ -6,10 +6,11 @@
 and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WORD every second
 step, and print a hash of their replica of the parameters at the end. The other words print a line
 each, in JSON: the word and what was found; their files lie in DIRECTORY/WORD. "sharded" trains
-three times: with the state, the params and a table spread over the processes. "two_levels" trains
-with params divided over the devices of each process, which is one worker. "nonfinite" trains with a
-NaN in a batch, and resumes. "unlike" makes the mistakes of a program for one process. "tuned" tries
-three ways, of which one fails in the last process alone.
+four times: with the state, the params and a table spread over the processes, and with the
+optimizer's state on their hosts. "two_levels" trains with params divided over the devices of each
+process, which is one worker. "nonfinite" trains with a NaN in a batch, and resumes. "unlike" makes
+the mistakes of a program for one process. "tuned" tries three ways, of which one fails in the last
+process alone.
 """
 
 import hashlib
@@ -36,6 +37,7 @@ from optfn.distributed import (
     top_k,
     tune,
 )
+from optfn.mesh.compilers import memories
 
 
 def loss_fn(params, batch):
@@ -75,13 +77,17 @@ def table_loss(params, batch):
     return jnp.mean((params["w"][ids] + params["b"] - y) ** 2)
 
 
+SHARDED = ("state", "params", "tables", "host")
+
+
 def sharded_run(kind):
     """Return the loss, the optimizer, the options and the batches of a run that is sharded so."""
     rng = np.random.default_rng(0)
     if kind != "tables":
         tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
         batches = rng.standard_normal((4, 8, 50)).astype(np.float32)
-        return loss_fn, tx, {"shard": kind}, batches
+        on_host = {"shard": "params", "state_memory": "pinned_host"}
+        return loss_fn, tx, on_host if kind == "host" else {"shard": kind}, batches
     tx = optfn.adam(0.01, lazy=True, grad_clip=optfn.clip_by_global_norm(1.0))
     ids, y = rng.integers(0, 20, (4, 8)), rng.standard_normal((4, 8, 30)).astype(np.float32)
     batches = list(zip(ids.astype(np.int32), y, strict=True))
@@ -89,13 +95,15 @@ def sharded_run(kind):
 
 
 def train_sharded(kind, directory):
-    """Train with params, state or tables spread over the processes; return what comes out."""
+    """Train with params, state or tables spread over the processes, or with the optimizer's state
+    on their hosts, and return what comes out."""
+    memories.LARGE = 512
     loss, tx, options, batches = sharded_run(kind)
     step = optfn.make_train_step(loss, tx, mesh=data_mesh(), **options)
     state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
     for batch in batches:
         state, metrics = step(state, batch)
-    mu = state.opt_state[1].mu["w"].addressable_shards[0].data.shape
+    mu = state.opt_state[1].mu["w"]
     shared = directory.parent / kind
     optfn.save_checkpoint(shared, state)
     found, _ = optfn.restore_checkpoint(
@@ -106,7 +114,8 @@ def train_sharded(kind, directory):
     path = optfn.save_checkpoint(directory / kind, state, sharded=False)
     with np.load(path) as file:
         params = {k: file[f"train/params/{k}"].tolist() for k in ("w", "b")}
-    return {"loss": float(metrics["loss"]), "mu": mu, **params}
+    place = {"mu": mu.addressable_shards[0].data.shape, "memory": mu.sharding.memory_kind}
+    return {"loss": float(metrics["loss"]), **place, **params}
 
 
 def loss_with_nan(params, batch):
@@ -256,7 +265,7 @@ def restored(directory, state, processes):
 
 # Each gets a directory of the process; its parent is shared by all.
 RUNS = {
-    "sharded": lambda d: [train_sharded(kind, d) for kind in ("state", "params", "tables")],
+    "sharded": lambda d: [train_sharded(kind, d) for kind in SHARDED],
     "nonfinite": train_nonfinite,
     "unlike": make_mistakes,
     "tuned": tune_ways,

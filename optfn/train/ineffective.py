@@ -16,7 +16,6 @@ from optfn.interop.calls import iterate_links, show_transform
 from optfn.leaves import contents
 from optfn.mesh.state import per_worker, reports
 from optfn.mesh.state.names import iterate_nodes
-from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import resolve
 
 
@@ -34,12 +33,11 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
 
 
 def warn_of_moves(opt_state: OptState) -> None:
-    """Warn of an optimizer on the host that takes the mean of several gradients: a call without a
-    step of it moves the state too."""
-    if any(per_worker.find_nodes(x, opt_state) for x in (AccumulateState, optax.MultiStepsState)):
+    """Warn of an `optax.MultiSteps` on the host, which computes its step in every call."""
+    if per_worker.find_nodes(optax.MultiStepsState, opt_state):
         checks.warn(
-            "state_memory: an accumulation of gradients moves the state to the device and back in "
-            "every call, whole, also in those without a step: leave it out, and pass microbatches="
+            "state_memory: optax.MultiSteps moves the whole state to the device and back in every "
+            "call, also in those without a step. Use optfn.accumulate, which moves the sums alone"
         )
 
 

@@ -87,8 +87,9 @@ def test_sharded_processes_train_as_one_device(two):
     each = found_in(results, "sharded")
     assert each[0] == each[1]
     params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
-    for kind, found in zip(("state", "params", "tables"), each[0], strict=True):
+    for kind, found in zip(train_worker.SHARDED, each[0], strict=True):
         assert found["mu"] == [10, 30]  # half of (20, 30) on each
+        assert (found["memory"] == "pinned_host") == (kind == "host")
         loss, tx, options, batches = train_worker.sharded_run(kind)
         options = {k: v for k, v in options.items() if k == "tables"}
         state, history = optfn.minimize(loss, tx, params, batches, progress=False, **options)

@@ -27,7 +27,7 @@ from optfn.distributed import (
     scan_layers,
     sharded,
 )
-from optfn.loss.jaxprs import row_loops
+from optfn.loss.jaxprs import primitives, row_loops
 from optfn.mesh.compilers import memories
 from optfn.mesh.layout.fingerprint import begin_finite_check, fingerprints
 
@@ -286,11 +286,39 @@ def test_refused_options():
         train(MASTERS, state_memory="disk")
 
 
-@pytest.mark.parametrize(
-    "tx", [optfn.accumulate(MASTERS, 2), nightly(optax.MultiSteps(MASTERS, 2))]
-)
-def test_an_accumulation_moves_the_state_in_every_call(tx):
-    with pytest.warns(UserWarning, match="moves the state to the device and back in every call"):
+def count_moved(jaxpr, in_steps=True, times=1):
+    """Return the bytes that a program moves between the memories; a `while` has the steps of an
+    accumulation, and chunks are in loops of a known length."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += times * primitives.count_moved(equation)
+        if in_steps or primitives.as_while(equation) is None:
+            inner = primitives.find_inner_jaxprs(equation)
+            runs = times * primitives.count_runs(equation)
+            found += sum(count_moved(x, in_steps, runs) for x in inner)
+    return found
+
+
+@pytest.mark.parametrize("tx", [MASTERS, optfn.adam(1e-2), optfn.accumulate(optfn.lamb(1e-2), 2)])
+@pytest.mark.parametrize("options", [{}, lambda: {"mesh": data_mesh(), "shard": "params"}])
+def test_an_accumulation_moves_its_sums_alone_between_steps(tx, options):
+    options, tx = options() if callable(options) else options, optfn.accumulate(tx, 2)
+    _, want = train(tx, NARROW, BATCHES[:2] * 2, **options)
+    step, found = train(tx, NARROW, BATCHES[:2] * 2, **options, **ON_HOST)
+    assert kinds(found) == {"pinned_host"} and compilations(step) == 1
+    assert_near(found, want, 1e-5)
+    if options:
+        jaxpr = step.compiled.trace(*step.shapes(found, BATCHES[0])).jaxpr.jaxpr
+        total = found.opt_state.total
+        # A sum is read and written, and read again for the update, which is −0.0.
+        sums = 3 * sum(x.nbytes for x in jax.tree.leaves(total) if memories.is_large(x))
+        assert count_moved(jaxpr, in_steps=False) == sums
+        assert count_moved(jaxpr) >= 3 * sums
+
+
+def test_a_sum_of_several_gradients_by_optax_moves_the_state_in_every_call():
+    tx = optax.MultiSteps(MASTERS, 2)
+    with pytest.warns(UserWarning, match="Use optfn.accumulate, which moves the sums alone"):
         _, found = train(tx, **ON_HOST)
     _, want = train(tx)
     assert_near(found.params, want.params, 1e-5)
@@ -321,6 +349,22 @@ def test_chunks_of_any_number_of_rows(rows, devices):
     found = by_rows(fn, m, p, divide=lambda shape: (devices, 1))
     assert memories.is_on_host(found[0]) and not memories.is_on_host(found[1])
     assert_near(found, jax.jit(fn)(m, p), 1e-5)
+
+
+def test_a_norm_needs_no_array_as_a_whole():
+    def fn(m):
+        m = 0.9 * m
+        largest = jnp.max(jnp.abs(m))
+        return m / jnp.sqrt(jnp.sum(m**2) + largest), jnp.all(m < largest), jnp.any(m > 9)
+
+    m = RNG.normal(size=(64, 8)).astype(np.float32)
+    program = jax.make_jaxpr(lambda m: by_rows(fn, m))(m)
+    made = [v.aval for e in primitives.walk(program.jaxpr) for v in e.outvars]
+    whole = [x for x in made if x.size == m.size and x.memory_space == jax.memory.Space.Device]
+    assert not whole
+    found = by_rows(fn, m)
+    assert memories.is_on_host(found[0])
+    assert_near(found, fn(m), 1e-5)
 
 
 def named_layer(q, h):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding
 
@@ -406,6 +407,32 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
         keeps_rows = shapes[0][:1] == shape[:1] and params["dimensions"] is None
         return (True,) if keeps_rows else None
     return None
+
+
+class Fold(NamedTuple):
+    """A reduction of all rows: the operation that joins its results on some rows and on others, and
+    its result on no rows."""
+
+    join: Callable[[Any, Any], Any]
+    first: Any
+
+
+_FOLDS = {
+    "reduce_sum": Fold(jnp.add, 0),
+    "reduce_max": Fold(jnp.maximum, -math.inf),
+    "reduce_or": Fold(jnp.logical_or, False),
+    "reduce_and": Fold(jnp.logical_and, True),
+}
+
+
+def as_fold(equation: Equation) -> Fold | None:
+    """Return the reduction of rows that an equation is, or None for another equation, and for a
+    maximum of integers."""
+    fold = _FOLDS.get(equation.primitive.name)
+    if fold is None or 0 not in equation.params["axes"]:
+        return None
+    is_limited = fold.first == -math.inf and type_of(equation.outvars[0]).dtype.kind in "iu"
+    return None if is_limited else fold
 
 
 def cut_rows(equation: Equation, rows: int) -> Equation:

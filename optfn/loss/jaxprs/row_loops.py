@@ -55,7 +55,7 @@ def run_by_rows(
     types = jax.tree.map(memories.type_on_device, args)
     program = Equations(fn, *types, inline=False)
     program = program.retrace(_open(program.equations, platform), jax.tree.leaves(types))
-    return _RowProgram(program, leaves, divide).run()
+    return _RowProgram(program, leaves, divide, platform).run()
 
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
@@ -85,34 +85,56 @@ class _RowProgram:
     """A program with arguments on the host.
 
     program: the program; equations: those that count.
-    divide: how devices divide an array of a shape.
+    divide: how devices divide an array of a shape; platform: whose branches run.
     values: of the variables that are known so far; kept: those that loops have made.
-    host: the arguments on the host.
+    host: the arguments on the host, and the arrays that a `while` of the program keeps there.
     rules: the row rules of equations that have one and read no array on the host as a whole, by id.
+    folds: how a loop makes the variables that are reductions of rows.
     makers: the number of the equation with a row rule that makes each variable.
     replaced: the argument of the same shape and dtype that each result replaces, one on the host if
       there are several.
     """
 
-    def __init__(self, program: Equations, leaves: Sequence[Value], divide: Divide) -> None:
-        self.program, self.divide = program, divide
+    def __init__(
+        self, program: Equations, leaves: Sequence[Value], divide: Divide, platform: str
+    ) -> None:
+        self.program, self.divide, self.platform = program, divide, platform
         self.equations = program.find_live_equations()
         self.values = program.constants | programs.bindings(program.inputs, leaves)
         self.kept: set[Variable] = set()
         self.host = {v for v in program.inputs if memories.is_on_host(self.values[v])}
+        pairs = zip(program.outputs, program.inputs, strict=False)
+        ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
+        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
+        self._follow_carries()
+        folds = ((e.outvars[0], primitives.as_fold(e)) for e in self.equations if e.outvars)
+        self.folds = {v: fold for v, fold in folds if fold is not None}
         rules = {id(e): self._find_rule(e) for e in self.equations}
         self.rules = {number: rule for number, rule in rules.items() if rule is not None}
         made = ((i, e.outvars) for i, e in enumerate(self.equations) if id(e) in self.rules)
         self.makers = {v: i for i, outvars in made for v in outvars}
-        pairs = zip(program.outputs, program.inputs, strict=False)
-        ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
-        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
+
+    def _follow_carries(self) -> None:
+        """Let each array that a `while` updates lie where the argument lies that its last value
+        replaces."""
+        loops = ((primitives.as_while(e), e) for e in self.equations)
+        carries = [
+            (v, new)
+            for loop, e in loops if loop is not None
+            for v, new in zip(loop.split(e.invars)[2], e.outvars, strict=True) if variables([v])
+        ]  # fmt: skip
+        for v, new in reversed(carries):
+            if new in self.replaced:
+                self.replaced.setdefault(v, self.replaced[new])
+        for v, new in carries:
+            if self.host.intersection((v, self.replaced.get(v))):
+                self.host.add(new)
 
     def _find_rule(self, equation: Equation) -> dict[Variable, bool] | None:
         """Return for each variable that an equation with a row rule reads whether it does so by
         row, or None if it has no rule, or reads a variable in both ways, or one on the host
         whole."""
-        rule = primitives.as_row_rule(equation)
+        rule = (True,) if primitives.as_fold(equation) else primitives.as_row_rule(equation)
         if rule is None:
             return None
         pairs = zip(equation.invars, rule, strict=True)
@@ -124,7 +146,7 @@ class _RowProgram:
     def run(self) -> PyTree:
         """Return the result of the program."""
         phases, wanted = self._find_phases()
-        rule = partial(_bind_fetched, {})
+        rule = partial(self._run_whole, {})
         for phase in range(max([*phases.values(), *wanted], default=0) + 1):
             now = [e for e in self.equations if phases.get(id(e)) == phase]
             self.values = run_equations(now, self.values, rule=rule)
@@ -133,11 +155,59 @@ class _RowProgram:
             self.kept |= wanted[phase]
         outputs = programs.read(self.values, self.program.outputs)
         homes: Iterator[Any] = itertools.chain(self.program.inputs, itertools.repeat(None))
-        moved = [
+        return jax.tree.unflatten(self.program.structure, self._place(outputs, homes))
+
+    def _run_whole(
+        self, fetched: dict[int, Value], equation: Equation, *operands: Value
+    ) -> list[Value]:
+        """Run an equation outside of the loops over chunks, with those of its operands fetched that
+        lie on the host.
+
+        Of a slice only its part is fetched, and of a `while` that updates arrays on the host only
+        what its body reads, by rows.
+
+        Args:
+          fetched: the arrays that have been fetched, by the id of the one on the host.
+          equation: the equation.
+          *operands: its operands.
+        """
+        cut, loop = primitives.as_slice(equation), primitives.as_while(equation)
+        if cut is not None and memories.is_on_host(operands[0]):
+            starts, ends, strides = cut
+            part = memories.to_device(lax.slice(operands[0], starts, ends))
+            return [lax.slice(part, [0] * part.ndim, part.shape, strides)]
+        if loop is not None and not self.host.isdisjoint(equation.outvars):
+            return self._run_while(loop, equation.outvars, operands)
+        for x in filter(memories.is_on_host, operands):
+            if id(x) not in fetched:
+                fetched[id(x)] = memories.to_device(x)
+        return programs.bind(equation, *(fetched.get(id(x), x) for x in operands))
+
+    def _run_while(
+        self, loop: primitives.While, made: Sequence[Variable], operands: Sequence[Value]
+    ) -> list[Value]:
+        """Run a loop whose body runs by rows, so that a loop of no turn moves nothing."""
+        of_condition, of_body, carry = loop.split(operands)
+        condition, body = (Call(x, [], False) for x in (loop.condition, loop.body))
+
+        def is_next(carry: list[Value]) -> Value:
+            return _run_open(condition, self.platform, *of_condition, *carry)[0]
+
+        def run_body(carry: list[Value], constants: Sequence[Value]) -> list[Value]:
+            return _run_open(body, self.platform, *constants, *carry)
+
+        def turn(carry: list[Value]) -> list[Value]:
+            args = carry, of_body
+            return run_by_rows(run_body, args, self.divide, self.platform)
+
+        return lax.while_loop(is_next, turn, self._place(carry, made))
+
+    def _place(self, values: Iterable[Value], homes: Iterable[Variable | None]) -> list[Value]:
+        """Return each value in the memory where the variable beside it lies."""
+        return [
             memories.to_host(x) if home in self.host else memories.to_device(x)
-            for x, home in zip(outputs, homes, strict=False)
+            for x, home in zip(values, homes, strict=False)
         ]
-        return jax.tree.unflatten(self.program.structure, moved)
 
     def _find_phases(self) -> tuple[dict[int, int], defaultdict[int, set[Variable]]]:
         """Return the phase of each equation that runs outside of loops, by id, and for each phase
@@ -149,7 +219,7 @@ class _RowProgram:
         for equation in self.equations:
             rule = self.rules.get(id(equation), {})
             reads = variables(equation.invars)
-            waits = [v for v in reads if v in looped and not rule.get(v)]
+            waits = [v for v in reads if v in looped and (v in self.folds or not rule.get(v))]
             for v in waits:
                 wanted[phase_of[v]].add(v)
             phase = max([0, *(phase_of[v] for v in reads), *(phase_of[v] + 1 for v in waits)])
@@ -162,13 +232,14 @@ class _RowProgram:
             wanted[phase_of[v]].add(v)
         return phases, wanted
 
-    def _find_loop(self, results: Iterable[Variable]) -> tuple[list[Equation], list[Variable]]:
+    def _find_loop(self, results: Sequence[Variable]) -> tuple[list[Equation], list[Variable]]:
         """Return the equations that make some variables from what is known and from the results of
         earlier loops, in order, and the variables that they read by row."""
         stack, found, rows = [*results], set(), dict[Variable, None]()
         while stack:
             v = stack.pop()
-            number = None if v in self.kept else self.makers.get(v)
+            is_known = v in self.kept or (v in self.folds and v not in results)
+            number = None if is_known else self.makers.get(v)
             if number is None:
                 rows[v] = None
             elif number not in found:
@@ -201,11 +272,8 @@ class _RowProgram:
         """
         shape = max((type_of(v).shape for v in (*rows, *results)), key=math.prod)
         view = _View.of(shape, *self.divide(shape))
-        replaced = [self.replaced.get(v) for v in results]
-        begin = [
-            jnp.zeros(type_of(v).shape, type_of(v).dtype) if old is None else self.values[old]
-            for v, old in zip(results, replaced, strict=True)
-        ]
+        folds = [self.folds.get(v) for v in results]
+        replaced = [None if v in self.folds else self.replaced.get(v) for v in results]
         # What a loop overwrites it must read from its carry: another use would keep a copy.
         fixed = {v: view.split(self.values[v]) for v in rows if v not in replaced}
 
@@ -219,17 +287,28 @@ class _RowProgram:
                 if primitives.counts_rows(cut):
                     instead[id(cut)] = partial(_number_rows, cut, view.number(start, size))
                 made |= run_equations([cut], given, instead)
-            chunks = zip(carry, (made[v] for v in results), strict=True)
-            return [view.put(x, rows, start) for x, rows in chunks]
+            return [
+                view.put(x, made[v], start) if fold is None else fold.join(x, made[v])
+                for v, fold, x in zip(results, folds, carry, strict=True)
+            ]
 
         def turn(i: Value, carry: list[Value]) -> list[Value]:
             return run_chunk(i * view.size, view.size, carry)
 
         turns, rest = divmod(view.rows, view.size)
-        begin = list(map(view.split, begin))
+        begin = [self._begin(v, view) for v in results]
         carry = turn(0, begin) if turns == 1 else lax.fori_loop(0, turns, turn, begin)
         carry = run_chunk(view.rows - rest, rest, carry) if rest else carry
-        self.values |= programs.bindings(results, map(view.join, carry))
+        for v, fold, x in zip(results, folds, carry, strict=True):
+            self.values[v] = view.join(x) if fold is None else x
+
+    def _begin(self, v: Variable, view: "_View") -> Value:
+        """Return the array in which a loop makes a variable: the array that it replaces, split, or
+        a new one."""
+        shape, dtype, old = type_of(v).shape, type_of(v).dtype, self.replaced.get(v)
+        if v in self.folds:
+            return jnp.full(shape, self.folds[v].first, dtype)
+        return view.split(jnp.zeros(shape, dtype) if old is None else self.values[old])
 
 
 class _View(NamedTuple):
@@ -286,24 +365,3 @@ def _are_alike(a: Variable, b: Variable) -> bool:
     """Tell whether two variables have the same shape and dtype."""
     x, y = type_of(a), type_of(b)
     return bool(x.shape == y.shape and x.dtype == y.dtype)
-
-
-def _bind_fetched(fetched: dict[int, Value], equation: Equation, *operands: Value) -> list[Value]:
-    """Run an equation with those of its operands fetched that lie on the host.
-
-    Of a slice only its part is fetched.
-
-    Args:
-      fetched: the arrays that have been fetched, by the id of the one on the host.
-      equation: the equation.
-      *operands: its operands.
-    """
-    cut = primitives.as_slice(equation)
-    if cut is not None and memories.is_on_host(operands[0]):
-        starts, ends, strides = cut
-        part = memories.to_device(lax.slice(operands[0], starts, ends))
-        return [lax.slice(part, [0] * part.ndim, part.shape, strides)]
-    for x in filter(memories.is_on_host, operands):
-        if id(x) not in fetched:
-            fetched[id(x)] = memories.to_device(x)
-    return programs.bind(equation, *(fetched.get(id(x), x) for x in operands))
