@@ -117,6 +117,8 @@ def _join_tables(
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
     """Return the scalars among metrics by path, such as "aux/accuracy", without arrays that have
     axes."""
+    if all(isinstance(x, jax.Array | float | int) for x in metrics.values()):  # nothing to name
+        return {k: x for k, x in metrics.items() if np.ndim(x) == 0}
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))

@@ -9,6 +9,8 @@ from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf
 from optfn.leaves.foreign import check_keys, is_known_to_jax, refuse_foreign_numbers
 
+# Arrays of NumPy that need no conversion, and whose numbers JAX keeps.
+_READY = frozenset(map(np.dtype, ("f2", "f4", "f8", "i1", "i2", "i4", "u1", "u2", "u4", "?")))
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
 
 
@@ -30,7 +32,7 @@ def convert_batch(batch: Batch) -> Batch:
         check_keys("the batch", batch)
         raise
     # Most batches are ready, and a step of a small model takes hardly longer than these checks.
-    if all(map(_holds_data, leaves)):
+    if all(map(_is_ready, leaves)):
         return batch
     if any(_is_tensor(x) or _is_swapped(x) for x in leaves):
         batch = tree.map_named(_convert_leaf, batch)
@@ -59,6 +61,11 @@ def convert_batch(batch: Batch) -> Batch:
                 "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
             )
     return batch
+
+
+def _is_ready(x: Leaf) -> bool:
+    """Tell whether a leaf of a batch is an array that a step takes as it is."""
+    return x.dtype in _READY if type(x) is np.ndarray else _holds_data(x)
 
 
 def _holds_data(x: Leaf) -> bool:

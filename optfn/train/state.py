@@ -1,7 +1,7 @@
 """The state of a training run, and checks, copies and shardings of the arrays that begin it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -139,17 +139,15 @@ def copy_repeated(state: TrainState) -> TrainState:
     return jax.tree.map(once, state)
 
 
-def copy_shared(values: PyTree, donated: Sequence[Leaf]) -> PyTree:
+def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
     """Copy the arrays of a tree that a call donates too, since JAX refuses a buffer that a call
     donates and reads, and return others unchanged. Params of a target network are an example."""
-    read = set(map(id, jax.tree.leaves(values)))
-    shared = read.intersection(map(id, donated))
+    read = {id(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)}
+    # A batch of NumPy's needs no look at a state, which may have thousands of leaves.
+    shared = read and read.intersection(map(id, jax.tree.leaves(donated)))
     if not shared:
         return values
-    # Python's small numbers are shared, too.
-    return jax.tree.map(
-        lambda x: copy(x) if id(x) in shared and isinstance(x, jax.Array) else x, values
-    )
+    return jax.tree.map(lambda x: copy(x) if id(x) in shared else x, values)
 
 
 def replicate_counters(state: TrainState) -> TrainState:

@@ -399,7 +399,7 @@ class TrainStep:
         that the next call with it does neither again."""
         batch = convert_batch(batch)
         if self.options.donate:
-            batch = copy_shared(batch, jax.tree.leaves(state))
+            batch = copy_shared(batch, state)
         batch = self._split_batch(batch)
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)

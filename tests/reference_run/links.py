@@ -82,6 +82,8 @@ class Rule:
             rows = [self.step_leaf(k, *row, lr) for row in zip(p, g, states, strict=True)]
             after = {i: np.stack([row[1][i] for row in rows]) for i in rows[0][1]}
             return np.stack([row[0] for row in rows]), after
+        if not p.size:
+            return p, state
         plain = {k: x for k, x in options.items() if k != "lazy"}
         new, after = RULES[name](p, g, state, self.count, lr, **plain)
         if k in TABLES and options.get("lazy"):  # rows that no example looks up stay

@@ -121,13 +121,15 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 def copy_beside(batch: Batch, like: jax.Array) -> Batch:
     """Copy the NumPy arrays of a batch to the device of `like`, or on the host if `like` lies on
-    several, and return every other leaf unchanged."""
-    batch = copy_host_arrays(batch)
-    if like.sharding.num_devices > 1:
-        return batch
-    device = next(iter(like.devices())) if like.committed else None
+    several or on a CPU, and return every other leaf unchanged."""
+    copied = copy_host_arrays(batch)
+    device = next(iter(like.devices()))
+    # A step on a CPU reads the copy itself, and `device_put` takes longer than such a step.
+    if copied is batch or like.sharding.num_devices > 1 or device.platform == "cpu":
+        return copied
+    target = device if like.committed else None
     return jax.tree.map(
-        lambda x: jax.device_put(x, device) if isinstance(x, np.ndarray) else x, batch
+        lambda x: jax.device_put(x, target) if isinstance(x, np.ndarray) else x, copied
     )
 
 
