@@ -273,7 +273,7 @@ class Best:
         if is_new and (not is_resumed or self.evaluator.has_been_due(int(begun.step))):
             self.evaluator.record_first(begun)
         self._read(begun)
-        self.consider(begun)
+        self.consider(begun, is_provisional=self.evaluator.provisional == int(begun.step))
 
     def go_on(self, begun: TrainState) -> None:
         """Forget and remove a state that was kept for a provisional evaluation, and read the one
