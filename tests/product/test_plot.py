@@ -270,8 +270,6 @@ def test_matplotlib_is_optional(tmp_path, monkeypatch):
         lambda: plan(2, 2).draw(),
         lambda: optfn.minimize(lambda w, x: w, *arguments, map(steps.append, [1]), report=path),
     ):
-        with pytest.raises(
-            ImportError, match=r'matplotlib is not installed: pip install'
-        ):
+        with pytest.raises(ImportError, match=r"matplotlib is not installed: pip install"):
             call()
     assert not path.exists() and not steps
