@@ -75,7 +75,7 @@ CHECKS |= dict.fromkeys(
 
 
 # These train for ten seconds and longer.
-LONG = {"notebooks/recommender.md", "notebooks/language-model.md"}
+LONG = {f"notebooks/{name}.md" for name in ("digits", "language-model", "recommender")}
 
 
 @pytest.mark.parametrize(
