@@ -17,13 +17,7 @@ from simulation import N, stacked
 from simulation import simulated_update as simulated
 
 from optfn.compression.exchange import ExchangeState
-from optfn.distributed import (
-    data_mesh,
-    exchange,
-    power_sgd,
-    quantize,
-    top_k,
-)
+from optfn.distributed import data_mesh, exchange, power_sgd, quantize, top_k
 from optfn.sparse import Rows
 
 FOLLOWED = [(name, 1.0) for name in COMPRESSORS if name != "top_k_one_entry"]

@@ -225,10 +225,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(CHOSEN, id="chosen"),
-        pytest.param(None, id="all", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(CHOSEN, id="chosen"), pytest.param(None, id="all", marks=pytest.mark.nightly)],
 )
 def test_optax_trains_packed_params_as_the_tree_or_is_refused(names):
     wrong, accused, right = [], set(), set()
