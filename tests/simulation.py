@@ -65,11 +65,7 @@ def unpipelined(tx, params, batches, loss_fn=whole):
 
 def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b", pattern=".*"):
     f = pipeline_value_and_grad(
-        stage_fn,
-        mean_square,
-        mesh=mesh,
-        num_microbatches=3,
-        schedule=schedule,
+        stage_fn, mean_square, mesh=mesh, num_microbatches=3, schedule=schedule
     )
     step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard={pattern: spec})
     state = step.init(params)

@@ -73,8 +73,7 @@ def made(name, packed, workers=4):
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"),
-    suite(itertools.product(OF_THE_TREE, [4, 1]), ("local steps", 4)),
+    ("name", "workers"), suite(itertools.product(OF_THE_TREE, [4, 1]), ("local steps", 4))
 )
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
@@ -91,8 +90,7 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
 
 
 @pytest.mark.parametrize(
-    ("name", "here", "there", "sharded"),
-    suite(WAYS, ("local steps", True, False, True)),
+    ("name", "here", "there", "sharded"), suite(WAYS, ("local steps", True, False, True))
 )
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
@@ -118,10 +116,7 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
 
 @pytest.mark.parametrize(
     ("name", "sharded", "workers"),
-    suite(
-        itertools.product(RUNS, [False, True], [2, 1]),
-        ("local steps", True, 1),
-    ),
+    suite(itertools.product(RUNS, [False, True], [2, 1]), ("local steps", True, 1)),
 )
 def test_a_packed_run_goes_on_with_fewer_workers(name, sharded, workers, tmp_path):
     if sharded:

@@ -229,7 +229,7 @@ def test_attributes_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("bad", "begin"), [(np.nan, 0), nightly(np.nan, 9), (np.inf, 9), nightly(np.inf, 0)]
+    ("bad", "begin"), [nightly(np.nan, 0), nightly(np.nan, 9), (np.inf, 9), nightly(np.inf, 0)]
 )
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     """One bad element on one worker: params and state, that of the penalty too, are unchanged, and

@@ -57,11 +57,7 @@ SUITE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "compressor",
-    suite(COMPRESSORS, *SUITE),
-    ids=repr,
-)
+@pytest.mark.parametrize("compressor", suite(COMPRESSORS, *SUITE), ids=repr)
 def test_what_is_kept_is_shorter_than_what_came(compressor):
     state = compressor.init(SHAPE)
     sent_of = jax.jit(lambda x: compressor.decode(compressor.encode(x, state)[0], SHAPE))

@@ -71,9 +71,7 @@ def average(grads):
 
 @pytest.mark.parametrize(
     ("rule", "around"),
-    suite(
-        itertools.product(RULES, [pmap, vmap, untracked]), ("dgc", vmap), ("exchange", untracked)
-    ),
+    suite(itertools.product(RULES, [pmap, vmap, untracked]), ("exchange", untracked)),
 )
 def test_equal_gradients_are_said_in_the_first_step(rule, around):
     with pytest.warns(UserWarning, match=r"same gradient in the first step.*Leave out") as caught:

@@ -17,20 +17,14 @@ from simulation import N, stacked
 from simulation import simulated_update as simulated
 
 from optfn.compression.exchange import ExchangeState
-from optfn.distributed import (
-    data_mesh,
-    exchange,
-    power_sgd,
-    quantize,
-    top_k,
-)
+from optfn.distributed import data_mesh, exchange, power_sgd, quantize, top_k
 from optfn.sparse import Rows
 
 FOLLOWED = [(name, 1.0) for name in COMPRESSORS if name != "top_k_one_entry"]
 FOLLOWED += [(name, beta) for name in ("top_k", "quantize_1") for beta in (0.5, 0.0)]
 
 
-@pytest.mark.parametrize(("name", "beta"), suite(FOLLOWED, ("quantize_8", 1.0), ("top_k", 0.5)))
+@pytest.mark.parametrize(("name", "beta"), suite(FOLLOWED, ("top_k", 0.5)))
 def test_follows_the_equations(name, beta):
     """Residual and direction of each step, from the residuals before; and nothing is lost."""
     compressor, send = COMPRESSORS[name]
@@ -106,7 +100,9 @@ def test_rows_are_exchanged_as_rows():
     chex.assert_trees_all_equal(after.residual, state.residual)
 
 
-@pytest.mark.parametrize("compressor", [top_k(0.1), nightly(quantize(1)), power_sgd(2)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [nightly(top_k(0.1)), nightly(quantize(1)), power_sgd(2)], ids=repr
+)
 @pytest.mark.parametrize(("bad", "leaf"), [nightly(np.nan, "w"), (np.inf, "b")])
 def test_an_update_that_is_not_finite(compressor, bad, leaf):
     """Of one worker: zeros on all, residuals and compressors' states stay, the next one goes on."""

@@ -215,10 +215,7 @@ def test_integer_leaves_are_held(entry, integer_gradient):
             updated(entry, tx, grads | {"ids": wrong}, state, params)
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(COMPLEX, *SUITE_OF_COMPLEX),
-)
+@pytest.mark.parametrize("name", suite(COMPLEX, *SUITE_OF_COMPLEX))
 def test_complex_leaves(name):
     """The direction of a rotation-invariant rule turns with the gradient; nu stays real."""
     entry = registry.ALL[name]
@@ -389,8 +386,7 @@ def test_state_of_any_params(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    suite([k for k in registry.ALL if k not in OF_ANY_PARAMS], *SUITE_OF_OTHER_PARAMS),
+    "name", suite([k for k in registry.ALL if k not in OF_ANY_PARAMS], *SUITE_OF_OTHER_PARAMS)
 )
 def test_state_of_other_params_is_an_error(name):
     entry = registry.ALL[name]

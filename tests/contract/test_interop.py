@@ -244,10 +244,7 @@ def test_attributes_on_the_trees_of_every_library():
         (nnx_params, "bias", "kernel"),
         (equinox_params, "bias", "weight"),
     ):
-        attrs = {
-            bias: optfn.ParamAttr(trainable=False),
-            weight: optfn.ParamAttr(learning_rate=0.5),
-        }
+        attrs = {bias: optfn.ParamAttr(trainable=False), weight: optfn.ParamAttr(learning_rate=0.5)}
         tx = optfn.sgd(1.0, param_attrs=attrs)
         grads = jax.tree.map(jnp.ones_like, params)
         updates, _ = tx.update(grads, tx.init(params), params)

@@ -37,10 +37,7 @@ SUITE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(registry.EVERYTHING, *SUITE),
-)
+@pytest.mark.parametrize("name", suite(registry.EVERYTHING, *SUITE))
 def test_an_update_lowers(name):
     """With leaves of several shapes, one of them narrow."""
     entry = registry.EVERYTHING[name]

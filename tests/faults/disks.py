@@ -64,7 +64,7 @@ def empty(disk: Path) -> None:
 DISK = "an error names the file; the older checkpoint stays whole, and the run goes on from it"
 
 
-@fault("a disk that is full while saving", DISK, quick=True)
+@fault("a disk that is full while saving", DISK)
 def disk_full(directory: Path) -> str:
     return cannot_save(directory, "No space left.*", fill, empty)
 

@@ -15,11 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import (
-    pipeline_value_and_grad,
-    stack_stages,
-    unstack_stages,
-)
+from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
 from optfn.loss.mean import Mean
 
 EXAMPLES, WIDTH, STEPS, TOLERANCE = 32, 8, 3, 1e-12

@@ -307,9 +307,7 @@ def use_scans_of_jax(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    "name", suite(RECOMPUTED, "scan_layers", "scan of checkpoint in reverse", "nnx, remat")
-)
+@pytest.mark.parametrize("name", suite(RECOMPUTED, "scan of checkpoint in reverse", "nnx, remat"))
 def test_a_recomputed_scan_has_the_bits_of_the_scan_of_jax(name, monkeypatch):
     params, loss = MODELS[name]()
     got = trained(loss, params, mesh=data_mesh(N), shard="params")
@@ -318,7 +316,7 @@ def test_a_recomputed_scan_has_the_bits_of_the_scan_of_jax(name, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("option", suite(OPTIONS, "microbatches", "two levels"))
+@pytest.mark.parametrize("option", suite(OPTIONS, "two levels"))
 def test_a_recomputed_scan_has_these_bits_with_each_option(option, monkeypatch):
     mesh = data_mesh(N) if option != "two levels" else jax.make_mesh((2, 4), ("slow", "fast"))
 

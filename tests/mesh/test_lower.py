@@ -50,10 +50,7 @@ SUITE = (
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize(
-    "pair",
-    suite(PAIRS, *SUITE),
-)
+@pytest.mark.parametrize("pair", suite(PAIRS, *SUITE))
 def test_the_program_of_shapes_is_that_of_a_call(pair):
     names = tuple(pair.split(" + "))
     step, state = made(names)

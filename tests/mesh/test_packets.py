@@ -82,11 +82,7 @@ def made(shard, tx=None, mesh=None, **options):
     return optfn.make_train_step(loss_fn, tx, mesh=mesh, shard=shard, **options)
 
 
-WAYS = {
-    "params": ("params", {}),
-    "once": ("params", {"gather_once": True}),
-    "state": ("state", {}),
-}
+WAYS = {"params": ("params", {}), "once": ("params", {"gather_once": True}), "state": ("state", {})}
 
 
 @pytest.mark.parametrize("way", suite(WAYS, "params"))

@@ -69,9 +69,7 @@ def sparse_loco(axis_name="data"):
 
 def optimizer():
     return optfn.chain(
-        sparse_loco(),
-        optfn.scale_by_learning_rate(0.1),
-        optfn.exponential_moving_average(0.9),
+        sparse_loco(), optfn.scale_by_learning_rate(0.1), optfn.exponential_moving_average(0.9)
     )
 
 

@@ -55,10 +55,7 @@ SUITE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind"),
-    suite(AXES, *SUITE),
-)
+@pytest.mark.parametrize(("entry", "kind"), suite(AXES, *SUITE))
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -83,10 +80,7 @@ SUITE_IN_SHARD_MAP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("entry", "check_vma"),
-    suite(CHECKED, *SUITE_IN_SHARD_MAP),
-)
+@pytest.mark.parametrize(("entry", "check_vma"), suite(CHECKED, *SUITE_IN_SHARD_MAP))
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))

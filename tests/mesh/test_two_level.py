@@ -128,8 +128,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    suite(itertools.product(EXCHANGES, ["params", "state"]), ("top_k", "state")),
+    ("name", "kind"), suite(itertools.product(EXCHANGES, ["params", "state"]), ("top_k", "state"))
 )
 def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kind):
     """Chunks divide the parts, so that they are those of whole leaves, and so are the residuals."""
@@ -194,8 +193,7 @@ LAZY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    suite(itertools.product(LAZY, ["params", "state"]), ("clip", "state")),
+    ("name", "kind"), suite(itertools.product(LAZY, ["params", "state"]), ("clip", "state"))
 )
 def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
     """The rate and the factor of a clip, computed for all rows, reach the owners of rows."""

@@ -129,10 +129,7 @@ BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
 
 @pytest.mark.parametrize(
     ("rule", "kind", "layers"),
-    suite(
-        itertools.product(RULES, ["state", "params"], [8, 6]),
-        ("muon", "params", 6),
-    ),
+    suite(itertools.product(RULES, ["state", "params"], [8, 6]), ("muon", "params", 6)),
 )
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()

@@ -98,8 +98,7 @@ GRID = list(
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule", "stash"),
-    suite(GRID, ((2, 2), "1f1b", "input"), ((2, 1), "zb", "input")),
+    ("layout", "schedule", "stash"), suite(GRID, ((2, 2), "1f1b", "input"), ((2, 1), "zb", "input"))
 )
 @pytest.mark.parametrize("data", [nightly(1), 2])
 def test_loss_and_gradients_are_those_of_the_model(layout, schedule, stash, data):

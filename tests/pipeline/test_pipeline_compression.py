@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from grids import nightly
 from jax.sharding import PartitionSpec as P
-from problems import (
-    STAGES,
-    batch,
-    block,
-    blocks,
-    mesh_of,
-)
+from problems import STAGES, batch, block, blocks, mesh_of
 from simulation import pipelined, unpipelined
 
 import optfn

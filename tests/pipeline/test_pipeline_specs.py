@@ -69,8 +69,7 @@ CASES += [("1f1b", 2, False), ("1f1b", 1, True)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "explicit"),
-    suite(CASES, ("zb", 1, False), ("1f1b", 1, True)),
+    ("schedule", "virtual", "explicit"), suite(CASES, ("zb", 1, False), ("1f1b", 1, True))
 )
 def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit):
     mesh, params = mesh_of(explicit), stacked(STAGES * virtual)

@@ -64,18 +64,14 @@ def every_run_learns(capsys, *after: dict) -> None:
 
 
 # What is asked of the names after each program of a page, beside that it runs.
-CHECKS = {
-    "README.md": trains,
-    "distributed.md": trains_on_all_devices,
-    "links.md": sends_less,
-}
+CHECKS = {"README.md": trains, "distributed.md": trains_on_all_devices, "links.md": sends_less}
 CHECKS |= dict.fromkeys(
     ("moving/fluid.md", "tour.md", "loop.md", "recipes.md", "own-transform.md"), every_run_learns
 )
 
 
 # These train for ten seconds and longer.
-LONG = {"notebooks/recommender.md", "notebooks/language-model.md"}
+LONG = {f"notebooks/{name}.md" for name in ("digits", "language-model", "recommender")}
 
 
 @pytest.mark.parametrize(

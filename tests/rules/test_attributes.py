@@ -219,9 +219,7 @@ def test_complex_leaves_beside_a_real_penalty_of_others():
     np.testing.assert_array_equal(updates["w"], [-1.5, -1.5])
     np.testing.assert_array_equal(updates["z"], [-1, -1])
     tx = optfn.sgd(
-        1.0,
-        grad_clip=optfn.clip_by_value(0.5),
-        param_attrs={"z": optfn.ParamAttr(need_clip=False)},
+        1.0, grad_clip=optfn.clip_by_value(0.5), param_attrs={"z": optfn.ParamAttr(need_clip=False)}
     )
     updates, _ = tx.update(params, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])

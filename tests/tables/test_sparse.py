@@ -260,12 +260,7 @@ def test_rows_of_a_reshaped_array_in_parts():
     want = np.append(np.asarray(p), 0.0)
     np.add.at(want, np.asarray(indices), np.asarray(r.values))
     assert (r.shape, r.ndim) == ((5, 8), 2)
-    for found in (
-        p + r,
-        r.merge() + p,
-        optfn.apply_updates(p, r),
-        p + (r + r) - r.dense(),
-    ):
+    for found in (p + r, r.merge() + p, optfn.apply_updates(p, r), p + (r + r) - r.dense()):
         np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
     once = r.merge()
     np.testing.assert_array_equal(rows.take_rows(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
@@ -362,10 +357,7 @@ SUITE = (
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize(
-    "name",
-    suite(EXACT, *SUITE),
-)
+@pytest.mark.parametrize("name", suite(EXACT, *SUITE))
 def test_rows_give_the_dense_result(name):
     """Three steps with rows end where those with the dense gradient end, state included."""
     entry = EXACT[name]
@@ -545,10 +537,7 @@ RECORDED = (
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize(
-    "name",
-    suite(SPARSE, *RECORDED),
-)
+@pytest.mark.parametrize("name", suite(SPARSE, *RECORDED))
 def test_rows_follow_paddle(name):
     """Rows in, Paddle's trajectory out; of Adam, whose β powers Paddle runs ahead, the moments."""
     a, case = arrays(name), CASES[name]
@@ -672,10 +661,7 @@ def test_densify_goes_before_the_transforms_of_optax():
 
 NEED_ARRAYS = {
     "alone": (lambda tx: tx, "tx takes no"),
-    "in a chain": (
-        lambda tx: optfn.chain(optfn.clip_by_norm(1.0), tx),
-        "chain: part 1 takes no",
-    ),
+    "in a chain": (lambda tx: optfn.chain(optfn.clip_by_norm(1.0), tx), "chain: part 1 takes no"),
     "guarded": (optfn.skip_nonfinite, "skip_nonfinite: tx takes no"),
     "measured": (optfn.record_metrics, "record_metrics: tx takes no"),
     "in a partition": (

@@ -225,10 +225,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(CHOSEN, id="chosen"),
-        pytest.param(None, id="all", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(CHOSEN, id="chosen"), pytest.param(None, id="all", marks=pytest.mark.nightly)],
 )
 def test_optax_trains_packed_params_as_the_tree_or_is_refused(names):
     wrong, accused, right = [], set(), set()
@@ -246,12 +243,28 @@ def test_optax_trains_packed_params_as_the_tree_or_is_refused(names):
     assert right >= RIGHT & (names or RIGHT)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        WHOLE,
+        *("behind a global norm", "in a chain of optfn", "accumulated", "injected", "rolled"),
+        *("a global norm of some leaves", "a decay by path", "a small decay of matrices"),
+        *("frozen by path", "rates of optfn by axes", "rules of optfn by path", "rates of rows"),
+        *("a norm behind muon of optfn", "a clip of optfn by axes", "a scale by size", "scattered"),
+    ),
+)
 def test_a_rule_of_whole_leaves_is_refused(name):
     assert "cannot be combined with packed=True" in refusal(WHOLE[name])
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name",
+    suite(
+        ELEMENTWISE,
+        *("a flat vector", "optfn, injected", "optfn in a partition", "a scale behind optfn"),
+        *("a rule of one's own, frozen and with rates by optfn", "accumulated"),
+    ),
+)
 def test_an_elementwise_rule_is_accepted(name):
     assert not refusal(ELEMENTWISE[name])
 
