@@ -60,13 +60,14 @@ def run_by_rows(
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
     """Return what runs in place of equations so that those inside of calls show: the equations of
-    each call and of the branches for a platform, and a barrier for each array."""
+    each call and of the branches for a platform, without barriers of several arrays."""
     found: dict[int, Override] = {}
     for equation in equations:
         call = primitives.as_call(equation)
         branch = primitives.as_platform_branch(equation, platform)
         if primitives.is_barrier(equation):
-            found[id(equation)] = lambda *x: list(map(lax.optimization_barrier, x))
+            # Of several arrays it is an order, which the loops have; of one it hides the value.
+            found[id(equation)] = lambda *x: [*x] if len(x) > 1 else [lax.optimization_barrier(*x)]
         elif branch is not None:
             found[id(equation)] = lambda _, *x, of=branch: _run_open(of, platform, *x)
         elif call is not None and not primitives.find_bound_axes(equation):

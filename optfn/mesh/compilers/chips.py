@@ -83,9 +83,9 @@ class Chip:
 # H100: NVIDIA's data sheet of the SXM5: 989 TFLOP/s, 3.35 TB/s, 18 links of 25 GB/s in one
 # direction, and in a DGX a ConnectX-7 of 400 Gbit/s for each GPU. Assumptions: 0.8 of links and
 # network, 5 μs, and 0.75 of the peak for products. H200: the data sheet of the SXM5.
-# Links to the host: of TPUs the PCIe of the same chapter, which gives 16 GB/s each way for v4, 32 for
-# v6e, "about 2x higher than v5", and about 15 for a chip in general: v5e and v5p have 16 here. Of
-# H100 and H200 PCIe 5.0 × 16, 64 GB/s in the data sheet. Assumption: 0.86 of it for large pinned
+# Links to the host: of TPUs the PCIe of the same chapter, which gives 16 GB/s each way for v4, 32
+# for v6e, "about 2x higher than v5", and about 15 for a chip in general: v5e and v5p have 16 here.
+# Of H100 and H200 PCIe 5.0 × 16, 64 GB/s in the data sheet. Assumption: 0.86 of it for large pinned
 # copies. Nothing of it was measured; `plan_memory` takes a measured speed as `host_link`.
 _REACHED_BY_NCCL = 0.8
 _H100 = Chip(
