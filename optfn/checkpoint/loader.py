@@ -54,8 +54,7 @@ class Loader:
     @functools.cached_property
     def like(self) -> Snapshot:
         """The arrays of the template by name. Rows of divided tables are in stored order."""
-        reserved = list_reserved(self.template)
-        return Snapshot.of(self.template, reserved, unwrap_tables)
+        return Snapshot.of(self.template, list_reserved(self.template), unwrap_tables)
 
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the state's arrays in a checkpoint, without the history's names. No

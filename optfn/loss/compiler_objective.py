@@ -33,8 +33,7 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
         return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole, whole)
 
     def run(inputs: Inputs) -> tuple[Values, Updates]:
-        shown = show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))
-        return shown(inputs)
+        return show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))(inputs)
 
     return run
 

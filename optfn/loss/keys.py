@@ -39,8 +39,7 @@ def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
     def fold(x: Leaf) -> Leaf:
         if not tree.is_key(x):
             return x
-        folded = jax.vmap(lambda key: fold_in(key, worker))(x.reshape(-1))
-        return folded.reshape(x.shape)
+        return jax.vmap(lambda key: fold_in(key, worker))(x.reshape(-1)).reshape(x.shape)
 
     return jax.tree.map(fold, model_state)
 

@@ -241,8 +241,7 @@ def _within(ids: jax.Array, count: int) -> jax.Array:
     if ids.dtype == jnp.int32:
         return ids
     limits = jnp.iinfo(ids.dtype)
-    inside = jnp.clip(ids, max(-1, limits.min), min(count, limits.max))
-    return inside.astype(jnp.int32)
+    return jnp.clip(ids, max(-1, limits.min), min(count, limits.max)).astype(jnp.int32)
 
 
 def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Variable, str]:

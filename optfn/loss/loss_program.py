@@ -172,8 +172,7 @@ class LossProgram:
     def whole_params(self) -> Params:
         """Return the params, with the shape and dtype of the whole array in place of each
         ShardedParam, and with all other leaves unchanged."""
-        leaves = [_whole_shape(x) for x in self._leaves]
-        return jax.tree.unflatten(self._structure, leaves)
+        return jax.tree.unflatten(self._structure, map(_whole_shape, self._leaves))
 
     def evaluate(self, params: Params) -> Any:
         """Run the traced loss on whole params, or call the loss function if it was not traced, and

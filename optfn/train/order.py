@@ -127,7 +127,9 @@ class _Walk:
         """
         after = self._follow_state(state, before, tx, text)
         # A function of the user's may change what comes out of a known state, such as its sign.
-        return before if after == before else _forget(after) if _is_users(tx) else after
+        if after != before and _is_users(tx):
+            return dict.fromkeys(after, UpdateForm())
+        return after
 
     def _follow_state(
         self, state: OptState, before: FormsByPath, tx: Any, text: str
@@ -219,7 +221,8 @@ class _Walk:
         if isinstance(state, optax.transforms.ApplyIfFiniteState):
             self._check_dtypes(after)
         if way == "sometimes":
-            return {path: _merge_forms(x, before[path]) for path, x in after.items()}
+            same = {path for path, x in after.items() if x.form == before[path].form}
+            return {path: x if path in same else UpdateForm() for path, x in after.items()}
         if way == "accumulate":
             mark = ((forms.PAUSED, name),)
             return {path: x._replace(marks=x.marks + mark) for path, x in after.items()}
@@ -348,11 +351,6 @@ def _mark_mastered(x: UpdateForm, link: str) -> UpdateForm:
     return UpdateForm(forms.DIFFERENCE, link, (*marks.items(),))
 
 
-def _merge_forms(x: UpdateForm, other: UpdateForm) -> UpdateForm:
-    """Return the first update if both have the same form, else an unknown one."""
-    return x if x.form == other.form else UpdateForm()
-
-
 def _find_links(tx: Any) -> list[Any]:
     """Return the links of a chain, or the transformation inside a wrapper, or an empty list where
     `tx` does not show them."""
@@ -373,11 +371,6 @@ def _is_identity(tx: Any, state: OptState, before: FormsByPath) -> bool:
     except Exception:  # of any kind: the link is another library's, and reads its arguments
         return False
     return list(jaxpr.outvars) == list(jaxpr.invars)
-
-
-def _forget(after: FormsByPath) -> FormsByPath:
-    """Return unknown forms for the same leaves."""
-    return dict.fromkeys(after, UpdateForm())
 
 
 def _is_users(tx: Any) -> bool:

@@ -67,11 +67,13 @@ class _Known(NamedTuple):
     flags: the fields that end a run, each with the number of its leaf as the value.
     lasting: the metrics of the flags that keep their value.
     num_kept: how many leaves, the last ones, are the model state.
+    is_apart: whether the workers of local steps are known to have their counters as the loss needs.
     """
 
     flags: list[reports.Flag]
     lasting: set[str]
     num_kept: int
+    is_apart: bool = False
 
 
 class TrainStep:
@@ -93,8 +95,6 @@ class TrainStep:
         self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
         self._has_run = False
         self._known: dict[Any, _Known] = {}
-        # The structures of states whose counters are kept as the loss needs it.
-        self._kept_apart: set[Any] = set()
         self._placed: Batch = None  # the batch that `place_batch` returned last
         self._flags: collections.deque[jax.Array] = collections.deque()
 
@@ -333,7 +333,7 @@ class TrainStep:
             processes.compare_batch(batch)
         if not is_placed and (self.layout is not None or not is_traced):
             batch = self._split_batch(batch) if self.layout else parallel.copy_host_arrays(batch)
-        if self.local is not None:
+        if self.local is not None and not known.is_apart:
             state = self._keep_apart(state, batch)
         arguments = self.list_arguments(state, batch)
         try:
@@ -373,11 +373,10 @@ class TrainStep:
         """Return the state of local steps with a copy of all counters for each worker if the loss
         is a `Mean`, and unchanged otherwise."""
         assert self.local is not None
-        if jax.tree.structure(state) in self._kept_apart:
-            return state
         metrics = jax.eval_shape(self.compiled, *self.list_arguments(state, batch))[1]
         state = self.local.keep_apart(state) if "weight" in metrics else state
-        self._kept_apart.add(jax.tree.structure(state))
+        structure = jax.tree.structure(state)
+        self._known[structure] = self._learn(state, structure)._replace(is_apart=True)
         return state
 
     def check_batch_sizes(self, sizes: Iterable[int]) -> None:

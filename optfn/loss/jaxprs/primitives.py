@@ -428,11 +428,11 @@ _FOLDS = {
 def as_fold(equation: Equation) -> Fold | None:
     """Return the reduction of rows that an equation is, or None for another equation, and for a
     maximum of integers."""
-    fold = _FOLDS.get(equation.primitive.name)
-    if fold is None or 0 not in equation.params["axes"]:
+    name = equation.primitive.name
+    if name not in _FOLDS or 0 not in equation.params["axes"]:
         return None
-    is_limited = fold.first == -math.inf and type_of(equation.outvars[0]).dtype.kind in "iu"
-    return None if is_limited else fold
+    is_inexact = jnp.issubdtype(type_of(equation.outvars[0]).dtype, jnp.inexact)
+    return _FOLDS[name] if is_inexact or name != "reduce_max" else None
 
 
 def cut_rows(equation: Equation, rows: int) -> Equation:

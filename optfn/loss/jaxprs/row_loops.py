@@ -16,7 +16,7 @@ that such an equation reads is fetched whole.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,13 +60,14 @@ def run_by_rows(
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
     """Return what runs in place of equations so that those inside of calls show: the equations of
-    each call and of the branches for a platform, and a barrier for each array."""
+    each call and of the branches for a platform, without barriers of several arrays."""
     found: dict[int, Override] = {}
     for equation in equations:
         call = primitives.as_call(equation)
         branch = primitives.as_platform_branch(equation, platform)
         if primitives.is_barrier(equation):
-            found[id(equation)] = lambda *x: list(map(lax.optimization_barrier, x))
+            # Of several arrays it is an order, which the loops have; of one it hides the value.
+            found[id(equation)] = lambda *x: [*x] if len(x) > 1 else [lax.optimization_barrier(*x)]
         elif branch is not None:
             found[id(equation)] = lambda _, *x, of=branch: _run_open(of, platform, *x)
         elif call is not None and not primitives.find_bound_axes(equation):
@@ -105,7 +106,8 @@ class _RowProgram:
         self.host = {v for v in program.inputs if memories.is_on_host(self.values[v])}
         pairs = zip(program.outputs, program.inputs, strict=False)
         ordered = sorted(pairs, key=lambda pair: pair[1] in self.host)
-        self.replaced = {v: old for v, old in ordered if variables([v]) and _are_alike(v, old)}
+        alike = ((v, x) for v, x in ordered if programs.shapes_of([v]) == programs.shapes_of([x]))
+        self.replaced = {v: old for v, old in alike if variables([v])}
         self._follow_carries()
         folds = ((e.outvars[0], primitives.as_fold(e)) for e in self.equations if e.outvars)
         self.folds = {v: fold for v, fold in folds if fold is not None}
@@ -154,7 +156,7 @@ class _RowProgram:
                 self._run_loop(*self._find_loop(results), results)
             self.kept |= wanted[phase]
         outputs = programs.read(self.values, self.program.outputs)
-        homes: Iterator[Any] = itertools.chain(self.program.inputs, itertools.repeat(None))
+        homes = [*self.program.inputs, *[None] * len(outputs)]
         return jax.tree.unflatten(self.program.structure, self._place(outputs, homes))
 
     def _run_whole(
@@ -197,8 +199,7 @@ class _RowProgram:
             return _run_open(body, self.platform, *constants, *carry)
 
         def turn(carry: list[Value]) -> list[Value]:
-            args = carry, of_body
-            return run_by_rows(run_body, args, self.divide, self.platform)
+            return run_by_rows(run_body, (carry, of_body), self.divide, self.platform)
 
         return lax.while_loop(is_next, turn, self._place(carry, made))
 
@@ -285,7 +286,7 @@ class _RowProgram:
                 given = {v: (made if by_row else self.values)[v] for v, by_row in rule.items()}
                 cut, instead = primitives.cut_rows(equation, view.devices * size), {}
                 if primitives.counts_rows(cut):
-                    instead[id(cut)] = partial(_number_rows, cut, view.number(start, size))
+                    instead[id(cut)] = partial(view.number, cut, start, size)
                 made |= run_equations([cut], given, instead)
             return [
                 view.put(x, made[v], start) if fold is None else fold.join(x, made[v])
@@ -348,20 +349,9 @@ class _View(NamedTuple):
         rows = rows.reshape(self.devices, -1, *x.shape[2:])
         return lax.dynamic_update_slice_in_dim(x, rows, start, 1)
 
-    def number(self, start: Value, size: int) -> Value:
-        """Return the numbers of these rows in the array."""
+    def number(self, equation: Equation, start: Value, size: int) -> list[Value]:
+        """Return the result of an equation that counts rows, for the same rows as `cut`."""
+        like = type_of(equation.outvars[0])
         first = jnp.arange(self.devices)[:, None] * self.rows
-        return (first + start + jnp.arange(size)[None]).reshape(-1)
-
-
-def _number_rows(equation: Equation, numbers: Value) -> list[Value]:
-    """Return the result of an equation that counts rows, for rows with these numbers."""
-    like = type_of(equation.outvars[0])
-    shape = (len(numbers), *like.shape[1:])
-    return [lax.broadcast_in_dim(numbers.astype(like.dtype), shape, (0,))]
-
-
-def _are_alike(a: Variable, b: Variable) -> bool:
-    """Tell whether two variables have the same shape and dtype."""
-    x, y = type_of(a), type_of(b)
-    return bool(x.shape == y.shape and x.dtype == y.dtype)
+        numbers = (first + start + jnp.arange(size)).reshape(-1).astype(like.dtype)
+        return [lax.broadcast_in_dim(numbers, (len(numbers), *like.shape[1:]), (0,))]

@@ -18,7 +18,7 @@ from optfn.loss.jaxprs.equations import (
     read,
     variables,
 )
-from optfn.loss.jaxprs.primitives import Atom, Equation, Variable, name_of_value, type_of
+from optfn.loss.jaxprs.primitives import Equation, Variable, name_of_value, type_of
 from optfn.mesh.compilers.memories import PINNED_HOST
 
 
@@ -64,7 +64,7 @@ def recompute_function(
         values = program.constants | bindings(program.inputs, arrays)
         run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
         # The backward of a loss follows at once, so its segment needs no recomputation.
-        if not _is_loss(program.outputs):
+        if [type_of(x).shape for x in program.outputs] != [()]:
             run_tail = jax.checkpoint(run_tail)
         for segment in segments:
             run = jax.checkpoint(partial(_run_segment, program, segment))
@@ -133,8 +133,3 @@ def _check_names(program: Equations, names: Sequence[str], argument: str) -> Non
                 "jax.ad_checkpoint.checkpoint_name(x, name), outside of loops, branches and custom "
                 "derivatives"
             )
-
-
-def _is_loss(results: Sequence[Atom]) -> bool:
-    """Tell whether the result is a single scalar."""
-    return len(results) == 1 and type_of(results[0]).shape == ()

@@ -38,13 +38,6 @@ def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
     return x
 
 
-def all_gather_leaves(x: PyTree, names: Axes) -> PyTree:
-    """Gather each array of a tree from all workers, (N, *shape), by one all-gather for all dtypes
-    of 32 bits and one for each other dtype."""
-    buckets, unpack = fill_buckets(jax.tree.map(lambda array: array[None], x))
-    return unpack([all_gather(bucket[0], names) for bucket in buckets])
-
-
 def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
     """Send row k of each array to worker k, and return the rows that all workers sent to this one,
     (N, …).

@@ -20,7 +20,7 @@ from jax import lax
 from optfn.core.checks import show, warn
 from optfn.core.types import PyTree
 from optfn.mesh.collectives.axes import Axes, axis_size
-from optfn.mesh.collectives.gathers import all_gather_leaves, all_to_all_leaves
+from optfn.mesh.collectives.gathers import GatheredPackets, all_to_all_leaves
 
 # The function from arrays to their packets and the next states.
 Encode = Callable[[PyTree], tuple[PyTree, Any]]
@@ -194,7 +194,7 @@ def all_gather_slices(
       `encode` returns.
     """
     packets, states = encode(owned)
-    return jax.vmap(decode)(all_gather_leaves(packets, names)), packets, states
+    return jax.vmap(decode)(GatheredPackets.of(packets, names).packets), packets, states
 
 
 def mean_scatter_packets(

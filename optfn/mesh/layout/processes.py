@@ -147,8 +147,7 @@ def _check_same(noun: str, text: str) -> None:
 
 def _list_different(digests: np.ndarray) -> str:
     """Return as text the indices of the processes whose row differs from the row of process 0."""
-    different = np.flatnonzero(np.any(digests != digests[0], axis=1))
-    return ", ".join(map(str, different))
+    return ", ".join(map(str, np.flatnonzero(np.any(digests != digests[0], axis=1))))
 
 
 def _content(x: Leaf, most: int | None = None) -> bytes:

@@ -202,5 +202,4 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
         return jax.tree.map(gather, specs, before, params, is_leaf=mesh_axes.is_spec)
 
     in_specs, out_specs = (layout.keep_shard_axes(x) for x in (before, specs))
-    names = layout.shard_axes
-    return shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
+    return shard_map(run, layout.mesh, layout.shard_axes, (in_specs,), out_specs)(params)
