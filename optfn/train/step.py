@@ -327,7 +327,8 @@ class TrainStep:
             if known.num_kept:
                 others = leaves[: -known.num_kept]
                 state = state._replace(model_state=copy_shared(state.model_state, others))
-            batch = batch if is_placed else copy_shared(batch, leaves)
+            if not (is_placed and self.layout):
+                batch = copy_shared(batch, leaves)
         # Only at the first call: the comparison is a collective of all processes.
         if not (self._has_run or is_traced) and processes.is_on_all_processes(self.mesh):
             processes.compare_batch(batch)
@@ -397,12 +398,11 @@ class TrainStep:
         """Check and place a batch on the devices of a state as a call would, and remember it, so
         that the next call with it does neither again."""
         batch = convert_batch(batch)
-        if self.options.donate:
-            batch = copy_shared(batch, state)
-        batch = self._split_batch(batch)
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)
-        self._placed = batch
+        elif self.options.donate:
+            batch = copy_shared(batch, state)
+        self._placed = batch = self._split_batch(batch)
         return batch
 
     def _split_batch(self, batch: Batch) -> Batch:
