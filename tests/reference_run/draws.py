@@ -119,9 +119,11 @@ def structures(rng):
             rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
     more = {}
     if "local" in way:
+        master = ["master_weights", "jnp.float64"]
+        in_masters = [[master], [["ema", 0.5], master]] * (dtype == "float32")
         more = {
             "local_steps": 2,
-            "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]]),
+            "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]], *in_masters),
         }
         links, partition = [], None
     if rule[0] == "dgc_momentum":
@@ -151,7 +153,7 @@ def structures(rng):
         partition=partition,
         dtype=dtype,
         loss=pick("plain", "mean", "mean", "mean"),
-        aux=chance(0.3) and plain,
+        aux=chance(0.3) and not in_stages and dtype != "bfloat16",
         model_state=chance(0.3) and WAYS[way].microbatches == 1 and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,

@@ -102,3 +102,14 @@ def differentiate(p, params, batch, model_state, step, way):
     grads = {k: np.asarray(g) for k, g in grads.items()}
     value = float(value) if weight else np.nan
     return value, grads, float(weight) if p.is_weighted else 1.0, aux
+
+
+def join_aux(parts):
+    """Return the aux of equal parts of a batch together, from pairs of a weight and an aux."""
+    weights = [weight for weight, _ in parts]
+    means = [aux["mean"] if weight else 0.0 for weight, aux in parts]
+    return {
+        "abs": np.mean([aux["abs"] for _, aux in parts]),
+        "big": np.sum([aux["big"] for _, aux in parts]),
+        "mean": np.average(means, weights=weights) if any(weights) else np.nan,
+    }

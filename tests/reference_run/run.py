@@ -135,10 +135,11 @@ class Loop:
         p, state, optimizer = self.p, self.state, self.state["optimizer"]
         own = [np.split(x, len(optimizer.workers) * p.local_steps) for x in self.batch()]
         pieces, ends, total, weights = iter(zip(*own, strict=True)), [], 0.0, 0.0
+        parts = []
         for worker in optimizer.workers:
             params = state["params"]
             for i in range(p.local_steps):
-                value, grads, weight, _ = model.differentiate(
+                value, grads, weight, aux = model.differentiate(
                     p, params, next(pieces), None, self.n + i, self.way
                 )
                 u = worker.update(links.mean_of_workers(grads), params, weight, value)
@@ -148,6 +149,7 @@ class Loop:
                     else params
                 )
                 total, weights = total + (weight * value if weight else 0), weights + weight
+                parts.append((weight, aux))
             ends.append(params)
         if weights:
             start = state["params"]
@@ -155,7 +157,7 @@ class Loop:
             u = optimizer.outer.update(drift, start, 1.0, 0.0)
             state["params"] = start | {k: start[k] + x for k, x in u.items()}
         value = total / weights if weights else np.nan
-        metrics = self.metrics(value, weights, {})
+        metrics = self.metrics(value, weights, model.join_aux(parts))
         is_finite = not weights or np.isfinite(value) or bool(links.guards_of(optimizer))
         state |= {
             "n": self.n + p.local_steps,
