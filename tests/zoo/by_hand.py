@@ -64,7 +64,7 @@ def by_hand(model: Model, workers=(1,) * STEPS, microbatches=1, masters=False):
     params, state, losses = model.params, model.model_state, []
     if masters:
         params = narrow(params)
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
     opt_state, update = tx.init(wide), jax.jit(tx.update)
     for step, count in enumerate(workers):
         found = [
@@ -94,13 +94,13 @@ def of_worker(model, params, state, step, worker, workers, microbatches):
         value, grads = loss_and_gradients(model)(params, *arguments)
         if state is not None:
             value, now = value
-        found.append((value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)))
+        found.append((value, jax.tree.map(lambda g: np.asarray(g, np.float32), grads)))
     values, grads = zip(*found, strict=True)
     return np.mean(values), mean_of(grads), own, now
 
 
 def narrow(params):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), params)
 
 
 def mean_of(trees):

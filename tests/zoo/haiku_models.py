@@ -20,7 +20,7 @@ def layer_stack():
         return stack(hk.remat(layer))(hk.Embed(ROWS, WIDTH)(ids))
 
     net = hk.without_apply_rng(hk.transform(forward))
-    params = net.init(jax.random.key(0), BATCH["ids"])
+    params = jax.jit(net.init)(jax.random.key(0), BATCH["ids"])
 
     def loss(params, batch):
         return mean_square(net.apply(params, batch["ids"]), batch)
@@ -36,7 +36,7 @@ def stateful():
         return hk.Linear(WIDTH)(hk.dropout(hk.next_rng_key(), 0.5, jnp.tanh(x)))
 
     net = hk.transform_with_state(forward)
-    params, state = net.init(jax.random.key(0), BATCH["x"])
+    params, state = jax.jit(net.init)(jax.random.key(0), BATCH["x"])
 
     def loss(params, state, batch, key):
         y, state = net.apply(params, state, key, batch["x"])

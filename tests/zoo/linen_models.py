@@ -13,7 +13,7 @@ nn = pytest.importorskip("flax.linen")
 
 
 def init(net, x):
-    return net.init(jax.random.key(0), x)
+    return jax.jit(net.init)(jax.random.key(0), x)
 
 
 def scan():
