@@ -129,8 +129,10 @@ class Exchange:
     def __init__(self, program, inner, compressor):
         self.inner, self.residual, self.factors, self.has_kept = inner, {}, {}, False
         self.is_wide = program.dtype == "float64"
-        self.frozen = frozen_of(program)
-        self.compressor = compressor
+        self.frozen, self.compressor = frozen_of(program), compressor
+        # Rows are sent as they are, unless an accumulation has made them dense.
+        is_sparse = "tables" in program.way and not program.names("accumulate")
+        self.passed = TABLES if is_sparse else {}
 
     def update(self, g, p, w, value):
         if w == 0:
@@ -139,7 +141,8 @@ class Exchange:
             return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
         before, sent = (self.residual, self.factors), dict(g)
         for k in g:
-            if not (p[k].ndim == 0 or p[k].size == 0 or self.is_wide or k in self.frozen):
+            is_passed = k in self.passed or k in self.frozen or self.is_wide
+            if p[k].ndim and p[k].size and not is_passed:
                 total = (g[k] + self.residual.get(k, 0)).astype(np.float32)
                 sent[k] = self.send(k, total).astype(np.float64)
                 self.residual = self.residual | {k: total - sent[k]}

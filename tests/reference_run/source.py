@@ -102,7 +102,10 @@ WAYS = {
         2,
         pipeline=_STAGES.format(4, 2),
     ),
+    "mesh, tables, exchange": Way(f"{_MESH}, {_TABLES}", 4, 1, 4),
+    "mesh, tables, microbatches, exchange": Way(f"{_MESH}, {_TABLES}, microbatches=2", 4, 2, 4),
     "local steps": Way(_MESH),
+    "local steps, tables": Way(f"{_MESH}, {_TABLES}"),
     "local steps, packed": Way(f"{_MESH}, packed=True"),
     "grid, state, exchange": Way(
         f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4, 1, 2
