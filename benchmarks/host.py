@@ -58,7 +58,8 @@ SMALL = optfn.adamw(
     1e-4, multi_precision=24, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0)
 )
 ON_DEVICE, STREAMED, WHOLE = "on the device", "streamed", "fetched whole"
-WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, streamed", "accumulated, streamed")
+ACCUMULATED = "accumulated, streamed"
+WAYS = (ON_DEVICE, STREAMED, WHOLE, "small, streamed", ACCUMULATED)
 
 
 def fetch_whole(fn: Any, args: Any, *_: Any) -> Any:
@@ -80,7 +81,7 @@ def division_of(model: str, way: str, chips: Sequence[Any]) -> scale.Division:
     if not way.endswith(ON_DEVICE):
         options["state_memory"] = memories.PINNED_HOST
     tx = SMALL if way.startswith("small") else division.tx
-    tx = optfn.accumulate(tx, 8) if way.startswith("accumulated") else tx
+    tx = optfn.accumulate(tx, 8) if way == ACCUMULATED else tx
     return division._replace(options=options, tx=tx)
 
 

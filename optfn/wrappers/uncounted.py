@@ -18,6 +18,7 @@ it, and so does `accumulate` for the optimizer inside. It reads of the state:
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -113,32 +114,22 @@ def _restore(before: OptState, after: OptState, skips: Flags, empty: jax.Array |
     has_parts = any(True for _ in iterate_nodes(lambda x: _is_guard(x) or _counts_weight(x), after))
     if not has_parts:
         return optax.tree.where(any_of(reasons), before, after) if reasons else after
-    if not hasattr(after, "_fields"):
-        return _restore_beside(before, after, skips, empty)
-    kept = traits_of(after).goes_on
-    parts = []
-    for name, old, new in zip(after._fields, before, after, strict=True):
-        found = [] if name in kept else skips
-        if decides:  # for what is inside as well
-            parts.append(optax.tree.where(any_of(found), old, new) if found else new)
-        else:
-            parts.append(_restore(old, new, found, empty))
-    return after if all(map(operator.is_, parts, after)) else type(after)(*parts)
-
-
-def _restore_beside(
-    before: OptState, after: OptState, skips: Flags, empty: jax.Array | None
-) -> OptState:
-    """Return the parts of a chain, list or dict where the update counts, each dropped by the guards
-    of the others too, or `after` itself if it counts anyway."""
     parts, treedef = jax.tree.flatten(after, is_leaf=lambda x: x is not after)
     structure: Any = treedef
-    old = structure.flatten_up_to(before)
-    found = list(map(find_skips, old, parts))
-    restored = []
-    for i, (x, y) in enumerate(zip(old, parts, strict=True)):
-        others = [flag for j, flags in enumerate(found) if j != i for flag in flags]
-        restored.append(_restore(x, y, skips + others, empty))
+    pairs = list(zip(structure.flatten_up_to(before), parts, strict=True))
+    if hasattr(after, "_fields"):
+        kept = traits_of(after).goes_on
+        drops = [[] if name in kept else skips for name in after._fields]
+    else:  # a chain, list or dict, whose guards drop what is beside them too
+        found = list(itertools.starmap(find_skips, pairs))
+        others = (found[:i] + found[i + 1 :] for i in range(len(parts)))
+        drops = [skips + list(itertools.chain.from_iterable(flags)) for flags in others]
+    restored = [
+        # What decides does so for what is inside as well.
+        (optax.tree.where(any_of(drop), old, new) if drop else new)
+        if decides else _restore(old, new, drop, empty)
+        for (old, new), drop in zip(pairs, drops, strict=True)
+    ]  # fmt: skip
     return after if all(map(operator.is_, restored, parts)) else structure.unflatten(restored)
 
 
