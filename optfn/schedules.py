@@ -157,7 +157,7 @@ def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
     """Return lr, steps and rate, or raise a TypeError or ValueError if one of them or `staircase`
-    is not what the three decays take."""
+    has the wrong type or is out of range."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -222,8 +222,8 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
-    """Return steps as integers, or raise a TypeError for what is no integer and a ValueError if one
-    is below 1 or they do not increase."""
+    """Return steps as integers, or raise a TypeError unless all are integers and a ValueError if
+    one is below 1 or they do not increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")

@@ -275,10 +275,10 @@ def load_params(
       params: the parameters of the same model, as a template. The result has its structure, dtypes
         and shardings. With `only`, it may also be a part of the model.
       only: the params to load, a regular expression that must match a whole path, such as
-        "encoder/.*", or a function path -> bool; the others are taken from `params`.
+        "encoder/.*", or a function path -> bool; the remaining ones are taken from `params`.
       average: whether to return the average of the params (`averaged_params`) that the optimizer
-        kept, or its name, if there are several. With "best", where `keep_best` saves, this is what
-        `evaluate_average` has judged best.
+        kept, or its name, if there are several. With "best", where `keep_best` saves, this is the
+        average that `evaluate_average` has judged best.
       model_state: the model state, as a template, to load it as well; with `average`, its average,
         if the run kept one.
 

@@ -145,9 +145,9 @@ class Loader:
         return name in ABOUT or (name.startswith(HISTORY) and name not in self.like.arrays)
 
     def _public_name(self, name: str) -> str:
-        """Return a name as `only` takes it: that of a TrainState's field without "train/", that of
-        its optimizer with "opt_state/" if its label is the name of a field, and any other one
-        unchanged."""
+        """Return a name as `only` takes it: the name of a TrainState's field without "train/", a
+        name of its optimizer with "opt_state/" if its label is the name of a field, and any other
+        name unchanged."""
         word, _, inner = name.partition("/")
         if word == _TRAIN and inner.split("/")[0] in TrainState._fields:
             return inner

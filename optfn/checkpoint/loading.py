@@ -64,7 +64,7 @@ def load_state_dict(
     factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
     The state of a `jax.pmap`, with a copy for each device, loads into the state of a step on a
-    mesh: one copy of what is the same on all, and the residuals of each.
+    mesh: one copy of each array that is the same on all devices, and the residuals of each device.
 
     Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
     from remainders, the mapping must have the parameters too, as a TrainState's does. A copy that

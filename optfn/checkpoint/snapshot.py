@@ -54,8 +54,8 @@ class Snapshot(NamedTuple):
           state: the state, of arrays on devices or on the host. On a mesh, rows of tables are sent
             between devices, and in a run of several processes all must call it.
           reserved: as for `check_array_names`.
-          arrange: what is done with tables whose rows are divided; by default rows are put into the
-            order of their ids.
+          arrange: the function that arranges the rows of divided tables; by default it puts them
+            into the order of their ids.
 
         Raises:
           ValueError: names do not tell the arrays apart, or not every form of a checkpoint keeps

@@ -178,12 +178,13 @@ def zeros_like(
     `dtype` is given.
 
     `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape. With a
-    `dtype`, the accumulators have this floating-point dtype: `apply` rounds what a rule returns to
-    the nearest number of it, so that in bfloat16 a moment loses changes below some 1/256 of it. The
-    moments of optfn's optimizers have `moment_dtype=`, which rounds at random to keep their mean.
+    `dtype`, the accumulators have this floating-point dtype: `apply` rounds the results of a rule
+    to its nearest number, so that in bfloat16 a moment loses changes below some 1/256 of its value.
+    The moments of optfn's optimizers have `moment_dtype=`, which rounds at random to keep their
+    mean.
 
     Raises:
-      TypeError: `dtype` is not floating point. Integers would cut off what a rule returns; the
+      TypeError: `dtype` is not floating point. Integers would cut off the results of a rule; the
         moment_dtype="int8" of an optimizer keeps scales beside them.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):

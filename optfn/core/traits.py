@@ -60,8 +60,8 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
-      counts_weight: its `update` takes the extra argument `weight`, and decides by itself what an
-        update without weight changes (`optfn.wrappers.uncounted`).
+      counts_weight: its `update` takes the extra argument `weight`, and itself chooses the arrays
+        that an update without weight changes (`optfn.wrappers.uncounted`).
       goes_on: the fields that count on in an update that another part of the optimizer drops.
 
     Of the arrays that a state has for each leaf:

@@ -12,7 +12,7 @@ def check_arrays(noun: str, values: PyTree) -> None:
     without a change.
 
     Args:
-      noun: what the leaves are, for the error, as in "TrainStep.init: parameter".
+      noun: a noun for a leaf in the error, as in "TrainStep.init: parameter".
       values: the tree.
     """
     check_keys(noun, values)

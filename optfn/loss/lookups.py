@@ -183,8 +183,8 @@ class TracedLoss:
         return [found[i][0] for i in sorted(found)], [found[i][1] for i in sorted(found)]
 
     def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
-        """Run the program on its inputs, with `rows` in place of what its lookups read, and return
-        its result."""
+        """Run the program on its inputs, with `rows` in place of the rows that its lookups read,
+        and return its result."""
 
         def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
             return [lookup.result(self._program, rows)]

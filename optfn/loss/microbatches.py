@@ -83,8 +83,8 @@ def scan_batch(
 def _slice_batch(
     batch: Batch, count: int, argument: str, split: SplitExamples
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Batch]]:
-    """Return the stacked slices of the arrays of a batch, and the function from those of a slice to
-    a batch, in which scalars are the same as in the whole one."""
+    """Return the stacked slices of the arrays of a batch, and the function from the arrays of a
+    slice to a batch, whose scalars are the scalars of the whole batch."""
     check_slices(batch, count, argument)
     leaves, structure = jax.tree.flatten(batch)
     slices = split([x for x in leaves if jnp.ndim(x)], count)
@@ -219,7 +219,7 @@ def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, ro
 
     Args:
       count: the number of microbatches.
-      divisor: what the sum is divided by, the number or the weight of all microbatches.
+      divisor: the divisor of the sum, the number or the weight of all microbatches.
       g: a gradient of one microbatch, which has the dtype of the mean.
       total: the sum of dense gradients, or None.
       rows: the rows of all microbatches, stacked, or None.

@@ -370,7 +370,7 @@ def make_value_fn(
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
       inputs: the inputs of the step, without a loss factor; only their params are replaced.
-      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
+      reduce_dtype: the dtype in which gradients are averaged over the workers; None: their dtype.
     """
 
     @jax.custom_vjp

@@ -148,13 +148,13 @@ def _embed_first(
 
 
 def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params, key: Key) -> PyTree:
-    """Call the embedding, with `shared` and a key of its own, derived from that of the first stage,
-    if it takes them and they are given."""
+    """Call the embedding, with `shared` and a key derived from the key of the first stage, if it
+    takes them and they are given."""
     rng = None if key is None else fold_in(key, _EMBEDDING)
     return _call_by_name(embed, inputs, shared=shared, rng=rng)
 
 
-# What is folded into the key of the first stage; a stage numbers its own draws from 0.
+# The number that is folded into the key of the first stage; a stage numbers its draws from 0.
 _EMBEDDING = 2**31 - 1
 _BY_NAME = (
     ". The shared params of PipelineParams are passed by the name of a parameter `shared`, and "

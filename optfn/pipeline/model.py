@@ -382,7 +382,7 @@ class _RavelledStages:
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
         """Compute the gradient of stage i's weights from its context, and return it in buffers of
-        the inexact dtypes, and that of shared weights as leaves."""
+        the inexact dtypes, and the gradient of shared weights as leaves."""
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

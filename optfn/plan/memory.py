@@ -108,8 +108,8 @@ def plan_memory(
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
       state_memory: as for `make_train_step`.
       host_link: bytes a second of the link between a device and its host in one direction, for the
-        seconds that moving the state takes; None: that of the kind of the mesh's devices, if it is
-        known (`Chip`).
+        seconds that moving the state takes; None: the bytes a second of the kind of the mesh's
+        devices, if they are known (`Chip`).
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.

@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What `tune` has found out about one way of a step, in bytes and seconds of a device.
+    """The figures of `tune` for one way of a step, in bytes and seconds of a device.
 
     way: the options of `make_train_step`.
     batch_size: the number of examples in a batch of all devices.

@@ -48,7 +48,7 @@ class Tuning:
     the row above. A measured step has "m" and its spread, the least and the greatest milliseconds.
     Ways that do not fit, and ways that failed, come last.
 
-    rows: what is known of each way.
+    rows: the figures of each way.
     memory: the bytes of memory of a device; None if they are not known.
     is_complete: whether all ways were tried; False after Ctrl-C.
     """
@@ -139,8 +139,8 @@ def tune(
         them then.
       options: the options of `make_train_step` that all ways share.
       model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
-      memory: the bytes of memory of a device; None: what the device says, or the constants of its
-        kind.
+      memory: the bytes of memory of a device; None: the figure of the device, or the constant of
+        its kind.
       measure: k, how many steps of each way are run, each after one that does not count. The ways
         take turns, and the median of their steps counts. Shapes are run as arrays of constants.
         None: the seconds are estimated.

@@ -60,7 +60,8 @@ def _divide_product(
     equation: Equation, product: Contraction, along: Mapping[Any, int]
 ) -> tuple[int | None, float]:
     """Return the dimension along which the result of a product is divided, None if it is not, and
-    the bytes that all devices together hold of what is gathered, or twice of what is added up."""
+    the bytes of the gathered array, or twice the bytes of the summed one, that all devices together
+    hold."""
     left, right = (_dimension(atom, along) for atom in equation.invars)
     places = _list_places(equation, product)
     if left in product.summed or (left is None and right in product.summed_right):

@@ -71,7 +71,7 @@ class RunReport:
 
     def _write(self, end: str) -> None:
         """Write the page, with the words `end` for how the run ended, but only with a path, in
-        process 0, and after the first loss. What goes wrong is a warning: the run goes on."""
+        process 0, and after the first loss. A failure is a warning: the run goes on."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return

@@ -68,7 +68,7 @@ class Remaining:
     batches: the batches of the whole run, or of one pass with `epochs`.
     done: the number of steps that the run has made.
     local_steps: the number of steps for each batch.
-    found: what a checkpoint has of the batches before. If it has the position of the iterator, and
+    found: the record of a checkpoint of the batches before. If it has the iterator's position, and
       the iterator can continue from there, used batches are not drawn again.
     epoch: the number of the pass of the last batch, from 1; None without `epochs`.
     tokens: the tokens of the last batch; None without a log, or without `count_tokens`.

@@ -358,8 +358,8 @@ def over_batches(
 
 
 def _place_beside(arguments: PyTree, batch: Batch) -> Batch:
-    """Return a batch with those of its arrays that lie on one device copied to the mesh of the
-    arguments, as a training step takes them, or unchanged if these lie on one device too."""
+    """Copy the arrays of a batch that lie on one device to the mesh of the arguments, as a training
+    step takes them, or return the batch unchanged if the arguments lie on one device too."""
     placed = (x.sharding for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
     found = (x for x in placed if isinstance(x, NamedSharding) and x.num_devices > 1)
     if (sharding := next(found, None)) is None:

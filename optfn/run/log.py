@@ -42,7 +42,7 @@ class FlaxSummaryWriter(Protocol):
 
 @runtime_checkable
 class TrackedRun(Protocol):
-    """A run of Weights & Biases, or what has its method `log`."""
+    """A run of Weights & Biases, or an object that has its method `log`."""
 
     def log(self, data: dict[str, Any], *, step: int) -> object:
         """Write the values of a step."""

@@ -27,7 +27,7 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 EPOCH = "epoch"
 # `count_tokens`: the weight of the loss.
 WEIGHT = "weight"
-# The name in the history of what ended the run.
+# The name, in the history, of the reason for the end of the run.
 STOPPED = "stopped"
 
 # Words in the names of numbers that are the better, the larger they are.

@@ -80,7 +80,7 @@ def encode_position(
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
-      is_shared: whether all processes call this; the entry then has what all of them have.
+      is_shared: whether all processes call this; the entry then has the positions of all of them.
       checksum: the checksum of the last batch of this process.
       rng: the numbers of the key of `rng=`, and the name of its implementation.
     """

@@ -235,7 +235,7 @@ class _Rounds(NamedTuple):
             first, x = carry
             which = jnp.sum(limits < self.fullest - first)
 
-            # Each size is a program: only what is sent depends on it.
+            # Each size compiles its branch, so a branch holds the transfer alone.
             def exchange(x: jax.Array, padding: int) -> jax.Array:
                 ways = [partial(send_some, size, padding) for size in self.sizes]
                 return lax.switch(which, ways, x)

@@ -126,7 +126,7 @@ class _Walk:
           text: the optimizer that the state belongs to, as the user wrote it.
         """
         after = self._follow_state(state, before, tx, text)
-        # A function of the user's may change what comes out of a known state, such as its sign.
+        # A function of the user's may change the updates of a known state, such as their sign.
         return before if after == before else _forget(after) if _is_users(tx) else after
 
     def _follow_state(
@@ -389,7 +389,7 @@ def _is_users(tx: Any) -> bool:
 
 def _find_stateless_kind(tx: Any, before: FormsByPath) -> str:
     """Return the kind of a link of optax without a state, or "" for an unknown link, or one whose
-    sign decides what it does."""
+    effect depends on a sign."""
     kind, closed = forms.OPTAX_STATELESS.get(_find_factory(tx), ""), find_closed_over(tx)
     if kind not in ("decay", "rate"):
         return kind

@@ -1,10 +1,10 @@
 """Rules that a buffer of several leaves would change, found by running them before the first step.
 
 A transformation of another library, or a rule that a user writes, sees a buffer as one flat array.
-A norm, a mean or a product of an array would be that of all leaves together. A mask or a label by
-the axes, the size or the path of an array would choose another rule. So a few steps run on the tree
-and on the buffers, and their updates are compared. optfn's own transformations look up where each
-leaf begins, and need no such run.
+A norm, a mean or a product of an array would cover all leaves together. A mask or a label by the
+axes, the size or the path of an array would choose another rule. So a few steps run on the tree and
+on the buffers, and their updates are compared. Transformations of optfn look up where each leaf
+begins, and need no such run.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ _REMEDY = (
 # The decades of the elements of params and of gradients: large params show a small decay, and
 # gradients of all sizes the limit of a clip.
 _DECADES_OF_PARAMS, _DECADES_OF_GRADIENTS = (-1.0, 3.0), (-3.0, 3.0)
-# The second update shows what the first one left in the state. Where gradients are accumulated, the
-# first updates are 0.
+# The second update depends on the state that the first one left. Where gradients are accumulated,
+# the first updates are 0.
 _STEPS_WITH_UPDATE, _MOST_STEPS = 2, 32
 # Updates may differ by this part of the largest one of their leaf: in float64 sums in another order
 # differ by 1e-15, and by 1e-7 where a rule casts them to float32.

@@ -62,7 +62,7 @@ _STEPS_AHEAD = 3
 
 
 class _Known(NamedTuple):
-    """What the structure of a state says, found once for all calls with it.
+    """Facts from the structure of a state, found once for all calls with it.
 
     flags: the fields that end a run, each with the number of its leaf as the value.
     lasting: the metrics of the flags that keep their value.

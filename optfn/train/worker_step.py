@@ -112,7 +112,7 @@ def make_worker_step(
 
 
 class _Needs(NamedTuple):
-    """What an optimizer's state asks of the step around its update.
+    """The demands of an optimizer's state on the step around its update.
 
     exchanges: whether it exchanges gradients itself, of all leaves or of some.
     gives_rows: whether its updates may be row-sparse.
@@ -131,7 +131,7 @@ class _Needs(NamedTuple):
 
 
 def _ask(opt_state: OptState) -> _Needs:
-    """Return what a state asks of the step, or raise a ValueError for several scales of the
+    """Return the demands of a state on the step, or raise a ValueError for several scales of the
     loss."""
     return _Needs(
         has_exchange(opt_state),
@@ -157,8 +157,8 @@ class _WorkerStep:
 
     @functools.cached_property
     def later(self) -> Layout | None:
-        """The layout without means in the loss, None without a layout. What it describes of params
-        is found once."""
+        """The layout without means in the loss, None without a layout. It is cached, because it
+        keeps its descriptions of params."""
         return self.layout and self.layout.average_later()
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -184,7 +184,7 @@ class _WorkerStep:
         if values.weight is not None:
             _refuse_multi_steps(state.opt_state)
             extra["weight"] = values.weight
-            # What the model keeps of no examples is no statistic, and may be NaN.
+            # Statistics of no examples mean nothing, and may be NaN.
             empty = values.weight == 0
             model_state = optax.tree.where(empty, state.model_state, model_state)
         if needs.averages_statistics:

@@ -128,7 +128,7 @@ def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
 
 
 class _Call(NamedTuple):
-    """What a call of an accumulation is among the calls of its step.
+    """The place of a call of an accumulation among the calls of its step.
 
     is_first: whether it is the first of them.
     is_last: whether it is the last of them, in which the optimizer steps.
@@ -163,7 +163,7 @@ def _count_call(
     if call_weight is not None:
         extra["weight"] = weight
     if call_value is not None:
-        # The value of a call without weight is that of nothing.
+        # A call without weight has no examples, and its value may be NaN.
         value += jnp.where(added == 0, 0, added * call_value).astype(value.dtype)
         extra["value"] = (value / divisor).astype(jnp.result_type(call_value, jnp.float32))
     # The mean is total/every, and a total of another weight is scaled here: for total/weight

@@ -1,7 +1,7 @@
 """Sharding constraints of a loss along axes that a `shard_map` has bound.
 
-Inside a `shard_map` an array is what one device has, and JAX refuses a constraint that divides it
-along a bound ("Manual") axis. There the constraint means nothing, so `drop_bound_axes` drops it:
+Inside a `shard_map` an array is the shard of one device, and JAX refuses a constraint that divides
+it along a bound ("Manual") axis. There the constraint means nothing, so `drop_bound_axes` drops it:
 
 1. It traces the function as if the compiler handled all axes. JAX then takes every constraint.
 2. It writes the bound axes into the program: into types and meshes, and out of the constraints.
@@ -53,8 +53,8 @@ def _trace_with_constraints(
     """Trace fn(*args) as if the compiler handled all axes, and return its program and the shapes of
     its results, or raise an error that bound axes do not explain.
 
-    Three other meshes are tried: where the function can be traced, and where not, shows what JAX
-    has refused.
+    Three further meshes are tried: those on which the function can be traced show which use of an
+    axis JAX has refused.
 
     Args:
       error: the error where some axes of `mesh` are bound; raised again if they did not cause it.
@@ -69,7 +69,7 @@ def _trace_with_constraints(
 
     if not mesh.manual_axes:
         raise error
-    left: Exception = error  # what remains where JAX takes all constraints
+    left: Exception = error  # the error that remains where JAX takes all constraints
     try:
         traced = trace(mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto)))
     except NameError:  # The function uses a bound axis by its name.
@@ -90,7 +90,7 @@ def _explain_refusal(
     without a mesh, and None if it fails without a mesh too.
 
     Args:
-      error: what JAX has raised.
+      error: the error that JAX has raised.
       mesh: the abstract mesh, whose manual axes are bound.
       trace: traces the function on another mesh.
     """

@@ -1,4 +1,4 @@
-"""What equations say. JAX's names of primitives, and of their params, stand in this file alone.
+"""Views of equations. JAX's names of primitives, and of their params, stand in this file alone.
 
 Where JAX renames a primitive, or moves a param, its new form is added to the view here. A view
 (`as_…`) has the params of an equation of one kind, and is None for an equation of another kind.
@@ -24,7 +24,7 @@ Equation: TypeAlias = jex.JaxprEqn
 Jaxpr: TypeAlias = jex.Jaxpr
 T = TypeVar("T")
 
-# The scope in which JAX puts what a checkpoint runs again in the backward pass.
+# JAX's scope for the equations that a checkpoint runs again in the backward pass.
 RECOMPUTED = "rematted_computation"
 # Since JAX 0.11.2 XLA ends the process for some orders of the axes of nested `shard_map`.
 NESTS_AXES_IN_ANY_ORDER = jax.__version_info__ < (0, 11, 2)
@@ -142,7 +142,8 @@ def as_call(equation: Equation) -> Call | None:
 
 
 class Checkpoint(NamedTuple):
-    """A `jax.checkpoint`: its function, its policy, and whether XLA may merge what it repeats."""
+    """A `jax.checkpoint`: its function, its policy, and whether XLA must not merge the equations
+    that it repeats with the first ones."""
 
     body: Jaxpr
     policy: Callable[..., Any] | None
@@ -528,7 +529,7 @@ def begins_product(equation: Equation) -> bool:
     return equation.primitive.name in ("dot_general", "transpose")
 
 
-# Products, and what XLA fuses.
+# Products and fusions of XLA.
 
 
 class Contraction(NamedTuple):
@@ -536,7 +537,7 @@ class Contraction(NamedTuple):
 
     summed: the dimensions of its left operand that are summed.
     groups: how many groups divide these dimensions, at least 1.
-    summed_right: those of its right operand.
+    summed_right: the summed dimensions of its right operand.
     batch: the dimensions of each operand that count products; they come first in the result.
     """
 
@@ -690,5 +691,5 @@ def as_collective(equation: Equation) -> CollectiveCall | None:
 def has_side_effects(equation: Equation) -> bool:
     """Tell whether an equation does more than return results, such as print, where to read the name
     of a bound axis does not count."""
-    # JAX marks what reads the name of a bound axis too.
+    # JAX marks equations that read the name of a bound axis too.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)

@@ -75,7 +75,7 @@ def scan_recomputed(
       run: the body: [*constants, *carry, *layer] -> [*carry, *results].
       constants: values that are the same for all layers.
       init: the first carry.
-      stacks: what the scan runs over; a ShardedParam is divided within each layer.
+      stacks: the arrays that the scan runs over; a ShardedParam is divided within each layer.
       order: the order of the layers.
     """
     constants, init = [tree.as_array(x) for x in constants], [tree.as_array(x) for x in init]
@@ -102,7 +102,7 @@ def scan_recomputed(
         def body(state: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
             carry, sums = state
             weights = constants, _take_layer(stacks, number)
-            # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
+            # JAX's name for equations that run again: profiles and `count_model_flops` read it.
             with jax.named_scope(RECOMPUTED):
                 _, pull_back = pullback(run_layer, weights, _take_layer(inputs, number), None)
             of_weights, carry = pull_back([*carry, *_take_layer(of_results, number)])

@@ -43,8 +43,8 @@ def run_by_rows(
     """Return fn(*args), traced, with loops over chunks of the arguments that lie on the host.
 
     Args:
-      fn: a function of trees of arrays, whose result begins with the leaves that replace those of
-        its arguments, in order. They are updated in place, and lie in the same memory.
+      fn: a function of trees of arrays, whose result begins with the leaves that replace the leaves
+        of its arguments, in order. They are updated in place, and lie in the same memory.
       args: its arguments.
       divide: how devices divide an array of a shape.
       platform: the platform whose branches run, as `jax.lax.platform_dependent` names it.
@@ -59,8 +59,8 @@ def run_by_rows(
 
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
-    """Return what runs in place of equations so that those inside of calls show: the equations of
-    each call and of the branches for a platform, and a barrier for each array."""
+    """Return functions that run in place of equations, so that the equations inside of calls show:
+    the equations of each call and of the branches for a platform, and a barrier for each array."""
     found: dict[int, Override] = {}
     for equation in equations:
         call = primitives.as_call(equation)
@@ -160,11 +160,10 @@ class _RowProgram:
     def _run_whole(
         self, fetched: dict[int, Value], equation: Equation, *operands: Value
     ) -> list[Value]:
-        """Run an equation outside of the loops over chunks, with those of its operands fetched that
-        lie on the host.
+        """Run an equation outside of the loops over chunks, and fetch its operands from the host.
 
         Of a slice only its part is fetched, and of a `while` that updates arrays on the host only
-        what its body reads, by rows.
+        the rows that its body reads.
 
         Args:
           fetched: the arrays that have been fetched, by the id of the one on the host.
@@ -233,7 +232,7 @@ class _RowProgram:
         return phases, wanted
 
     def _find_loop(self, results: Sequence[Variable]) -> tuple[list[Equation], list[Variable]]:
-        """Return the equations that make some variables from what is known and from the results of
+        """Return the equations that make some variables from known values and from the results of
         earlier loops, in order, and the variables that they read by row."""
         stack, found, rows = [*results], set(), dict[Variable, None]()
         while stack:
@@ -266,15 +265,16 @@ class _RowProgram:
         """Make the results of a loop, each in place of the array that it replaces, if there is one.
 
         Args:
-          equations: those of the loop, in order.
+          equations: the equations of the loop, in order.
           rows: the arrays that they read by row.
-          results: those of their results that are kept.
+          results: their results that are kept.
         """
         shape = max((type_of(v).shape for v in (*rows, *results)), key=math.prod)
         view = _View.of(shape, *self.divide(shape))
         folds = [self.folds.get(v) for v in results]
         replaced = [None if v in self.folds else self.replaced.get(v) for v in results]
-        # What a loop overwrites it must read from its carry: another use would keep a copy.
+        # A loop must read an array that it overwrites from its carry: another use would keep a
+        # copy.
         fixed = {v: view.split(self.values[v]) for v in rows if v not in replaced}
 
         def run_chunk(start: Value, size: int, carry: list[Value]) -> list[Value]:

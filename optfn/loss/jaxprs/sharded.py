@@ -91,7 +91,7 @@ class _Interpreter:
 
     def run_equation(self, equation: Equation, *operands: Value) -> list[Value]:
         """Run an equation as JAX does if no operand is a ShardedParam, else let it wait, enter the
-        function inside of it, or gather what it reads."""
+        function inside of it, or gather its operands."""
         if not any(isinstance(x, ShardedParam) for x in operands):
             return bind(equation, *operands)
         if (waiting := _delay(equation, operands)) is not None:
@@ -261,7 +261,8 @@ def _has_checkpoint(equation: Equation) -> bool:
 
 
 def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a policy for a checkpoint that keeps what `policy` keeps, but no gathered array."""
+    """Return a policy for a checkpoint that keeps the results that `policy` keeps, except gathered
+    arrays."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
         return not primitives.is_composite(primitive, params, GATHERED) and policy(

@@ -170,7 +170,7 @@ class ShardedParam:
         return ShardedParam(shard, tuple(operations))
 
     def layer(self, array: jax.Array) -> "ShardedParam":
-        """Return one layer of what `divide_within_layers` returns, from its shard."""
+        """Return one layer of the result of `divide_within_layers`, from its shard."""
         return dataclasses.replace(self, shard=self.shard.layer(array))
 
 

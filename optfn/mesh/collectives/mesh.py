@@ -47,7 +47,7 @@ def shard_map(
 
 def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     """Return the product of the sizes of mesh axes, 1 for None, or raise a ValueError if the mesh
-    lacks an axis and a TypeError for what is no mesh or name.
+    lacks an axis and a TypeError for an argument of another type.
 
     Raises:
       TypeError: `mesh` is not a mesh, or `axis_name` not a name.

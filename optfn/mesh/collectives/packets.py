@@ -201,7 +201,7 @@ def mean_scatter_packets(
     x: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Send slices of an array as packets, and return this device's shard, along one dimension, of
-    the mean over devices of what they decode to, in the dtype of x.
+    the mean over devices of the decoded packets, in the dtype of x.
 
     Args:
       x: the array of each device.

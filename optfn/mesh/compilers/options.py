@@ -52,8 +52,8 @@ _OVERLAP_OF_CHIP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 _OVERLAP_OF_GPUS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # XLA merges products of one operand, if one of them moves at most 64 MB, such as those of
-    # queries and keys. The merged product waits for the gathers of both params.
+    # XLA merges products of one operand, such as the products of queries and keys, if one of them
+    # moves at most 64 MB. The merged product waits for the gathers of both params.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 # The compiler options of the program that is traced.
@@ -62,7 +62,7 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingP
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
     """Return compiler options that hide more communication on GPUs and known TPUs, or {} for other
-    devices, and raise a TypeError for what is no mesh.
+    devices, and raise a TypeError unless `mesh` is a mesh.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. The following figures are inferred from

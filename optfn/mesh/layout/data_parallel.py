@@ -30,7 +30,7 @@ from optfn.mesh.state.placement import specs_over_workers
 _ALIGNMENT, _UNALIGNED = 64, 1 << 18
 
 
-# What helps where a batch cannot be divided.
+# The remedies for a batch that cannot be divided.
 REMEDIES_OF_SIZE = (
     "Drop the batch (optfn.shuffled drops the remainder of an epoch), use another size, or pad it "
     "with examples of weight 0 and return the loss as an optfn.Mean"

@@ -107,7 +107,7 @@ class Layout:
     mean_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
     state_memory: str | None = dataclasses.field(default=None, kw_only=True)
-    # What `describe` has found, by structure, shapes and dtypes of params.
+    # The results of `describe`, by structure, shapes and dtypes of params.
     _described: dict[Any, PyTree] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -20,7 +20,7 @@ Specs: TypeAlias = PyTree
 
 def list_specs(specs: Specs) -> dict[Any, P]:
     """Map each pattern of a mapping, or each path of a tree, to its PartitionSpec, P() for None, or
-    raise a TypeError for what is no spec.
+    raise a TypeError for any other value.
 
     Of a NamedSharding only the spec counts.
 
