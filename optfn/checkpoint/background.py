@@ -35,8 +35,8 @@ def _get_thread() -> ThreadPoolExecutor:
 
 
 def start_write(directory: Path, *calls: Callable[[], None]) -> None:
-    """Run `calls` one after the other in the thread that writes, until one of them fails, and
-    record this as the write under way of `directory`.
+    """Run `calls` in order in the thread that writes, until one of them fails, and record this as
+    the write under way of `directory`.
 
     Call `wait_for_writes` first, for an earlier write of the same directory.
     """
@@ -76,7 +76,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
     for devices, arrays in groups.items():
         shardings = [_to_host_sharding(x) for x in arrays]
         if in_mesh and len(devices) == 1:
-            # Under jax.set_mesh, jit of JAX 0.12 refuses arrays on other devices, as counters.
+            # Under jax.set_mesh, jit of JAX 0.12 refuses arrays off the mesh, such as counters.
             made = jax.device_put(arrays, shardings, may_alias=False)
         else:
             made = _copier(tuple(shardings))(arrays)

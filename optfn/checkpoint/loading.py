@@ -147,7 +147,7 @@ def load_named(
 
 def _compare_key(name: str, leaf: Leaf, mapping: Mapping[str, Any]) -> str:
     """Return in words that a leaf is a typed key of another implementation than the saved one, or
-    "" for any other leaf, and if the implementation is not known."""
+    "" if it is no key, and if the implementation is not known."""
     if not tree.is_key(leaf):
         return ""
     own, impls = str(jax.random.key_impl(leaf)), mapping.get(KEYS, np.empty((0, 2)))
@@ -313,7 +313,7 @@ def _is_on_host(x: Leaf) -> bool:
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
     """Return a state in which states named in `late` count steps by leaf as it says, or plainly if
-    it has no leaves for them, and others are unchanged."""
+    it has no leaves for them."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
@@ -401,8 +401,7 @@ def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _place_like(like: OptState, state: OptState) -> OptState:
-    """Give packed buffers and padded arrays the dtypes and shardings that they have in `like`, and
-    return all other nodes unchanged."""
+    """Give packed buffers and padded arrays the dtypes and shardings that they have in `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_packed_or_padded(like):

@@ -143,7 +143,7 @@ class Search(abc.ABC):
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Return the values and the increasing indices of the k[i] entries of largest magnitude in
-        each segment i, one segment after the other."""
+        each segment i, in the order of segments."""
         counts = self.counts(k)
         return self.extract(arrays, self.candidates(arrays, counts), counts)
 
@@ -205,8 +205,8 @@ class Search(abc.ABC):
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the values and the indices of the k largest of each segment, one segment after the
-        other, chosen among the candidates of a packed mask.
+        """Return the values and the indices of the k largest of each segment, in the order of
+        segments, chosen among the candidates of a packed mask.
 
         Args:
           arrays: the flat arrays.

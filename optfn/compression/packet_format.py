@@ -150,7 +150,7 @@ class PacketFormat:
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
         """Return flat arrays with scale times the decoded entries of a packet added at their
-        places, and all other elements unchanged."""
+        places."""
         values, index = self.decode(packet)
 
         def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:

@@ -168,7 +168,7 @@ class RowChunks:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of several flat arrays, as rows, one array after the other. All of its fields
+    """The segments of several flat arrays, as rows, in the order of the arrays. All of its fields
     are static.
 
     Each row belongs to one segment. The last row of a segment is padded.

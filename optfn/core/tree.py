@@ -60,8 +60,7 @@ def shape_of(x: Leaf) -> tuple[int, ...]:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Convert a number or a floating-point NumPy array to a JAX array, and return any other leaf
-    unchanged."""
+    """Convert a number or a floating-point NumPy array to a JAX array."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
 

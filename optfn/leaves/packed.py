@@ -198,8 +198,7 @@ def unpack(packed: PyTree) -> PyTree:
 
 
 def repack(like: PyTree, whole: PyTree) -> PyTree:
-    """Return `whole` with the leaves that lie in a Packed in `like` packed like it, and all other
-    leaves unchanged."""
+    """Return `whole` with the leaves that lie in a Packed in `like` packed like it."""
 
     def pack_node(node: PyTree, below: PyTree) -> PyTree:
         return pack_like(node.layout, below) if is_packed(node) else below

@@ -25,7 +25,7 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 
 def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
     """Return the model state with the index of the worker folded into each typed key, or unchanged
-    if there is only one worker, and with other leaves unchanged.
+    if there is only one worker.
 
     Args:
       model_state: the arrays of a model besides params; None if it has none.
@@ -57,7 +57,7 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
 
 def restore_unchanged_keys(new: PyTree, folded: PyTree, old: PyTree) -> PyTree:
     """Return the new model state, with the key from before the fold for each key that the loss
-    returned unchanged, and with all other leaves as the loss returned them.
+    returned unchanged, and with the remaining leaves as the loss returned them.
 
     Args:
       new: the model state that the loss returned.

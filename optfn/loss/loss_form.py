@@ -170,8 +170,7 @@ def _check_aux_leaves(who: str, aux: PyTree) -> None:
 
 
 def _check_means(who: str, aux: PyTree) -> PyTree:
-    """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total, and
-    other leaves unchanged."""
+    """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total."""
 
     def check(x: Any) -> Any:
         if not is_mean(x):

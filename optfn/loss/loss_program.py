@@ -171,7 +171,7 @@ class LossProgram:
 
     def whole_params(self) -> Params:
         """Return the params, with the shape and dtype of the whole array in place of each
-        ShardedParam, and with all other leaves unchanged."""
+        ShardedParam."""
         leaves = [_whole_shape(x) for x in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -206,8 +206,7 @@ def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
 
 
 def _whole_shape(x: Leaf) -> Leaf:
-    """Return the shape and dtype of the whole array of a ShardedParam, and any other leaf
-    unchanged."""
+    """Return the shape and dtype of the whole array of a ShardedParam, or the leaf itself."""
     return x.shard.whole_type() if isinstance(x, ShardedParam) else x
 
 

@@ -44,8 +44,8 @@ class Mean(NamedTuple):
 
 
 def _refuse_arithmetic(mean: Mean, other: object) -> NoReturn:
-    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums that
-    other devices and microbatches add to."""
+    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums to which
+    all devices and microbatches add."""
     raise TypeError(
         "a Mean has no arithmetic: its two sums go on over devices and microbatches before they "
         "are divided. Scale it by its total, Mean(0.5 * total, weight). Add losses that are means "
@@ -150,7 +150,7 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def divide_means(values: PyTree) -> PyTree:
-    """Replace each Mean by its quotient, NaN for 0/0, and return other leaves unchanged."""
+    """Replace each Mean by its quotient, NaN for 0/0."""
     return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
 
 

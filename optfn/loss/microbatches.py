@@ -176,8 +176,7 @@ def _combine_values(values: Values, model_state: PyTree) -> Values:
 
 
 def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
-    """Multiply the rows of each microbatch, stacked, by its factor, and return all other leaves
-    unchanged."""
+    """Multiply the rows of each microbatch, stacked, by its factor."""
 
     def scale(x: jax.Array) -> jax.Array:
         along = factors.reshape(-1, *[1] * (x.ndim - 1))

@@ -64,7 +64,7 @@ class Gather(NamedTuple):
 
     def wrap(self, inputs: Inputs, counts: jax.Array | None = None) -> Params:
         """Return params with a ShardedParam in place of each leaf that the devices divide, and with
-        tables and all other leaves unchanged.
+        tables unchanged.
 
         Args:
           inputs: the inputs of the loss.
@@ -235,8 +235,8 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
     """Wrap an objective so that it raises a ValueError if an array of aux has another shape in a
     trace on twice the examples, and passes if that trace fails.
 
-    Such an array has an entry for each example. Each device and microbatch has other examples, so
-    their mean entry by entry has no meaning.
+    Such an array has an entry for each example. Each device and microbatch has different examples,
+    so their mean entry by entry has no meaning.
 
     Raises:
       ValueError: an array in aux grows with the batch.
@@ -344,8 +344,8 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
 def _run_on_devices(
     function: Callable[[Inputs], Any], inputs: Inputs, gather: Gather, out_specs: PyTree
 ) -> Any:
-    """Run a function in a `shard_map` on each device's shards of params and examples, with all
-    other inputs whole, and return results divided by `out_specs`."""
+    """Run a function in a `shard_map` on each device's shards of params and examples, with the
+    remaining inputs whole, and return results divided by `out_specs`."""
     layout = gather.layout
     names = layout.shard_axes
     replicated: Any = P()
@@ -361,7 +361,7 @@ def make_value_fn(
     objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
     """Return the function params -> loss, averaged over the workers, on the batch of a step. Its
-    gradient is the objective's, and it ignores a line search's other arguments.
+    gradient is the objective's, and it ignores the further arguments of a line search.
 
     JAX cannot differentiate a user's `value_and_grad`. Rows become dense arrays, and an integer
     leaf has no gradient.

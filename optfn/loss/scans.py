@@ -152,7 +152,7 @@ class LeafShard:
         if dimension is None:
             return None
         divisions = (Division(dimension, first.axes), *remaining)
-        # Parts of this device's layers go to the others, and a shard of every layer comes back.
+        # Parts of this device's layers go to all devices, and a shard of every layer comes back.
         array = lax.all_to_all(self.array, first.axes, dimension, 0, tiled=True)
         return dataclasses.replace(self, array=array, divisions=divisions)
 
@@ -195,7 +195,7 @@ def wrap_shards(
     counts: jax.Array | None = None,
 ) -> Params:
     """Return params with a ShardedParam in place of each leaf that shard axes divide, and with
-    tables and all other leaves unchanged.
+    tables unchanged.
 
     A loss only looks up the rows of a table.
 

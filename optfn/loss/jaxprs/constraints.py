@@ -5,7 +5,7 @@ it along a bound ("Manual") axis. There the constraint means nothing, so `drop_b
 
 1. It traces the function as if the compiler handled all axes. JAX then takes every constraint.
 2. It writes the bound axes into the program: into types and meshes, and out of the constraints.
-   Constraints along other axes stay.
+   Constraints along the remaining axes stay.
 3. It runs the program.
 
 Functions that a custom derivative keeps for later still hold the mesh of step 1, so the traced
@@ -211,7 +211,7 @@ class _Binding:
     def __init__(self, mesh: AbstractMesh) -> None:
         self._real, self._axes = mesh, mesh.manual_axes
         # The calls of a jitted function share its jaxpr, and XLA gets it once. The old jaxprs and
-        # contexts are kept, so that no other object gets their ids.
+        # contexts are kept, so that no new object gets their ids.
         self._found: dict[int, tuple[Any, Any]] = {}
 
     def bind_program(self, x: Any) -> Any:
@@ -273,7 +273,7 @@ class _Binding:
 
     def _param(self, x: Any) -> Any:
         """Return a param of an equation with bound axes in its jaxprs, meshes and shardings, also
-        in tuples and lists, and any other param unchanged."""
+        in tuples and lists."""
         if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
             return self.bind_program(x)
         if isinstance(x, AbstractMesh | Mesh):
@@ -285,8 +285,8 @@ class _Binding:
         return type(x)(map(self._param, x)) if type(x) in (tuple, list) else x
 
     def _mesh(self, mesh: AbstractMesh | Mesh) -> AbstractMesh | Mesh:
-        """Return the abstract mesh with bound axes as manual ones, or a mesh with other axes, such
-        as the empty one, unchanged."""
+        """Return the abstract mesh with bound axes as manual ones, or a mesh that has different
+        axes, such as the empty one, unchanged."""
         if mesh.axis_names != self._real.axis_names:  # such as the empty mesh
             return mesh
         return mesh.abstract_mesh.update_axis_types(dict.fromkeys(self._axes, AxisType.Manual))

@@ -80,7 +80,7 @@ class Equations:
 
     def find_live_equations(self) -> list[Equation]:
         """Return the equations that have side effects, or that the outputs or side effects depend
-        on, in order and without all others."""
+        on, in order."""
         effects = [e for e in self.equations if e.effects]
         needed = self.find_equations([*self.outputs, *(a for e in effects for a in e.invars)])
         found = {id(e) for e in [*needed, *effects]}
@@ -132,8 +132,8 @@ class Equations:
 def function_of_arrays(
     fn: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:
-    """Return `fn` as a function of the JAX arrays among its arguments, in a list, with all other
-    arguments, such as flags and sizes, bound, and that list."""
+    """Return `fn` as a function of the JAX arrays among its arguments, in a list, with the
+    remaining arguments, such as flags and sizes, bound, and that list."""
 
     def is_array(x: object) -> bool:
         return isinstance(x, jax.Array)
@@ -146,8 +146,7 @@ def function_of_arrays(
 
 
 def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
-    """Return `tree` with each leaf that `chosen` accepts replaced by the next of `leaves`, and with
-    all other leaves unchanged."""
+    """Return `tree` with each leaf that `chosen` accepts replaced by the next of `leaves`."""
     remaining = iter(leaves)
     return jax.tree.map(lambda x: next(remaining) if chosen(x) else x, tree)
 
@@ -174,8 +173,8 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
 
 
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
-    """Run an equation's primitive, with its params and context, on other values of its arguments,
-    and return the list of its results."""
+    """Run an equation's primitive, with its params and context, on new values of its arguments, and
+    return the list of its results."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
@@ -205,8 +204,8 @@ def run_equations(
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
-    """Run a jaxpr equation by equation, and the jitted functions in it the same way, but other
-    calls as one equation, and return its results."""
+    """Run a jaxpr equation by equation, and the jitted functions in it the same way, but calls of
+    any other kind as one equation, and return its results."""
     values = bindings(closed.jaxpr.constvars, closed.consts)
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)

@@ -139,7 +139,7 @@ def _select_gradients(cotangents: Sequence[Any]) -> Arrays:
 
 def _as_cotangent(values: Any, gradients: Sequence[Any]) -> Any:
     """Return a tree like `values` with the gradients, in order, in place of its inexact leaves, and
-    None in place of others."""
+    None in place of the rest."""
     remaining = iter(gradients)
     return jax.tree.map(
         lambda x: next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else None, values

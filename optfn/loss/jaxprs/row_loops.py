@@ -31,7 +31,8 @@ from optfn.loss.jaxprs.equations import Equations, Override, Value, run_equation
 from optfn.loss.jaxprs.primitives import Atom, Call, Equation, Variable, type_of
 from optfn.mesh.compilers import memories
 
-# From the shape of an array to how many devices divide its first axis, and all others together.
+# From the shape of an array to how many devices divide its first axis, and the remaining axes
+# together.
 Divide = Callable[[tuple[int, ...]], tuple[int, int]]
 
 CHUNK = 16 << 20  # bytes of a chunk of one array, on one device
@@ -210,7 +211,7 @@ class _RowProgram:
 
     def _find_phases(self) -> tuple[dict[int, int], defaultdict[int, set[Variable]]]:
         """Return the phase of each equation that runs outside of loops, by id, and for each phase
-        the variables that its loops make for others."""
+        the variables that its loops make for later equations."""
         phases: dict[int, int] = {}
         wanted: defaultdict[int, set[Variable]] = defaultdict(set)
         phase_of: defaultdict[Atom, int] = defaultdict(int)
@@ -338,12 +339,12 @@ class _View(NamedTuple):
         return x.reshape(self.devices * self.rows, *x.shape[2:])
 
     def cut(self, x: Value, start: Value, size: int) -> Value:
-        """Return rows of each device in a split array, one device after the other."""
+        """Return rows of each device in a split array, in the order of devices."""
         rows = lax.dynamic_slice_in_dim(x, start, size, 1)
         return rows.reshape(self.devices * size, *x.shape[2:])
 
     def put(self, x: Value, rows: Value, start: Value) -> Value:
-        """Return a split array with other rows, which go to its memory."""
+        """Return a split array with new rows, which go to its memory."""
         rows = memories.to_host(rows) if memories.is_on_host(x) else rows
         rows = rows.reshape(self.devices, -1, *x.shape[2:])
         return lax.dynamic_update_slice_in_dim(x, rows, start, 1)

@@ -5,10 +5,10 @@ A loss is traced for whole params, and its equations run on the shards that a de
 1. An operation on a param and literals, such as a cast, waits until the param is gathered.
 2. A jitted function and a `jax.checkpoint` run in the same way, with their gathers inside.
 3. A scan over stacked params takes the shards of all layers, and its body gathers its layer.
-4. Any other equation gathers the params that it reads.
+4. Each remaining equation gathers the params that it reads.
 
-The backward pass gathers a layer again, so that no device ever keeps all layers. All other values
-are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
+The backward pass gathers a layer again, so that no device ever keeps all layers. The remaining
+values are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
 `jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
 gathers inside and with the policy of its author. `scan_layers` recomputes each layer as a whole,
 and its scan has a backward pass of its own (`recomputed_scan.py`).
@@ -85,8 +85,7 @@ class _Interpreter:
         return self.gather(read(values, jaxpr.outvars))
 
     def gather(self, operands: Iterable[Value]) -> list[Value]:
-        """Gather the whole value of each ShardedParam among the operands, and return all others
-        unchanged."""
+        """Gather the whole value of each ShardedParam among the operands."""
         return gather_params(operands, self.by_name)
 
     def run_equation(self, equation: Equation, *operands: Value) -> list[Value]:
@@ -107,7 +106,7 @@ class _Interpreter:
 
     def _run_scan(self, equation: Equation, scan: Scan, operands: Sequence[Value]) -> list[Value]:
         """Run a scan whose body gathers its layer of each stack that is divided within layers, and
-        gather all other sharded operands whole before it."""
+        gather the remaining sharded operands whole before it."""
         constants, init, elements = scan.split(operands)
         constants, init = self.gather(constants), self.gather(init)
         stacks: list[Value] = []
@@ -170,8 +169,7 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
 
 
 def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None:
-    """Return `_delay` of an equation that reads one variable, a ShardedParam, and None for any
-    other equation."""
+    """Return `_delay` of an equation that reads one variable, a ShardedParam, else None."""
     reads = variables(equation.invars)
     if len(reads) == 1 and isinstance(values.get(reads[0]), ShardedParam):
         return _delay(equation, read(values, equation.invars))

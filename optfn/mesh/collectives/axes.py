@@ -61,8 +61,7 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of `names`, each with these axes, and
-    leave out all other dimensions."""
+    """Return the dimensions that a spec divides over some of `names`, each with these axes."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 

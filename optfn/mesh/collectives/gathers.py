@@ -31,8 +31,8 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
-    """Gather a whole array from its shards, one divided dimension after the other, or return x
-    unchanged without divisions."""
+    """Gather a whole array from its shards, one divided dimension at a time, or return x unchanged
+    without divisions."""
     for dimension, names in divisions:
         x = torus.all_gather_along(x, names, dimension)
     return x
@@ -40,7 +40,7 @@ def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
 
 def all_gather_leaves(x: PyTree, names: Axes) -> PyTree:
     """Gather each array of a tree from all workers, (N, *shape), by one all-gather for all dtypes
-    of 32 bits and one for each other dtype."""
+    of 32 bits and one for each further dtype."""
     buckets, unpack = fill_buckets(jax.tree.map(lambda array: array[None], x))
     return unpack([all_gather(bucket[0], names) for bucket in buckets])
 

@@ -61,10 +61,10 @@ def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
 
 def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
-    """Cast the real floating-point arrays of a tree to a dtype and return every other leaf
-    unchanged, or the whole tree if `dtype` is None.
+    """Cast the real floating-point arrays of a tree to a dtype, or return the tree unchanged if
+    `dtype` is None.
 
-    The other leaves are integers, complex numbers, rows and masked leaves.
+    Integers, complex numbers, rows and masked leaves stay as they are.
     """
 
     def cast(leaf: Leaf) -> Leaf:
@@ -76,8 +76,8 @@ def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
 
 
 def _cast_like(x: PyTree, like: PyTree) -> PyTree:
-    """Cast each array whose leaf in `like` is a floating-point array to the dtype of that leaf, and
-    return rows and all other leaves unchanged."""
+    """Cast each array whose leaf in `like` is a floating-point array to the dtype of that leaf, but
+    no rows."""
 
     def cast(leaf: Leaf, before: Leaf) -> Leaf:
         is_float = tree.is_inexact(before) and not isinstance(before, LeafKind)
@@ -172,8 +172,8 @@ def sum_dtype(x: jax.Array) -> DType:
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf and worker 0's value of any other
-    leaf, or x unchanged without axes."""
+    """Return the mean over workers of each floating-point leaf and worker 0's value of each integer
+    or key, or x unchanged without axes."""
     if not axis_name:
         return x
     is_first = lax.axis_index(axis_name) == 0

@@ -83,6 +83,6 @@ def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTre
     return fn
 
 
-# The two are transposes of each other.
+# Each is the transpose of its counterpart.
 _copy_to = _make_linear(lambda x, axes: x, lax.psum)
 _sum_over = _make_linear(lax.psum, lambda x, axes: x)

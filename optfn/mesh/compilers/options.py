@@ -21,7 +21,7 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": _TRUE,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": _TRUE,
     # A gather over two dimensions of the torus sends a part of the array along one first, the rest
-    # along the other first, and so uses the links of both. Without it, it stays on the TensorCore.
+    # along the second first, and so uses the links of both. Without it, it stays on the TensorCore.
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": _TRUE,
     # So does a reduce-scatter, which runs in a second version of its program.
     _PLANE_SCATTERS: _TRUE,
@@ -61,8 +61,8 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingP
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
-    """Return compiler options that hide more communication on GPUs and known TPUs, or {} for other
-    devices, and raise a TypeError unless `mesh` is a mesh.
+    """Return compiler options that hide more communication on GPUs and known TPUs, or {} for
+    devices of any other kind, and raise a TypeError unless `mesh` is a mesh.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. The following figures are inferred from
@@ -123,7 +123,7 @@ def drop_unknown_options(
     options: Mapping[str, Any] | None, device: jax.Device | None
 ) -> dict[str, Any] | None:
     """Return the options that the compiler of a device knows, found by compiling a scalar program,
-    warn of the others, and return None if none is left.
+    warn of unknown ones, and return None if none is left.
 
     For None or no options nothing is compiled. The names of dropped options are in one warning. The
     compiler alone has the list of its options, and names the first that it does not know.

@@ -263,7 +263,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
         return [lax.slice_in_dim(x, a, b, axis=-1) for a, b in itertools.pairwise(edges)]
 
     def dynamic(x: jax.Array) -> list[jax.Array]:
-        # The other branch never runs; it keeps XLA from knowing the starts.
+        # The second branch never runs; it keeps XLA from knowing the starts.
         starts = lax.cond(
             hide_constant(False),
             lambda: [jnp.int32(start + 1) for start in edges[:-1]],

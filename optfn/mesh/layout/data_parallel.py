@@ -121,7 +121,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 def copy_beside(batch: Batch, like: jax.Array) -> Batch:
     """Copy the NumPy arrays of a batch to the device of `like`, or on the host if `like` lies on
-    several or on a CPU, and return every other leaf unchanged."""
+    several or on a CPU."""
     copied = copy_host_arrays(batch)
     device = next(iter(like.devices()))
     # A step on a CPU reads the copy itself, and `device_put` takes longer than such a step.
@@ -134,8 +134,7 @@ def copy_beside(batch: Batch, like: jax.Array) -> Batch:
 
 
 def copy_host_arrays(batch: Batch) -> Batch:
-    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps, and return every
-    other leaf unchanged.
+    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps.
 
     A loader may overwrite its buffer while the step still reads it, and JAX shares the memory of an
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
@@ -161,8 +160,8 @@ def _copy_aligned(x: np.ndarray) -> np.ndarray:
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, also of other processes, and return a traced
-    array unchanged."""
+    """Copy an array to all devices of `placement`, in every process, and return a traced array
+    unchanged."""
     if checks.is_traced(x):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -285,8 +285,7 @@ class Layout:
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, each with these axes, and
-        leave out all other dimensions."""
+        """Return the dimensions that a spec divides over shard axes, each with these axes."""
         return mesh_axes.divisions_of(spec, self.shard_axes)
 
     def average_later(self) -> "Layout":
@@ -305,7 +304,7 @@ class Layout:
 
     def pad_state(self, state: OptState, params: Params) -> OptState:
         """Wrap each array of a state whose layers devices cannot divide evenly in a Padded, with
-        zeros at the end, and return every other array unchanged.
+        zeros at the end.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
@@ -337,7 +336,7 @@ class Layout:
 
     def group_of(self, params: Params) -> Devices | None:
         """Return the shard group of a worker, with the specs of its gradients, or None without
-        worker axes or if the mesh has no other axes."""
+        worker axes or if the mesh has no axes beside them."""
         if not (self.worker_axes and self.inner_axes):
             return None
         by_path = (

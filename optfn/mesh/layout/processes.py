@@ -62,7 +62,7 @@ def gather_texts(text: str) -> list[str]:
 
 def broadcast_bytes(source: int, content: bytes) -> bytes:
     """Return in every process, all of which must call it, the content that process `source` passes,
-    and ignore the content of the others."""
+    and ignore the content of the rest."""
     # The length goes as a quotient and a remainder, because a large file exceeds an int32.
     num_whole, rest = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
@@ -153,7 +153,7 @@ def _list_different(digests: np.ndarray) -> str:
 
 def _content(x: Leaf, most: int | None = None) -> bytes:
     """Return the bytes of a leaf, or of a key's data, at most the first `most` unless it is None,
-    or b"" if other processes hold shards of it."""
+    or b"" if this process lacks a shard of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     host = np.asarray(jax.random.key_data(x) if tree.is_key(x) else x)

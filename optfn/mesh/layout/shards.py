@@ -176,7 +176,7 @@ def scatter_gradients(
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
     """Gather each new param that is whole in the layout, but whose update is divided evenly
-    (ZeRO-1), and return every other param unchanged.
+    (ZeRO-1).
 
     All params are returned unchanged without a layout or shard axes, or if the step is left to the
     compiler. Padded params are too: their gather is left to the compiler. This runs outside of

@@ -20,7 +20,7 @@ Specs: TypeAlias = PyTree
 
 def list_specs(specs: Specs) -> dict[Any, P]:
     """Map each pattern of a mapping, or each path of a tree, to its PartitionSpec, P() for None, or
-    raise a TypeError for any other value.
+    raise a TypeError for a value of another type.
 
     Of a NamedSharding only the spec counts.
 
@@ -42,8 +42,8 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
     ValueError if the specs do not fit params.
 
     A mapping whose keys are paths, or beginnings of paths, and together name all leaves, is read as
-    a tree, and any other mapping without nested values as patterns. Both readings agree unless a
-    key has characters that mean something else in a pattern, and then the key is a name.
+    a tree, and a mapping of another kind, without nested values, as patterns. Both readings agree
+    unless a key has characters that mean something else in a pattern, and then the key is a name.
 
     Raises:
       ValueError: the tree does not have the structure of params, or of a prefix of it; or a pattern
@@ -144,7 +144,7 @@ def _is_flat(specs: Specs) -> bool:
 
 def _to_spec(path: object, x: object) -> P:
     """Return an entry that is a PartitionSpec, the spec of a NamedSharding, or P() for a masked
-    leaf, and raise a TypeError for any other entry."""
+    leaf, or raise a TypeError."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

@@ -89,8 +89,8 @@ def bits_dtype(dtype: DType) -> np.dtype:
 
 
 def view_as_bits(x: Leaf) -> Leaf:
-    """Return a host array of a dtype that NumPy lacks as its bits in unsigned integers, and any
-    other array unchanged."""
+    """Return a host array of a dtype that NumPy lacks as its bits in unsigned integers, else the
+    array itself."""
     return x.view(bits_dtype(x.dtype)) if isinstance(x, np.ndarray) and is_foreign(x.dtype) else x
 
 

@@ -9,8 +9,8 @@ guards, accumulation, the training step) asks the state:
 * Which arrays do all workers share, a slice on each? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
-  (`optfn.mesh.layout.traffic`). Over the other axes of the workers, the training step averages the
-  gradients first.
+  (`optfn.mesh.layout.traffic`). Over the remaining axes of the workers, the training step averages
+  the gradients first.
 * Which steps left params and state as they were? The int32 field `skipped` of a state counts them.
 * May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
   takes `row_updates=True`.
@@ -150,8 +150,7 @@ def find_nodes(kind: type, state: OptState) -> list[Any]:
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Replace each `Divided` node of a state by `fn` of it, and return all other nodes
-    unchanged."""
+    """Replace each `Divided` node of a state by `fn` of it."""
     is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 

@@ -83,8 +83,8 @@ def state_specs(
 def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Return an `init` for all workers of a mesh, which repeats per-worker arrays, pads sliced
-    ones, sets counts, and returns all others unchanged.
+    """Return an `init` for all workers of a mesh, which repeats per-worker arrays, pads sliced ones
+    and sets counts.
 
     Args:
       init: returns the state of one worker.
@@ -171,8 +171,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Convert the per-worker arrays and counts of a mapping, return all other entries unchanged,
-    and raise a ValueError without per-worker arrays."""
+    """Convert the per-worker arrays and counts of a mapping, or raise a ValueError without
+    per-worker arrays."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
@@ -236,8 +236,7 @@ def _to_host(x: object) -> object:
 
 
 def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
-    """Return the names of fields `num_workers` in a state that has per-worker arrays, and leave out
-    all other names.
+    """Return the names of fields `num_workers` in a state that has per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
@@ -302,8 +301,7 @@ def _repeat(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def place_on_host(shardings: PyTree, state: OptState) -> PyTree:
-    """Return the shardings of a state with the memory of the host for its large arrays, and
-    unchanged for all others.
+    """Return the shardings of a state with the memory of the host for its large arrays.
 
     Padded arrays stay on the device, where each step cuts the padding off.
 
