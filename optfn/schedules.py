@@ -108,7 +108,7 @@ def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Sc
 def exponential(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr·rate^(i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr·rate^(i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -125,7 +125,7 @@ def exponential(
 def natural_exp(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr·e^(−rate·i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr·e^(−rate·i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -141,7 +141,7 @@ def natural_exp(
 def inverse_time(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr/(1 + rate·i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr/(1 + rate·i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -332,8 +332,8 @@ def _add_warmup(
 
 
 def _interpolate(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
-    """Return start + (end − start)·i/length, the value at step i of a line, in which a length of 0
-    counts as 1."""
+    """Return start + (end − start)·i/length, the value at step i of a line; a length of 0 counts as
+    1."""
     return start + (end - start) * _to_float(i) / max(length, 1)
 
 

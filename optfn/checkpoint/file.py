@@ -92,7 +92,7 @@ class NpzFile:
 
 
 def _gather_leaf(x: Leaf) -> Leaf:
-    """Gather an array of which this process holds only a shard, or take the first copy of a
+    """Gather an array if this process holds only a shard of it, or take the first copy of a
     replicated array."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)

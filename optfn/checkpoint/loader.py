@@ -181,8 +181,8 @@ class Loader:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return the hint that names the argument with which the arrays that fit are loaded, or ""
-    unless the error is a Misfit."""
+    """Return the hint with the argument that loads the arrays that fit, or "" unless the error is a
+    Misfit."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:

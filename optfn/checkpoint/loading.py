@@ -281,7 +281,7 @@ def _find_late_leaves(
 
 
 def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return by path the step count at which each leaf began, without leaves that began at 0, or
+    """Return by path the step count of each leaf's first step, without leaves that began at 0, or
     warn and return {} if a count cannot be read here.
 
     Args:
@@ -312,8 +312,8 @@ def _is_on_host(x: Leaf) -> bool:
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state in which states named in `late` count steps by leaf as it says, or plainly if
-    it has no leaves for them."""
+    """Return a state with the step counts by leaf of `late` in the states that it names, or plain
+    counts if it has no leaves for them."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 

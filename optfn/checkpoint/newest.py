@@ -157,8 +157,9 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has, of which a process without the file writes
-    and reads a copy, or raise a ValueError if it is a directory.
+    """Return the newest checkpoint that any process has, or raise a ValueError if it is a
+    directory. A process without the file writes and reads a copy. a ValueError if it is a
+    directory.
 
     Raises:
       ValueError: it is a directory that some processes cannot see.

@@ -190,8 +190,8 @@ class Search(abc.ABC):
         arrays: Sequence[jax.Array],
         bound: jax.Array,
     ) -> jax.Array:
-        """Return the packed mask of the entries for which `compare` is true of |x|, as an integer,
-        and the bound of the entry's segment."""
+        """Return the packed mask of the entries whose |x|, as an integer, compares with the bound
+        of their segment as `compare` says."""
 
         def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
@@ -325,8 +325,8 @@ class BlockSearch(Search):
 
     @property
     def block(self) -> int:
-        """The number of entries of a block, the largest power of two up to 32 with which a chunk
-        has four blocks for each entry to be selected, else 1."""
+        """The number of entries of a block, the largest power of two up to 32 that leaves a chunk
+        four blocks for each entry to be selected, else 1."""
         blocks = max(1, self.segments.row // (_BLOCKS_PER_ENTRY * self.most))
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 

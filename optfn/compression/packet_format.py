@@ -64,7 +64,7 @@ class PacketFormat:
 
     @cached_property
     def _num_blocks(self) -> np.ndarray:
-        """The number of blocks of 2^index_bits elements in each segment, of which the last may be
+        """The number of blocks of 2^index_bits elements in each segment; the last may be
         shorter."""
         return -(-self.segments.lengths.astype(np.int64) // (1 << self.index_bits))
 

@@ -58,8 +58,8 @@ class TopK(ShownAsCall):
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packet of each flat leaf, none of which may be empty, from one search of all
-        leaves, or [] if there are none."""
+        """Return the packet of each flat leaf, not empty, from one search of all leaves, or [] if
+        there are none."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []

@@ -190,7 +190,7 @@ def inner_tree(node: PyTree) -> PyTree:
 
 
 def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
-    """Return a tree in which each node that `is_node` chooses is replaced by the tree in it."""
+    """Replace each node that `is_node` chooses by the tree in it."""
 
     def unwrap(node: PyTree) -> PyTree:
         return unwrap_nodes(inner_tree(node), is_node) if is_node(node) else node

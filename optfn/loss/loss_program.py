@@ -1,4 +1,4 @@
-"""A loss as a program on its params, of which some are tables, or shards that a device keeps.
+"""A loss as a program on its params: whole arrays, tables, and shards that a device keeps.
 
 JAX traces the loss once, for whole params, and then equations decide:
 
@@ -211,7 +211,7 @@ def _whole_shape(x: Leaf) -> Leaf:
 
 
 def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the whole table of which each device has a shard."""
+    """Return the shape and dtype of a whole table from the shard of a device."""
     return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
 
 

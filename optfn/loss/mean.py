@@ -44,8 +44,8 @@ class Mean(NamedTuple):
 
 
 def _refuse_arithmetic(mean: Mean, other: object) -> NoReturn:
-    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums to which
-    all devices and microbatches add."""
+    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums over all
+    devices and microbatches."""
     raise TypeError(
         "a Mean has no arithmetic: its two sums go on over devices and microbatches before they "
         "are divided. Scale it by its total, Mean(0.5 * total, weight). Add losses that are means "
@@ -104,8 +104,8 @@ def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 
 def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
-    """Return N·weight/∑ weight, the factor by which a device's own quotient, total/weight, or its
-    gradient becomes its share of the mean over N devices.
+    """Return N·weight/∑ weight. This factor turns the quotient of a device, total/weight, or its
+    gradient, into the device's share of the mean over N devices.
 
     Args:
       mean: the device's mean.
@@ -125,8 +125,8 @@ def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
 def _divide(
     total: jax.Array, weight: jax.Array, divisor: jax.Array, quotient: jax.Array
 ) -> jax.Array:
-    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight, in which divisor
-    and quotient are constants.
+    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight, where divisor and
+    quotient are constants.
 
     A weight that no param changes has no gradient, and then XLA drops the sum of totals too.
     """

@@ -333,7 +333,7 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
     """Return the means over the devices of loss, aux and model state, and the weight unchanged.
     Keys and integers of the model state are the first device's.
 
-    A key that the loss has not changed is the key of `inputs`, in which no device is folded.
+    A key that the loss has not changed is the key of `inputs`, with no device folded in.
     """
     names = layout.shard_axes
     loss, aux = mean_over_axes((values.loss, values.aux), names)
@@ -368,9 +368,9 @@ def make_value_fn(
 
     Args:
       objective: the objective of the step.
-      workers: the workers over which loss and gradients are averaged.
+      workers: the workers that share the mean of loss and gradients.
       inputs: the inputs of the step, without a loss factor; only their params are replaced.
-      reduce_dtype: the dtype in which gradients are averaged over the workers; None: their dtype.
+      reduce_dtype: the dtype of the mean of gradients over the workers; None: their dtype.
     """
 
     @jax.custom_vjp

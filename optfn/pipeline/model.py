@@ -101,7 +101,7 @@ class StashPolicy(NamedTuple):
         self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
     ) -> Stage:
         """Return the stage of `fn` that saves its input or its residuals, and splits its backward
-        or not, by this policy, with the other arguments as examples to trace."""
+        or not, by this policy, with the remaining arguments as examples to trace."""
         stash_input = self.stash == "input"
         if self.splits_backward:
             return make_split_backward_stage(

@@ -177,7 +177,7 @@ class _ResidualProgram:
 
     def compute_weight_residuals(self, weights: Params) -> dict[int, Value]:
         """Compute the residuals that depend only on the weights, and return them by their
-        positions, without the others."""
+        positions."""
         values = self._run_on_weights(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 

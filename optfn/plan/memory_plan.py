@@ -31,8 +31,8 @@ class MemoryPlan(NamedTuple):
       device.
     host_link_bytes: bytes that a call moves between a device and its host, in both directions
       together. Bytes that an update reads twice count twice.
-    host_seconds: their time over the link, one direction after the other, during which nothing else
-      runs; None if the speed of the link is not known.
+    host_seconds: their time over the link, one direction at a time, while nothing else runs; None
+      if the speed of the link is not known.
 
     `kept` is a property: the bytes of params and state.
     """

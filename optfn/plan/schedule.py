@@ -9,7 +9,7 @@ A compiler writes a collective in one of these forms:
   their own work, and a fusion with `AsyncCollectiveDone`. It moves only while one of these runs.
 * A TPU's sparse cores: `custom-call-start` loads a program, `custom-call-update` sends it off,
   `custom-call-done` waits.
-* Any other fusion with a collective, such as a TPU's `all-reduce-scatter`: synchronous.
+* A fusion of another kind with a collective, such as a TPU's `all-reduce-scatter`: synchronous.
 """
 
 from collections.abc import Callable, Iterator

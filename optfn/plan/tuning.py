@@ -144,8 +144,8 @@ def tune(
       measure: k, how many steps of each way are run, each after one that does not count. The ways
         take turns, and the median of their steps counts. Shapes are run as arrays of constants.
         None: the seconds are estimated.
-      batch_sizes: lengths of the batch's first axis, in which a way is tried until one does not
-        fit. Rows are then in the order of examples a second. None: the batch's own.
+      batch_sizes: lengths of the batch's first axis; a way is tried with each, in this order, until
+        one does not fit. Rows are then in the order of examples a second. None: the batch's length.
       progress: whether to show a bar, and without a terminal a line for each way.
 
     Raises:

@@ -22,10 +22,10 @@ from optfn.run.position import (
 
 def iterate_together(remaining: "Remaining") -> Iterator[Batch]:
     """Yield batches in a run of several processes, and raise a ValueError in all of them if one has
-    fewer, since the others would wait for it for ever.
+    fewer, since the rest would wait for it for ever.
 
-    Where batches have a length, it is compared once. Else the processes ask each other before each
-    step, unless `steps` says how many are needed.
+    Where batches have a length, it is compared once. Else all processes compare before each step,
+    unless `steps` says how many are needed.
     """
     length, most = -1, remaining.most
     if isinstance(remaining.batches, Sized):

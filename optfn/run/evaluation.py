@@ -229,7 +229,8 @@ def _check_plateaus(opt_state: OptState, options: LoopOptions) -> bool:
     none to watch or the modes differ.
 
     Raises:
-      ValueError: there is no evaluation to watch, or the loop compares evaluations the other way.
+      ValueError: there is no evaluation to watch, or the loop compares evaluations in the opposite
+        mode.
     """
     found = [*iterate_nodes(is_evaluation_plateau, opt_state)]
     if not found:

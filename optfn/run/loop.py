@@ -223,8 +223,8 @@ class _Run:
         return values
 
     def _iterate_batches(self) -> Iterator[Batch]:
-        """Return the remaining batches, of which all processes must have the same number, or none
-        if the run has ended before."""
+        """Return the remaining batches, the same number in all processes, or none if the run has
+        ended before."""
         if self.stopped:
             return iter(())
         if not processes.is_on_all_processes(self.step.mesh):

@@ -137,7 +137,8 @@ class LoopOptions:
         params or loss are not finite does not count (`save_checkpoint`).
       save_frozen: whether checkpoints have the params that are not trained
         (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
-        resumes takes these params from `params` or `state`, and refuses others by name.
+        resumes takes these params from `params` or `state`, and names those that differ in an
+        error.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
       on_nonfinite: the consequence of a loss that is NaN or infinite. "warn": you get one warning,
         with the first such step and remedies. "stop": the run ends with a FloatingPointError,

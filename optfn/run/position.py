@@ -53,8 +53,8 @@ class TakenPosition(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The data and the random numbers of a run, as far as a checkpoint has them. A field of which
-    it has nothing is None.
+    """The data and the random numbers of a run, as far as a checkpoint has them. A missing field is
+    None.
 
     position: the position of this process.
     checksum: the checksum of the last batch of this process, by `find_checksum`.

@@ -147,7 +147,7 @@ class Saver:
                 ) from error
         found = list_checkpoints(directory)
         is_shared = processes.has_state_on_all_processes(state)
-        # All processes must raise: the others would wait for ever in their next collective.
+        # All processes must raise: the rest would wait for ever in their next collective.
         if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
@@ -232,8 +232,8 @@ class _Clock:
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:
-        """Count a call of the step and tell whether the interval has passed, in which case it
-        begins anew. It must be called once after each call of the step."""
+        """Count a call of the step and tell whether the interval has passed; if so, it begins anew.
+        It must be called once after each call of the step."""
         self.calls += 1
         if self.calls < self.next_look:
             return False

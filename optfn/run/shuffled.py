@@ -123,8 +123,8 @@ class _Pass:
         return {"epoch": self.epoch, "next": self.next, **self._fixed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position, or raise a ValueError if examples, size, seed or drop_last are
-        others, and so the batches of an epoch."""
+        """Continue at a position, or raise a ValueError if examples, size, seed or drop_last
+        differ, and so the batches of an epoch."""
         for name, x in self._fixed.items():
             if state.get(name, x) != x:
                 raise ValueError(f"{name} was {state.get(name)}, and is {x} now")

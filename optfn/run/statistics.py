@@ -40,7 +40,7 @@ def estimate_statistics(
     only: Pattern | None = None,
 ) -> PyTree:
     """Run the loss on `batches` and return the model state with the mean of the batch statistics,
-    each batch weighted by its examples, and with its other arrays unchanged.
+    each batch weighted by its examples.
 
         s = ∑ nᵦ·xᵦ/∑ nᵦ    xᵦ the statistics of batch b, nᵦ its examples
 
@@ -64,7 +64,7 @@ def estimate_statistics(
       batches: an iterable of batches, such as a part of the training data.
       has_aux: whether `loss_fn` returns (loss, (model_state, aux)).
       rng: as for `make_train_step`, if the loss takes a key: batch i gets `fold_in(key, i)`.
-      only: a pattern of paths of the model state; all other arrays stay as they are. None selects
+      only: a pattern of paths of the model state; unselected arrays stay as they are. None selects
         all floating-point arrays.
 
     Returns:

@@ -2,9 +2,9 @@
 
 The owners are the devices along the shard axes, and each of them looks rows up, too. A device
 fetches the rows that its batch looks up from their owners, and sends them the gradients. It sends
-an id once, however often its batch repeats it. Usually one round is enough, in which every owner
-gets as many ids as the fullest one needs; if that is unusually many, there are more rounds. There
-is nothing to tune, and no id is dropped.
+an id once, however often its batch repeats it. Usually one round is enough: every owner gets as
+many ids as the fullest one needs. If that is unusually many, there are more rounds. There is
+nothing to tune, and no id is dropped.
 """
 
 import dataclasses
@@ -366,8 +366,8 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, with zeros in all other rows, divided over the
-        workers."""
+        """Return the array that the rows represent, with zeros in the remaining rows, divided over
+        the workers."""
         whole: jax.Array = run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )

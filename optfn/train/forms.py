@@ -1,8 +1,8 @@
 """The forms of an update between the links of a chain, and how each kind of link changes them.
 
 A kind of link maps each form that it takes to the form that it gives. The type of a link's state
-declares its kind (`Traits.link`); optax's types are in `OPTAX`. All other links are unknown: they
-take every form, and the form that they give is unknown.
+declares its kind (`Traits.link`); optax's types are in `OPTAX`. The remaining links are unknown:
+they take every form, and the form that they give is unknown.
 """
 
 from collections.abc import Iterable, Mapping

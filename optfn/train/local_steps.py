@@ -301,8 +301,7 @@ def _is_made_of_params(x: object) -> bool:
 
 
 def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
-    """Wrap each leaf that varies in a PerWorker, a scalar as an array of shape (1,), and return all
-    others unchanged.
+    """Wrap each leaf that varies in a PerWorker, a scalar as an array of shape (1,).
 
     A PerWorker is divided along its first axis.
     """

@@ -1,4 +1,4 @@
-"""The options of a training step: which of them need or exclude each other, and their checks."""
+"""The options of a training step: which of them need or exclude one another, and their checks."""
 
 import dataclasses
 import functools
@@ -139,10 +139,11 @@ class StepOptions:
         case. See docs/precision.md.
       partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
         own examples, and the step sends params and gradients. Sharding constraints in the model
-        are dropped along `data_axis`, and hold along other axes. "compiler": `loss_fn` sees all
-        examples, as on one device, and XLA divides the work by the placements of params and batch
-        and the sharding constraints in the model, over all axes of the mesh. `shard` places params
-        and state; without it params keep the NamedShardings that you give them, and state follows
+        are dropped along `data_axis`, and hold along the remaining axes. "compiler": `loss_fn` sees
+        all examples, as on one device, and XLA divides the work by the placements of params and
+        batch and the sharding constraints in the model, over all axes of the mesh. `shard` places
+        params and state; without it params keep the NamedShardings that you give them, and state
+        follows
         them. Options that need workers are refused: an optimizer that exchanges gradients,
         `local_steps`, compressors of `sharded`, divided tables and `value_and_grad`; see
         docs/models.md.
@@ -289,8 +290,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 
 def _show_option(option: str, given: Mapping[str, Any]) -> str:
-    """Return "name=value" for an option whose value is a number or a word, and the name alone for
-    any other value."""
+    """Return "name=value" for an option whose value is a number or a word, and the name alone
+    otherwise."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 

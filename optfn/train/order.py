@@ -1,7 +1,8 @@
 """Warnings of links whose position in a chain defeats their purpose.
 
-Such a link does not fail, but does something else than intended: an average averages other params,
-a decay grows params, a rate counts twice or not at all, gradients are exchanged a second time.
+Such a link does not fail, but does something else than intended: an average averages the wrong
+params, a decay grows params, a rate counts twice or not at all, gradients are exchanged a second
+time.
 
 We follow a chain as its state shows it. Between two links the update of each leaf has a form
 (`optfn.train.forms`), and we report a link that does not take the form before it. A state shows
@@ -170,7 +171,8 @@ class _Walk:
         after = {}
         for path, x in before.items():
             wrong = _find_problem(kind, x, bool(text))
-            # Beside a rate of 1, as in a partition, other rates are fractions of the plateau's.
+            # Beside a rate of 1, as in a partition, the remaining rates are fractions of the
+            # plateau's.
             if all(other.rate != 1 for other in before.values()):
                 wrong = wrong or _find_rate_before_plateau(state, x)
             if wrong:
@@ -276,7 +278,7 @@ class _Walk:
         """Return unknown forms for all leaves, and report an unknown link behind an average and the
         problems of states inside it.
 
-        A link behind an average probably changes the update. About any other form nothing can be
+        A link behind an average probably changes the update. About a further form nothing can be
         said.
         """
         link = type(state).__name__
@@ -318,7 +320,7 @@ def _find_problem(
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
-    """Return the warning of `reduce_on_plateau` behind a learning rate other than 1 and the link
+    """Return the warning of `reduce_on_plateau` behind a learning rate that is not 1 and the link
     with that rate, or None otherwise.
 
     A schedule before it is no problem: its rate may be multiplied.
@@ -334,8 +336,7 @@ def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str]
 
 
 def _mark_optimized(x: UpdateForm) -> UpdateForm:
-    """Mark an update OPTIMIZED if it is a step and was adapted, and return any other update
-    unchanged."""
+    """Mark an update OPTIMIZED if it is a step and was adapted."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
@@ -408,7 +409,7 @@ def _find_kind(state: OptState) -> str:
 
 
 def _find_factory(tx: Any) -> str:
-    """Return the name of the factory of optax that made a link, or "" for other links."""
+    """Return the name of the factory of optax that made a link, or ""."""
     update = None if _is_users(tx) else find_update(tx)
     return "" if update is None else update.__qualname__.partition(".")[0]
 

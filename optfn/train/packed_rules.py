@@ -94,8 +94,8 @@ def _list_inside(tx: object) -> list[Any]:
 
 
 def _on_cpu() -> Any:
-    """Return a context in which arrays are made on a CPU, or one without effect if this process may
-    not use a CPU."""
+    """Return a context that makes arrays on a CPU, or one without effect if this process may not
+    use a CPU."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves CPUs out
@@ -164,7 +164,7 @@ class _Trial:
             on_tree, on_buffers = (tree.leaves(unpack(jax.device_get(u))) for u, _ in found)
             problem = self._describe_difference(on_tree, on_buffers, _tolerance_of(states[0]))
             if problem:
-                # Leaves of other shapes draw other numbers, by the same rule.
+                # Leaves of different shapes draw different numbers, by the same rule.
                 arguments = self._make_tree, params, grads, states[0]
                 return "" if draws_random_numbers(self._update, *arguments) else problem
             states = [state for _, state in found]
@@ -247,8 +247,8 @@ class _Trial:
 
 
 def _tolerance_of(state: OptState) -> float:
-    """Return the part of the largest update by which updates may differ: some units of the last
-    place of the narrowest moments, which optfn rounds at random."""
+    """Return the tolerated difference of updates, as a part of the largest update: some units of
+    the last place of the narrowest moments, which optfn rounds at random."""
     dtypes = {x.dtype for x in jax.tree.leaves(state) if tree.is_inexact(x)}
     return max([_LEAST_TOLERANCE, *(4 * float(jnp.finfo(dtype).eps) for dtype in dtypes)])
 

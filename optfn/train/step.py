@@ -360,8 +360,8 @@ class TrainStep:
 
     def _check_values(self, state: TrainState, leaves: list[Any], known: _Known) -> set[str]:
         """Raise an error if the values of a state that a call gets must end the run, or if they
-        have been donated or lie on other devices, and return the metrics of the flags that keep
-        their value."""
+        have been donated or lie off the mesh, and return the metrics of the flags that keep their
+        value."""
         self._check_step(state)
         if self.local is not None:
             check_rounds(state.opt_state, self.local, self.layout)
@@ -459,7 +459,7 @@ class TrainStep:
 
     def _check_step(self, state: TrainState) -> None:
         """Raise a ValueError if a state has been donated, or is one of several, or is committed to
-        other devices than the mesh has. Its count of steps tells it."""
+        devices outside the mesh. Its count of steps tells it."""
         is_array = isinstance(state.step, jax.Array) and not checks.has_tracer([state.step])
         if is_array and state.step.is_deleted():
             raise ValueError(
@@ -477,7 +477,7 @@ class TrainStep:
             self._check_devices(state.step)
 
     def _check_devices(self, x: jax.Array) -> None:
-        """Raise a ValueError if a state is committed to other devices than the mesh has.
+        """Raise a ValueError if a state is committed to devices outside the mesh.
 
         Args:
           x: one array of the state; all its arrays lie on the same devices.
@@ -582,7 +582,7 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Raises:
       TypeError: an argument is of the wrong kind, or the loss is not a real number.
       ValueError: the loss is not a scalar; the mesh has no `data_axis`; `recompute` has names that
-        `loss_fn` does not; or options need or exclude each other, see `optfn.train.options`.
+        `loss_fn` does not; or options need or exclude one another, see `optfn.train.options`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))

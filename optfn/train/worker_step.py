@@ -209,7 +209,7 @@ class _WorkerStep:
 
     def _differentiate(self, inputs: Inputs, needs: _Needs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, masked where frozen, and the
-        worker axes over which the loss has averaged each, None without a layout."""
+        worker axes of each gradient's mean in the loss, None without a layout."""
         # An exchange takes each worker's own gradient, of all leaves or of some.
         of_loss = self.later if needs.exchanges else self.layout
         averaged = of_loss and jax.tree.map(
@@ -240,8 +240,8 @@ class _WorkerStep:
     def _update(
         self, before: TrainState, state: TrainState, grads: Updates, extra: dict[str, Any]
     ) -> TrainState:
-        """Update params and the optimizer's state, and return the next state, in which they are
-        those before the step if the update does not count, and so is the model state.
+        """Update params and the optimizer's state, and return the next state. If the update does
+        not count, params and both states stay as before the step.
 
         Args:
           before: the state before the step.
@@ -271,7 +271,7 @@ def _refuse_multi_steps(opt_state: OptState) -> None:
 
 
 def _conjugate(grads: Updates) -> Updates:
-    """Return gradients of complex params conjugated, and all others unchanged.
+    """Conjugate the gradients of complex params.
 
     For f = u + iv jax.grad gives ∂f/∂x − i ∂f/∂y, the conjugate of the direction in which f rises.
     """

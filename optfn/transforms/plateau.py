@@ -152,7 +152,7 @@ def reduce_on_plateau(
 
 
 class _Plateau(NamedTuple):
-    """The rule by which the rate falls, with the options of `reduce_on_plateau`.
+    """The rule of falling rates, with the options of `reduce_on_plateau`.
 
     sign: 1 where a smaller metric is better, else −1; `best` and `value` are multiplied by it.
     """
@@ -206,8 +206,8 @@ def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:
 
 
 def record_evaluation(state: OptState, value: Number) -> OptState:
-    """Return a state in which each `reduce_on_plateau(monitor="evaluation")` has this evaluation,
-    and raise a ValueError if there is none or `value` is not a scalar.
+    """Return a state with this evaluation in each `reduce_on_plateau(monitor="evaluation")`, or
+    raise a ValueError if there is none or `value` is not a scalar.
 
     `minimize` and `fit` call it after each evaluation; you call it in a loop of your own. It takes
     effect in the next update. Nothing is recompiled.

@@ -201,7 +201,7 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
 
 def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
     """Return the form of masters, which are copies in `dtype` if `bits` is None, else remainders
-    beside bfloat16, or raise a ValueError for other bits or dtypes."""
+    beside bfloat16, or raise a ValueError for unknown bits or dtypes."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
         return _make_copy_form(dtype)
@@ -298,7 +298,7 @@ def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformationExtraArgs]:
     """Return the wrapper for `multi_precision`, with copies for True, remainders for 32 or 24 and
-    no masters for False, or raise a TypeError for any other value."""
+    no masters for False, or raise a TypeError."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):

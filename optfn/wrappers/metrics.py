@@ -229,7 +229,7 @@ def _is_recorder(x: object) -> bool:
 
 def _combine_workers(name: str, node: object) -> jax.Array:
     """Return a recorded scalar unchanged, or of one for each worker the root mean square if it is a
-    norm, and the smallest of any other value.
+    norm, else the smallest value.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

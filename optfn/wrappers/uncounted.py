@@ -130,7 +130,7 @@ def _restore_beside(
     before: OptState, after: OptState, skips: Flags, empty: jax.Array | None
 ) -> OptState:
     """Return the parts of a chain, list or dict where the update counts, each dropped by the guards
-    of the others too, or `after` itself if it counts anyway."""
+    of the remaining parts too, or `after` itself if it counts anyway."""
     parts, treedef = jax.tree.flatten(after, is_leaf=lambda x: x is not after)
     structure: Any = treedef
     old = structure.flatten_up_to(before)

@@ -53,8 +53,8 @@ def _trace_with_constraints(
     """Trace fn(*args) as if the compiler handled all axes, and return its program and the shapes of
     its results, or raise an error that bound axes do not explain.
 
-    Three further meshes are tried: those on which the function can be traced show which use of an
-    axis JAX has refused.
+    Three further meshes are tried: the meshes where the function can be traced show the use of an
+    axis that JAX has refused.
 
     Args:
       error: the error where some axes of `mesh` are bound; raised again if they did not cause it.
@@ -262,8 +262,8 @@ class _Binding:
         return jex.Literal(value, self._type(a.aval))
 
     def _means_nothing(self, equation: Equation) -> bool:
-        """Tell whether an equation is a constraint on a mesh of which all axes are bound, and asks
-        for no layout in memory."""
+        """Tell whether an equation is a constraint on a mesh whose axes are all bound, and asks for
+        no layout in memory."""
         constraint = primitives.as_constraint(equation)
         if constraint is None or constraint.has_layout:
             return False

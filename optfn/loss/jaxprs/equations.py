@@ -63,7 +63,7 @@ class Equations:
         return known
 
     def find_equations(self, targets: Iterable[Atom]) -> list[Equation]:
-        """Return the equations on which `targets` depend, in the order of the program."""
+        """Return the equations that `targets` depend on, in the order of the program."""
         needed = set(variables(targets))
         found = []
         for equation in reversed(self.equations):

@@ -3,8 +3,8 @@
 Where JAX renames a primitive, or moves a param, its new form is added to the view here. A view
 (`as_…`) has the params of an equation of one kind, and is None for an equation of another kind.
 
-JAX 0.12 has the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3, with which a checkpoint, a
-name and a custom derivative are all one primitive, whose param `_prim` tells which.
+JAX 0.12 has the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3: with them a checkpoint, a
+name and a custom derivative are one primitive, whose param `_prim` tells them apart.
 """
 
 import math

@@ -304,8 +304,8 @@ class _RowProgram:
             self.values[v] = view.join(x) if fold is None else x
 
     def _begin(self, v: Variable, view: "_View") -> Value:
-        """Return the array in which a loop makes a variable: the array that it replaces, split, or
-        a new one."""
+        """Make the array for a variable of a loop: the array that it replaces, split, or a new
+        one."""
         shape, dtype, old = type_of(v).shape, type_of(v).dtype, self.replaced.get(v)
         if v in self.folds:
             return jnp.full(shape, self.folds[v].first, dtype)
@@ -313,7 +313,7 @@ class _RowProgram:
 
 
 class _View(NamedTuple):
-    """An array as (devices, rows, …), of which each device has `rows` rows, a `size` at a time."""
+    """An array as (devices, rows, …): each device has `rows` rows, and a chunk `size` of them."""
 
     devices: int
     rows: int

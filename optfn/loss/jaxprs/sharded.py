@@ -190,9 +190,9 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
-    """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
-    all of which the backward pass recomputes from its inputs. A layer that saves values on the host
-    is none."""
+    """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy:
+    the backward pass recomputes both from their inputs. A layer that saves values on the host is
+    none."""
     names = [primitives.name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:

@@ -133,7 +133,7 @@ class ShardedParam:
 
     @functools.cached_property
     def gathered_by_name(self) -> jax.Array:
-        """The whole value, under a name by which the policy of a checkpoint finds it."""
+        """The whole value, under a name that the policy of a checkpoint finds."""
         # A policy sees the equations inside of a jitted call, but only the name of a composite.
         named = lax.composite(ShardedParam.gather, GATHERED)
         value = jax.custom_vjp(named)
@@ -175,7 +175,7 @@ class ShardedParam:
 
 
 def is_sharded_param(x: object) -> bool:
-    """Tell whether `x` is a ShardedParam, a param of which this device has a shard."""
+    """Tell whether `x` is a ShardedParam, this device's shard of a param."""
     return isinstance(x, ShardedParam)
 
 

@@ -103,8 +103,8 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
 
 def vma_axes(names: Axes) -> Axes:
-    """Return the axes over which JAX tracks variation, of the bound axes `names`: a `shard_map`
-    with `check_vma=True` has bound them."""
+    """Return those of the bound axes `names` whose variation JAX tracks: a `shard_map` with
+    `check_vma=True` has bound them."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 

@@ -166,8 +166,8 @@ def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> Py
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which integers or bools are summed, which is their own, or int32 if that
-    has fewer than 32 bits."""
+    """Return the dtype for sums of integers or bools: the dtype of x, or int32 if it has fewer than
+    32 bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 

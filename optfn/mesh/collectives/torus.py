@@ -104,7 +104,7 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
         pieces, along = _split_dimension(x, names[:i], dimension)
         most = _choose_most(pieces, name, along)
         if most > _SCATTERED:
-            # XLA would let a product write the stacked slices, for which it has slower loops.
+            # XLA would let a product write the stacked slices, with slower loops.
             pieces = lax.optimization_barrier(pieces)
         for number, phase in enumerate(phases(name, most)):
             is_stacked = most > _SCATTERED or (number > 0 and _is_ragged(pieces, phase, along))
@@ -155,9 +155,8 @@ def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: i
 
     Of slices that are not stacked, XLA for TPUs emits an all-reduce if they lie along the minor
     dimension, as the slices of embedding rows do; and if their rows are no multiple of 8, a scatter
-    of a padded array, which does not run on sparse cores, and permutes. Slices of whole tiles are
-    not stacked
-    on a TensorCore: a step of 70B would compute 6 % longer.
+    of a padded array, which does not run on sparse cores, and permutes. On a TensorCore, slices of
+    whole tiles are not stacked: a step of 70B would compute 6 % longer.
     """
     axis, groups = phase
     shape = *x.shape[:dimension], _count_slices(phase), -1, *x.shape[dimension + 1 :]

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The constants of a chip, with which `estimate_step` turns a schedule into seconds.
+    """The constants of a chip. With them `estimate_step` turns a schedule into seconds.
 
     Args:
       name: for messages.

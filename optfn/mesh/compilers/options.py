@@ -72,9 +72,9 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     * TPU v5p and v6e: gathers and reduce-scatters wait in the queue of the sparse cores, and use
       the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 694, on
       v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
-    * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
-      16. On v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of
-      compilation, and products of padded arrays, which take back half of the gain.
+    * TPU v5e: reduce-scatters are fused with products, and a kernel gets 32 MB of VMEM for 16. On
+      v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of compilation, and
+      products of padded arrays, which take back half of the gain.
     * GPUs: up to 4 collectives run at the same time, for 1, and products of one operand are not
       merged. On 8 H100 a step takes 243 ms for 252. Costs: 3 % more memory for temporaries, the
       buffers of several collectives at a time. Leave it out for two levels: on 64 H100 a step then

@@ -108,8 +108,8 @@ def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
-    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉), in which entry i is bit i mod
-    32 and the bits behind the end are 0.
+    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉). Entry i is bit i mod 32 of
+    its word, and the bits behind the end are 0.
 
     On a TPU, whose rows have 128 lanes, a view with 32 entries in its last axis takes four times
     the memory. There the words are products of the mask and powers of two; these are exact, since

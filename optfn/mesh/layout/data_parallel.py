@@ -25,7 +25,7 @@ from optfn.mesh.collectives.mesh import count_devices, make_sharding
 from optfn.mesh.state import per_worker
 from optfn.mesh.state.placement import specs_over_workers
 
-# Bytes of the alignment at which a CPU device of JAX shares the memory of a NumPy array, and the
+# Bytes of the alignment that lets a CPU device of JAX share the memory of a NumPy array, and the
 # size below which JAX's second copy, of an unaligned one, takes less time than the aligned address.
 _ALIGNMENT, _UNALIGNED = 64, 1 << 18
 
@@ -193,8 +193,8 @@ def reduce_gradients(
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Average over the workers the metrics, and each gradient that differs between them.
 
-    A gradient skips the axes along which the loss has averaged it, or a transform exchanges it.
-    Gradients are added and sent in `dtype`, or in their own dtype if it is None. `averaged` has the
+    A gradient skips the axes of a mean in the loss, and the axes of a transform that exchanges it.
+    Gradients are added and sent in `dtype`, or in their dtype if it is None. `averaged` has the
     axes of each leaf's mean in the loss; None if the loss averages nothing.
 
     Returns:

@@ -173,8 +173,8 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the mesh axes along which devices hold copies of a shard: the axes that its spec
-    leaves out."""
+    """Return the mesh axes whose devices hold copies of a shard: the axes that its spec leaves
+    out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 

@@ -60,7 +60,7 @@ class ParamEntry:
       it so, else as `gradient_spec` says.
     stacked: the number of leading axes that count layers.
     is_table: whether its rows are divided, and the loss only looks them up.
-    mean_axes: the worker axes over which the gather of the leaf averages its gradient, in the
+    mean_axes: the worker axes of the mean that the gather of the leaf takes of its gradient, in the
       backward pass; without any, the step averages the gradient after the loss.
     """
 
@@ -89,9 +89,10 @@ class Layout:
     reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
     compiler_axes: the data axes if the compiler divides the loss over them; none if each device
       runs the loss on its own examples, inside `shard_map`.
-    mean_axes: the worker axes over which the loss averages the gradients of large divided leaves
-      (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
-    mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: their own.
+    mean_axes: the worker axes of the mean that the loss takes of the gradients of large divided
+      leaves (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
+    mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: the
+      gradients' dtype.
     state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
@@ -135,8 +136,7 @@ class Layout:
 
     @property
     def inner_axes(self) -> Axes:
-        """The axes along which the devices of one worker lie, which are all axes of the mesh but
-        the worker axes."""
+        """The axes of the devices of one worker: all axes of the mesh but the worker axes."""
         return mesh_axes.exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
@@ -472,8 +472,8 @@ class Layout:
 
 
 class Replicated(Layout):
-    """The layout in which params and state are whole on every device of a worker. Only rows of
-    tables are divided."""
+    """The layout that keeps params and state whole on every device of a worker. Only rows of tables
+    are divided."""
 
 
 def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:

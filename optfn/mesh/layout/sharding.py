@@ -188,8 +188,7 @@ Kind: TypeAlias = str | Specs | Sharded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """The layout in which params are whole on every device, and gradients and state are divided
-    (ZeRO-1).
+    """The layout that keeps params whole on every device, and divides gradients and state (ZeRO-1).
 
     It is the base of the ways that divide a leaf along a dimension that fits. They inherit how
     gradients and state are divided, and say how params are (`dense_param_specs`, `keeps_params`).

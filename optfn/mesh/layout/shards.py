@@ -49,8 +49,8 @@ def _run_on_compiler_slices(
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return the spec by which the compiler's axes divide an array, with None for a dimension that
-    data axes divide too.
+    """Return the spec of the compiler's axes for an array, with None for a dimension that data axes
+    divide too.
 
     If each slice of such a dimension were gathered along the data axes, its blocks would stand in
     another order.
@@ -86,8 +86,7 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
-      mean_axes: the worker axes over which the gradient is averaged too, in the layout's
-        `mean_dtype`.
+      mean_axes: the worker axes of a further mean of the gradient, in the layout's `mean_dtype`.
       counts: whether this device's cotangent counts in the mean, else zeros do; None if it does.
       dtype: the dtype of the result; the array is sent in it. None keeps the shard's. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.

@@ -118,8 +118,8 @@ def check_specs(specs: Specs, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_workers_are_whole(specs: Specs, workers: Axes) -> None:
-    """Raise a ValueError if a spec divides a leaf over one of the axes of workers, along which each
-    device has whole leaves."""
+    """Raise a ValueError if a spec divides a leaf over one of the axes of workers: each worker has
+    whole leaves."""
     for path, spec in list_specs(specs).items():
         over_workers = [name for name in join_axes(*spec) if name in workers]
         if over_workers:

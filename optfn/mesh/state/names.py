@@ -176,8 +176,8 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
 
 def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
-    """Map the path within a field to the name, for all names in the field, all of which are in the
-    field ""."""
+    """Map the path within a field to the name, for all names in the field. The field "" has all
+    names."""
     start = field and f"{field}/"
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 

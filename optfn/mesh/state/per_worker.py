@@ -75,7 +75,7 @@ def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """Arrays of a state that all workers share, and of which each worker keeps a slice.
+    """Arrays of a state that all workers share, a slice on each worker.
 
     `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
@@ -168,8 +168,8 @@ def join_exchange_axes(state: OptState) -> Axes:
 
 
 def has_per_worker_state(state: OptState) -> bool:
-    """Tell whether a state has per-worker arrays, for which a `PerWorker` without arrays, as
-    `accumulate` often has, does not count."""
+    """Tell whether a state has per-worker arrays. A `PerWorker` without arrays, as `accumulate`
+    often has, does not count."""
     return any(jax.tree.leaves(node) for node in find_nodes(PerWorker, state))
 
 

@@ -108,8 +108,8 @@ def widen_init(
 
 
 def keep_for_each_worker(opt_state: OptState, mapping: Mapping[str, Any]) -> OptState:
-    """Return a template in which arrays that all workers share are per-worker if `mapping` has one
-    for each, as it has counters after local steps that did not count on all workers."""
+    """Return a template whose shared arrays are per-worker if `mapping` has one for each worker, as
+    it has counters after local steps that did not count on all workers."""
     own = {str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))}
 
     def widen(entry: Entry, x: Leaf) -> PyTree:
