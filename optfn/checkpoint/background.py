@@ -29,7 +29,7 @@ _writing: dict[Path, Future[Any]] = {}
 def _get_thread() -> ThreadPoolExecutor:
     """Return the pool of the one thread that writes, made at the first call, which also has Python
     wait for all writes at the end of the program."""
-    # `atexit` is too late: by then Python has shut down all pools, and orbax needs its own.
+    # `atexit` is too late: by then Python has shut down all pools, and orbax needs a pool.
     threading._register_atexit(wait_for_writes)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
@@ -85,8 +85,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
-    """Return an array's sharding in pinned host memory, or its own sharding if its devices lack
-    such memory."""
+    """Return an array's sharding, in pinned host memory if its devices have such memory."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding

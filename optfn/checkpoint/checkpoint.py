@@ -169,7 +169,7 @@ def write_checkpoint(
 
 
 def _copy_entry(name: str, values: Any) -> np.ndarray:
-    """Return an entry of a history as an array of its own, or raise a TypeError unless that has
+    """Return a copy of an entry of a history as an array, or raise a TypeError unless that has
     numbers or text."""
     array = np.array(values)
     if array.dtype.kind in "OSMm":

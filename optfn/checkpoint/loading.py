@@ -208,7 +208,7 @@ def _take_one_replica(
     or the given mapping itself otherwise.
 
     There each shared array has one more axis in front, with a copy for each worker; the counters of
-    steps show it. Arrays that are a worker's own keep that axis, which they have anyway.
+    steps show it. Per-worker arrays keep that axis, which they have anyway.
 
     Raises:
       ValueError: the copies of an array differ.

@@ -1,7 +1,7 @@
 """Exact selection of the k entries of largest magnitude in each segment, without a sort.
 
 A segment is a whole flat array or a chunk of one. All segments are searched together, each for its
-own k, so that a model of many leaves compiles as fast as one of a single leaf:
+k, so that a model of many leaves compiles as fast as one of a single leaf:
 
 1. A summary of each segment gives a bound that |x| of at least k entries reaches, and of few more.
 2. One pass over each array packs "reaches the bound" into the bits of 32-bit words. The entries
@@ -262,7 +262,7 @@ class Search(abc.ABC):
         return Segments(tuple(width * n for n in self.segments.num_per_array), width)
 
 
-# A sample has one entry in 256, but at least 4096. A smaller array is its own sample.
+# A sample has one entry in 256, but at least 4096: all entries of a smaller array.
 _SAMPLE_STRIDE = 256
 _MIN_SAMPLE = 4096
 # The bound is loosened by this many standard deviations, so that at least k entries reach it. The

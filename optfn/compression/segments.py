@@ -61,7 +61,7 @@ class Chunks:
         """Return fn(rows, *per_chunk), with an entry per chunk along its first axis, for a flat
         array cut into rows (chunks, length), the last one padded with `fill`.
 
-        A shorter last chunk has its own call of `fn`, because padding the whole array would copy
+        A shorter last chunk has a separate call of `fn`, because padding the whole array would copy
         it.
         """
         missing = self.length - self.last_length

@@ -4,7 +4,7 @@ A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, up
 `Unchecked` is such a pair that checks nothing, because the boundary around it does: gradients match
 params leaf by leaf, in float32 or wider, and leaves that are not trained are masked. The boundary
 casts updates to the dtypes of the params. The links of an optimizer are `Unchecked`, so a gradient
-crosses one boundary per optimizer; in a `chain` of your own, each link keeps its boundary:
+crosses one boundary per optimizer; in a `chain` that you write, each link keeps its boundary:
 
     @transform(complex_leaves=True)
     def scale(factor):

@@ -68,7 +68,7 @@ class Traits:
       made_of_params: fields computed from params, and the start of a leaf that a checkpoint lacks:
         "" copies the param; the name of a field w gives w·param, a weighted sum; None cannot start.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
-        that begins late has its own count (`optfn.transforms.late_steps`).
+        that begins late has a separate count (`optfn.transforms.late_steps`).
       spans_buffers: one scale covers a whole packed buffer, so the buffer cannot be split into
         leaves.
       whole_matrices: the word in `summary` for leaves whose rule needs the whole matrix to update

@@ -1,4 +1,4 @@
-"""Random keys in the model state: each worker draws with its own, and all store the same.
+"""Random keys in the model state: each worker draws with a different key, and all store the same.
 
 A model that draws dropout masks from a key in its state would draw the same masks on all workers.
 So the loss gets each key with the number of the worker folded in. If it returns that key, the

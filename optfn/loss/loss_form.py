@@ -41,7 +41,8 @@ class Inputs(NamedTuple):
 class Values(NamedTuple):
     """The results of a loss function.
 
-    loss: a Mean of a loss function's own; further out the mean over all parts, or a share of it.
+    loss: the Mean that a loss function returns; further out the mean over all parts, or a share of
+      it.
     model_state: the new model state.
     aux: auxiliary data, with a Mean where the loss function returns one.
     weight: the sum of the weights of all parts, if the loss is a Mean; else None.

@@ -114,8 +114,9 @@ class LossProgram:
         return self._equations.shapes
 
     def value_of_last(self) -> Any:
-        """Return the last leaf of the result of a loss that was traced, at these params, by its own
-        equations alone if no param decides it, which leaves out the loss's side effects."""
+        """Return the last leaf of the result of a loss that was traced, at these params, by the
+        equations of this leaf alone if no param decides it, which leaves out the loss's side
+        effects."""
         assert self._equations is not None
         inputs = shapes_of(self._equations.inputs)
         program = self._equations.retrace({}, inputs)

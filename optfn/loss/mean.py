@@ -88,8 +88,8 @@ def check_mean(who: str, mean: Mean) -> Mean:
 
 
 def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return a device's share of the mean over the devices along `axes`, or its own quotient
-    without axes, which is 0 if all weights are 0, and the sum of the weights.
+    """Return a device's share of the mean over the devices along `axes`, or the quotient without
+    axes, which is 0 if all weights are 0, and the sum of the weights.
 
         share = N·total / ∑ weight,  N the number of devices
 

@@ -128,7 +128,7 @@ def average_microbatches(
     by weight for a `Mean`, or return it unchanged for a count of 1.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
-    summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
+    summed. Each microbatch passes the model state to the next, and has a separate key and step.
     Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
     `scan_batch`.
     """

@@ -75,7 +75,7 @@ class Gather(NamedTuple):
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
 
-        A gradient that `fn` computes is with respect to whole params, and this device's own:
+        A gradient that `fn` computes is with respect to whole params, from this device's examples:
         `scatter_gradients` reduces it later.
         """
         leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded_param)
@@ -193,7 +193,7 @@ def gather_once(objective: Objective, gather: Gather | None) -> Objective:
     """Wrap an objective so that all params but tables are gathered before it runs, or return it
     unchanged if `gather` is None.
 
-    Its gradients are with respect to whole params, so each device still has its own.
+    Its gradients are with respect to whole params, so each device has a different one.
     """
     return objective if gather is None else functools.partial(gather.call, objective)
 
@@ -286,8 +286,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
     It serves every way of sharding. Where params are whole, as with "state", nothing is gathered.
 
     It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
-    params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
-    its shards of the mean gradients.
+    params, which it gathers for the loss, its examples of the batch, and its key. It keeps its
+    shards of the mean gradients.
 
     Args:
       on_device: returns the objective of one device, which gathers params by its argument.

@@ -100,7 +100,7 @@ def muon(
         # Decay and rate are the same for both, and come once, behind both.
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    # The optimizer of the rest has its own decay and rate.
+    # The optimizer of the rest has a decay and a rate already.
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
 
 

@@ -246,7 +246,7 @@ class ListedStages(StagePlacement):
         def ravel(stages: Params) -> buffers.Buffers:
             rows = [buffers.ravel(params, lengths) for params in stages]
             stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
-            # Each device ravels all stages and keeps its own: params are whole along the stage
+            # Each device ravels all stages and keeps its stages: params are whole along the stage
             # axis.
             device = lax.axis_index(self.axis_name)
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)

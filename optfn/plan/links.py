@@ -57,7 +57,7 @@ class Switch:
             return x.num_bytes if any(a // node != b // node for a, b in x.pairs) else 0.0
         nodes = len({device // node for device in x.group})
         sent = x._replace(group=tuple(range(nodes))).sent
-        # In a ring of nodes each chip of a node has its part; to all, each chip sends its own.
+        # In a ring of nodes each chip of a node has its part; to all, each chip sends its bytes.
         return sent if x.kind == "all-to-all" else sent * nodes / len(x.group)
 
 

@@ -251,7 +251,7 @@ def _try_family(
     attempt: Callable[[Way], Trial], way: Way, batch_size: int | None, mesh: Mesh, workers: int
 ) -> Trial:
     """Try a way with 1, 2, 4 and 8 microbatches until it fits, then also with `overlap_options`
-    where the platform has some, and return the last trial with XLA's own options."""
+    where the platform has some, and return the last trial without them."""
     for k in _MICROBATCHES:
         if k > 1 and (batch_size is None or batch_size % (k * workers)):
             continue

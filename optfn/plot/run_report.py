@@ -77,7 +77,7 @@ class RunReport:
             return
         steps = self.local_steps * len(series["loss"])
         facts = {"steps": f"{steps:,}", "ended": end, **self.facts, **self._find_speed(steps)}
-        # In a thread: matplotlib leaves cycles that refer to all frames below its own, and so to
+        # In a thread: matplotlib leaves cycles that refer to all frames below its frames, and so to
         # the run, whose state would stay on the devices until Python collects them.
         with ThreadPoolExecutor(1) as thread:
             drawn = thread.submit(

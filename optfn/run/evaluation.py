@@ -183,7 +183,7 @@ class Evaluator:
 
     def _select_model_state(self, state: TrainState) -> PyTree:
         """Return the model state that is evaluated, which is its average if averaged params are
-        evaluated and the state's own otherwise."""
+        evaluated, and else the state's model state."""
         average = self.options.evaluate_average
         if not average or callable(average):
             return state.model_state

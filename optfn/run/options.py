@@ -127,9 +127,9 @@ class LoopOptions:
         used ones are skipped. They are not even read if the iterator of `batches` has `get_state`
         and `set_state`, as iterators of grain do, because the checkpoint has its state. `steps`
         includes the steps made before. The learning rate comes from the checkpoint; if `state` has
-        another number, you get a warning. In a run of several processes each writes files of its
-        own, so on a disk that they share, pass `f"{directory}/{jax.process_index()}"`; a directory
-        that serves several of them is an error. If state is divided over processes and orbax is
+        another number, you get a warning. In a run of several processes each writes its files, so
+        on a disk that they share, pass `f"{directory}/{jax.process_index()}"`; a directory that
+        serves several of them is an error. If state is divided over processes and orbax is
         installed, all name one directory.
       save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
         `datetime.timedelta(minutes=10)`. The last step is saved as well.

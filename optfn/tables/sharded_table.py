@@ -276,7 +276,7 @@ def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Arra
     rows and in its natural block, with `count` for none.
 
     Both are (N, ⌈count/N⌉). The first are of its stored rows that belong to k's natural block, the
-    second of the rows of its own block that k stores.
+    second of the rows of its block that k stores.
     """
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
     stored, _ = _pair_places(owners, me, all_devices, len(shard))

@@ -374,7 +374,7 @@ class OwnedRows(LeafKind):
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, which each worker computes on its own rows, in place if p is donated."""
+        """Return p + self, which each worker computes on its rows, in place if p is donated."""
         total: jax.Array = run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )

@@ -45,7 +45,7 @@ def compose_step(
 
     Args:
       loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
-      tx: the optimizer; with local steps, the workers' own.
+      tx: the optimizer; with local steps, the optimizer of each worker.
       options: the remaining arguments.
       layout: how params lie on a mesh; None without a mesh.
       local: the round of local steps; None if a call is one step.

@@ -191,8 +191,8 @@ def _find_optax_kinds() -> dict[type, str]:
     return found
 
 
-# The kinds of optax's links that have a state of their own. Its links without a state share one
-# type, EmptyState.
+# The kinds of optax's links that have a type of state. Its links without a state share one type,
+# EmptyState.
 OPTAX = _find_optax_kinds()
 # Its links without a state, by the factory. A decay counts if it is positive, and a factor as a
 # rate if it is negative and comes behind a direction: elsewhere it may turn the sign on purpose.

@@ -243,8 +243,8 @@ class _Walk:
             )
 
     def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
-        """Return the forms after each transformation on its own leaves. Forms of the remaining
-        leaves are unchanged, but unknown if the leaves of any member are not known.
+        """Return the forms after each transformation on its leaves. Forms of the remaining leaves
+        are unchanged, but unknown if the leaves of any member are not known.
 
         If the leaves of a member are unknown, the arrays of its state tell them.
         """
@@ -303,7 +303,7 @@ def _find_problem(
     Args:
       kind: the kind of the link.
       x: the update.
-      is_of_optimizer: whether the link is part of an optimizer, which also has its own rate.
+      is_of_optimizer: whether the link is part of an optimizer, which also has a rate.
     """
     if x.form == forms.UNKNOWN:
         return None

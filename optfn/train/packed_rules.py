@@ -124,7 +124,7 @@ class _Trial:
     Args:
       tx: the transformation.
       params: the tree; only its shapes and dtypes are read.
-      is_wide: whether leaves are float64 or complex128 in the place of their own dtypes.
+      is_wide: whether leaves are float64 or complex128 in place of their dtypes.
     """
 
     def __init__(

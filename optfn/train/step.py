@@ -155,7 +155,7 @@ class TrainStep:
         if self.options.state_memory is not None:
             ineffective.warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
-        # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
+        # In a round tx gets gradients, and outer the pseudo-gradient: each has an order to check.
         if self.local is None:
             warn_of_order("tx", self.tx, state.opt_state, params)
         else:
@@ -241,7 +241,7 @@ class TrainStep:
           params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays; or the TrainState of
             a call.
           batch: as for a call: arrays or ShapeDtypeStructs of all examples.
-          model_state: likewise, for a step with `model_state=True`; a TrainState has its own.
+          model_state: likewise, for a step with `model_state=True`; a TrainState has one already.
 
         Raises:
           TypeError, ValueError: `init` or a call would refuse the arguments.

@@ -98,7 +98,7 @@ def make_worker_step(
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
-      reduce_dtype: the dtype for averaging gradients over the workers; None: their own.
+      reduce_dtype: the dtype for averaging gradients over the workers; None: the gradients' dtype.
       state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
@@ -210,7 +210,7 @@ class _WorkerStep:
     def _differentiate(self, inputs: Inputs, needs: _Needs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, masked where frozen, and the
         worker axes of each gradient's mean in the loss, None without a layout."""
-        # An exchange takes each worker's own gradient, of all leaves or of some.
+        # An exchange takes each worker's gradient, of all leaves or of some.
         of_loss = self.later if needs.exchanges else self.layout
         averaged = of_loss and jax.tree.map(
             lambda entry: entry.mean_axes, of_loss.describe(inputs.params)

@@ -18,8 +18,8 @@ def run_in_passes(
     *reads: PyTree,
     due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after all of `fns` in order, each run in its own pass over the arrays on a
-    CPU, and all in one program elsewhere.
+    """Return the carry after all of `fns` in order, each run in a separate pass over the arrays on
+    a CPU, and all in one program elsewhere.
 
     In passes only the carry is passed from one to the next, and it is updated in place; see
     `run_if`. GPUs and TPUs get the plain expressions, which they fuse themselves. Only with `due` a
@@ -81,7 +81,7 @@ def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
     """Return the carry after each of `fns` in order, called with the carry, the reads and, if
-    `owns` is given, its own constants."""
+    `owns` is given, its constants."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -127,8 +127,8 @@ def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 def _run_in_loops(
     fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
 ) -> PyTree:
-    """Return the carry after each of `fns`, each run in a loop of its own of one iteration, if
-    `due`, else the carry unchanged."""
+    """Return the carry after each of `fns`, each run in a separate loop of one iteration, if `due`,
+    else the carry unchanged."""
 
     def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
         reads, own = read

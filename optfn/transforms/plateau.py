@@ -92,8 +92,8 @@ def reduce_on_plateau(
     Args:
       learning_rate: the initial rate, a number ≥ 0.
       monitor: "value": the `value` of each update. "evaluation": the number that `evaluate` of
-        `minimize` or `fit` returns, or the one of them that `fit`'s `monitor` names. In a loop of
-        your own, `record_evaluation` sets it; updates then need no `value`.
+        `minimize` or `fit` returns, or the one of them that `fit`'s `monitor` names. In a loop that
+        you write, `record_evaluation` sets it; updates then need no `value`.
       mode: "min" or "max": whether a smaller or a larger metric is better.
       decay_rate: the factor of a reduction, in (0, 1).
       patience: after how many more values without improvement the rate is reduced, ≥ 0.
@@ -209,8 +209,8 @@ def record_evaluation(state: OptState, value: Number) -> OptState:
     """Return a state with this evaluation in each `reduce_on_plateau(monitor="evaluation")`, or
     raise a ValueError if there is none or `value` is not a scalar.
 
-    `minimize` and `fit` call it after each evaluation; you call it in a loop of your own. It takes
-    effect in the next update. Nothing is recompiled.
+    `minimize` and `fit` call it after each evaluation; you call it in a loop that you write. It
+    takes effect in the next update. Nothing is recompiled.
 
     Args:
       state: the state of an optimizer, however wrapped, or a whole TrainState.

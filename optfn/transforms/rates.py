@@ -184,7 +184,8 @@ def numbers_of_rates(
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:
-    """Return the largest rate of the workers if each has its own, else the rate, an array."""
+    """Return the largest rate of the workers if each has a separate one, else the rate, an
+    array."""
     array: jax.Array = jax.tree.leaves(rate)[0]
     return take_largest(array) if isinstance(rate, PerWorker) else array
 

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 class Inherit:
-    """The default of an attribute that the optimizer's own argument gives."""
+    """The default of an attribute that an argument of the optimizer gives."""
 
     def __repr__(self) -> str:
         return "<inherit>"
@@ -387,9 +387,9 @@ def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
     """Return a transform for each distinct penalty, limited to its leaves, which is
-    `regularization` for leaves without their own, or [] if there is none.
+    `regularization` for leaves that inherit it, or [] if there is no penalty.
 
-    A leaf whose own penalty is None has no penalty.
+    A leaf whose attribute `regularization` is None has no penalty.
     """
 
     def has(penalty: object, attr: ParamAttr) -> bool:

@@ -104,9 +104,9 @@ def master_weights(
     copies, each update compares up to 1,024 entries of each leaf with its master: if you edited the
     parameter by hand, or a link behind the masters changed the update, `make_train_step`,
     `minimize` and eager updates raise a ValueError that names the leaf, and so does a jitted loop
-    of your own on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`, and
-    `metrics` raises it. No update is changed. With a remainder your change is kept, and M is the
-    edited parameter moved by e, which is at most half a unit of its last place.
+    that you write, on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`,
+    and `metrics` raises it. No update is changed. With a remainder your change is kept, and M is
+    the edited parameter moved by e, which is at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.

@@ -126,7 +126,7 @@ def _explain_refusal(
 
 
 def _with_cause(error: ValueError, words: str) -> ValueError:
-    """Return a ValueError of `words` and JAX's own message, with JAX's error as its cause."""
+    """Return a ValueError of `words` and JAX's message, with JAX's error as its cause."""
     explained = ValueError(f"{words}. JAX says: {error}")
     explained.__cause__ = error
     return explained

@@ -162,7 +162,8 @@ def variables(atoms: Iterable[Atom]) -> list[Variable]:
 
 
 def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
-    """Return the values of `atoms`: a literal's own, a variable's in the environment."""
+    """Return the values of `atoms`: a literal has its value, and the environment has a
+    variable's."""
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 

@@ -1,7 +1,7 @@
 """A scan over shards of layers, which the backward pass gathers and recomputes one by one.
 
-JAX would make the backward pass from the equations of the forward pass. Here it is a scan of its
-own, in one `custom_vjp` over all layers:
+JAX would make the backward pass from the equations of the forward pass. Here it is a second scan,
+in one `custom_vjp` over all layers:
 
     forward    gather layer l, run it, keep its input
     backward   gather layer l again, recompute it from its input, pull the cotangents back, and

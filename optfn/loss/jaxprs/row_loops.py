@@ -9,8 +9,8 @@ computes and stores a chunk at a time:
                                no, or read none:           as they are, between the loops
 
 An equation that needs the result of a loop as a whole, such as a norm, waits for this loop, and the
-loops that need its own result come after it. They are the phases of a program. An array on the host
-that such an equation reads is fetched whole.
+loops that need the equation's result come after it. They are the phases of a program. An array on
+the host that such an equation reads is fetched whole.
 """
 
 import itertools

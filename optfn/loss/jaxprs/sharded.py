@@ -11,7 +11,7 @@ The backward pass gathers a layer again, so that no device ever keeps all layers
 values are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
 `jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
 gathers inside and with the policy of its author. `scan_layers` recomputes each layer as a whole,
-and its scan has a backward pass of its own (`recomputed_scan.py`).
+and its scan has a special backward pass (`recomputed_scan.py`).
 """
 
 import dataclasses

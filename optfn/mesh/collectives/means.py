@@ -106,7 +106,8 @@ def mean_over_workers(
       x: the gradients, a tree with the paths of the params.
       metrics: arrays that are whole on each device, such as the loss.
       workers: the workers; their axes may be a part of the axes of a step.
-      dtype: the dtype for adding and sending gradients; None: their own. Means have their own.
+      dtype: the dtype for adding and sending gradients; None: the gradients' dtype. The means have
+        the gradients' dtype in any case.
     """
     if dtype is not None:
         wide, metrics = mean_over_workers(cast_floats(x, dtype), metrics, workers)
@@ -134,7 +135,7 @@ def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> Py
     The axes may be worker axes or shard axes. The sum of integers has at least 32 bits. The mean of
     a row-sparse leaf has the rows of all devices. A PRNG key becomes the first device's key. Leaves
     of float0 are returned unchanged. Small leaves share one all-reduce. Gradients are added and
-    sent in `dtype`, or in their own if it is None.
+    sent in `dtype`, or in their dtype if it is None.
     """
     if not axis_name:
         return x
@@ -213,8 +214,8 @@ def mean_scatter(
       mesh: the mesh of these axes.
       compressor: encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.
-      dtype: the dtype for adding and sending a real array without a compressor; None: its own. The
-        mean has the dtype of x.
+      dtype: the dtype for adding and sending a real array without a compressor; None: the dtype of
+        x. The mean has the dtype of x.
     """
     given = x.dtype
     if compressor is None:

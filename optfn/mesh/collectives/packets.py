@@ -180,8 +180,7 @@ def all_gather_slices(
     """Send the packet of the slice that this worker owns to all workers, and return the decoded
     slices of all of them, the packet, and the states of `encode`.
 
-    Every worker decodes the packets, and so does the owner with its own packet: all workers get the
-    same bits.
+    Every worker decodes all packets, the owner too: all workers get the same bits.
 
     Args:
       owned: the slice of each array that a worker owns.

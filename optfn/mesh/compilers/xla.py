@@ -195,8 +195,8 @@ def barrier(values: T, *first: jax.Array) -> T:
     reads any.
 
     Without a barrier XLA interleaves updates with a loss that reads the same arrays, and keeps
-    copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that
-    vary over different axes get barriers of their own. A float0 passes through none.
+    copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that vary
+    over different axes get separate barriers. A float0 passes through none.
     """
 
     def kind(x: Leaf) -> Any:
@@ -345,7 +345,7 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round x to the precision of bfloat16, and return it in its own dtype.
+    """Round x to the precision of bfloat16, and return it in the dtype of x.
 
     XLA would drop two casts, there and back.
     """

@@ -3,7 +3,7 @@
 The whole step runs in one `shard_map` over the worker axes, if there are any; along shard axes only
 the objective does (`optfn/loss/objective.py`). The optimizer gets the mean gradient, the same on
 all workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it
-gets each worker's own gradient instead.
+gets each worker's gradient instead.
 """
 
 from collections.abc import Callable

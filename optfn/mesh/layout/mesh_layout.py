@@ -86,9 +86,10 @@ class Layout:
     gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
       that are reduced, over the shard axes; None sends arrays as they are.
     tx: the optimizer, whose attributes of parameters say which leading axes count layers.
-    reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
+    reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: the
+      gradients' dtype.
     compiler_axes: the data axes if the compiler divides the loss over them; none if each device
-      runs the loss on its own examples, inside `shard_map`.
+      runs the loss on its examples, inside `shard_map`.
     mean_axes: the worker axes of the mean that the loss takes of the gradients of large divided
       leaves (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
     mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: the
@@ -120,7 +121,7 @@ class Layout:
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf's gradient and moments, as if it were no table.
-        Here it is the leaf's own spec."""
+        Here it is the leaf's spec."""
         return self.dense_param_specs(params)
 
     def mark_stacked(self, params: Params) -> Params:

@@ -31,7 +31,7 @@ def _run_on_compiler_slices(
     `fn` itself if they divide nothing.
 
     The compiler's axes are the mesh axes besides data axes, such as an axis of tensor parallelism.
-    Without this, the compiler would gather the slices along its own axes before each collective.
+    Without this, the compiler would gather the slices along these axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -179,7 +179,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
 
     All params are returned unchanged without a layout or shard axes, or if the step is left to the
     compiler. Padded params are too: their gather is left to the compiler. This runs outside of
-    `shard_map`. On a TPU the compiler's own gather would be an all-reduce of the whole array.
+    `shard_map`. On a TPU the compiler would make the gather an all-reduce of the whole array.
     """
     if layout is None or not layout.shard_axes or layout.compiler_axes:
         return params

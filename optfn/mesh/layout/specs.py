@@ -67,8 +67,8 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
 def _find_longest_prefixes(
     listed: Mapping[Any, P], params: Params
 ) -> tuple[dict[str, P], list[str], list[str]]:
-    """Return for each leaf the spec of the longest listed path that its own path begins with, and
-    the leaves and the listed paths that find no match.
+    """Return for each leaf the spec of the longest listed path that the leaf's path begins with,
+    and the leaves and the listed paths that find no match.
 
     Returns:
       The specs by path; the leaves without a spec, which masked leaves may lack; and the paths that

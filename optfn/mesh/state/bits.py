@@ -69,7 +69,7 @@ class DecodedArrays(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the array
+    def __contains__(self, name: object) -> bool:  # Mapping's would read the array
         return name in self._mapping
 
 

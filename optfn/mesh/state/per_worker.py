@@ -15,7 +15,7 @@ guards, accumulation, the training step) asks the state:
 * May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
   takes `row_updates=True`.
 
-A wrapper may enclose such a transform if its own state is right on every worker; its state type
+A wrapper may enclose such a transform if the wrapper's state is right on every worker; its type
 then has `@traits(passes_own_gradients=True)`.
 
 `state_dict` splits per-worker arrays of a packed buffer into arrays of its leaves. If they need an
@@ -199,7 +199,7 @@ def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
     return [join_axes(*map(covered.get, names)) for names in names_of_leaves]
 
 
-# Wrappers of optax whose own state is the same on all workers.
+# Wrappers of optax whose state is the same on all workers.
 _KNOWN_WRAPPERS = (
     optax.MaskedState,
     optax.transforms.PartitionState,

@@ -60,7 +60,7 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
 def state_specs(
     tx: optax.GradientTransformation, params: Params, *, axis_name: AxisName = "data"
 ) -> PyTree:
-    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` of your own, or
+    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` that you write, or
     raise a ValueError for an exchange in an unsafe wrapper.
 
     Args:
@@ -205,7 +205,7 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
-    # Codes need their scales, which are an entry of their own.
+    # Codes need their scales, which are a separate entry.
     by_name = {entry.name: x for entry, x in pairs}
     old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
@@ -287,8 +287,8 @@ def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
 
 
 def _average_workers(by_worker: np.ndarray) -> np.ndarray:
-    """Return the mean of (workers, n, …) over the workers, taken in float64, in its own dtype, or
-    worker 0's array of integers and bools."""
+    """Return the mean of (workers, n, …) over the workers, computed in float64 and returned in the
+    dtype of the array, or worker 0's array of integers and bools."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
     wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64
