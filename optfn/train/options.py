@@ -84,7 +84,7 @@ class StepOptions:
       rng: True, a seed or a key. `loss_fn` then gets a key as its last argument: in step i, counted
         from 0, it is fold_in(key, i), with the key of a seed, and True means the seed 0. On a mesh
         each worker folds in its number, and then each microbatch its number:
-        fold_in(fold_in(fold_in( key, i), worker), microbatch). A key of unsafe_rbg, whose folds
+        fold_in(fold_in(fold_in(key, i), worker), microbatch). A key of unsafe_rbg, whose folds
         commute, is split before each of them. The same numbers on one device and on several come
         from `partitioner="compiler"` without microbatches, or from keys in the batch.
       pass_step: whether `loss_fn` gets the index of the step, counted from 0, as its last argument,
