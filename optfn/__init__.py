@@ -22,7 +22,7 @@ The package, from the ground up:
   `optfn.leaves` has arrays that hold several tensors (packed, stacked), and `optfn.interop` checks
   models of flax and equinox.
 * `optfn.mesh` divides params, state and batch over the devices of a mesh, names the arrays of an
-  optimizer's state, and has the collectives and what is known of compilers.
+  optimizer's state, and has the collectives and the options of compilers.
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the
   step.

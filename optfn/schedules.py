@@ -108,7 +108,7 @@ def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Sc
 def exponential(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr·rate^(i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr·rate^(i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -125,7 +125,7 @@ def exponential(
 def natural_exp(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr·e^(−rate·i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr·e^(−rate·i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -141,7 +141,7 @@ def natural_exp(
 def inverse_time(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return the schedule lr/(1 + rate·i/steps), in which i/steps is rounded down if `staircase`.
+    """Return the schedule lr/(1 + rate·i/steps), with i/steps rounded down if `staircase`.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -157,7 +157,7 @@ def _check_decay(
     lr: Number, steps: int, rate: float, staircase: bool
 ) -> tuple[Scalar, int, Scalar]:
     """Return lr, steps and rate, or raise a TypeError or ValueError if one of them or `staircase`
-    is not what the three decays take."""
+    has the wrong type or is out of range."""
     checks.flag("staircase", staircase)
     lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
     return lr, steps, checks.nonnegative("decay_rate", rate)
@@ -222,8 +222,8 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
 
 
 def _check_increasing(name: str, steps: Sequence[int]) -> list[int]:
-    """Return steps as integers, or raise a TypeError for what is no integer and a ValueError if one
-    is below 1 or they do not increase."""
+    """Return steps as integers, or raise a TypeError unless all are integers and a ValueError if
+    one is below 1 or they do not increase."""
     steps = [checks.count(f"{name}[{j}]", step) for j, step in enumerate(steps)]
     if any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"{name} must increase; got {steps}")
@@ -332,8 +332,8 @@ def _add_warmup(
 
 
 def _interpolate(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
-    """Return start + (end − start)·i/length, the value at step i of a line, in which a length of 0
-    counts as 1."""
+    """Return start + (end − start)·i/length, the value at step i of a line; a length of 0 counts as
+    1."""
     return start + (end - start) * _to_float(i) / max(length, 1)
 
 

@@ -1,1 +1,1 @@
-"""States to files and back: state dicts, snapshots, files, directories, what a load changes."""
+"""States to files and back: state dicts, snapshots, files, directories, conversions at a load."""

@@ -29,14 +29,14 @@ _writing: dict[Path, Future[Any]] = {}
 def _get_thread() -> ThreadPoolExecutor:
     """Return the pool of the one thread that writes, made at the first call, which also has Python
     wait for all writes at the end of the program."""
-    # `atexit` is too late: by then Python has shut down all pools, and orbax needs its own.
+    # `atexit` is too late: by then Python has shut down all pools, and orbax needs a pool.
     threading._register_atexit(wait_for_writes)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
 def start_write(directory: Path, *calls: Callable[[], None]) -> None:
-    """Run `calls` one after the other in the thread that writes, until one of them fails, and
-    record this as the write under way of `directory`.
+    """Run `calls` in order in the thread that writes, until one of them fails, and record this as
+    the write under way of `directory`.
 
     Call `wait_for_writes` first, for an earlier write of the same directory.
     """
@@ -76,7 +76,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
     for devices, arrays in groups.items():
         shardings = [_to_host_sharding(x) for x in arrays]
         if in_mesh and len(devices) == 1:
-            # Under jax.set_mesh, jit of JAX 0.12 refuses arrays on other devices, as counters.
+            # Under jax.set_mesh, jit of JAX 0.12 refuses arrays off the mesh, such as counters.
             made = jax.device_put(arrays, shardings, may_alias=False)
         else:
             made = _copier(tuple(shardings))(arrays)
@@ -85,8 +85,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
 
 
 def _to_host_sharding(x: jax.Array) -> jax.sharding.Sharding:
-    """Return an array's sharding in pinned host memory, or its own sharding if its devices lack
-    such memory."""
+    """Return an array's sharding, in pinned host memory if its devices have such memory."""
     devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
     kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding

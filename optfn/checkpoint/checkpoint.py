@@ -56,8 +56,8 @@ def save_checkpoint(
     A checkpoint gets its name only when all of it is on the disk. So if the process is killed, at
     any moment, the newest checkpoint is intact. In a run of several processes, all must call it.
 
-    A file (`sharded=False`): each process writes the whole state, with the shards that only other
-    processes hold, to a local directory. Any of these directories is enough to resume from.
+    A file (`sharded=False`): each process writes the whole state, gathered from all of them, to a
+    local directory. Any of these directories is enough to resume from.
 
     If params, the arrays of a field or key "params", or the last "loss" of the history are not
     finite, the checkpoint is marked: it does not count for `keep`, the next save removes it, and
@@ -88,8 +88,8 @@ def save_checkpoint(
         to 3.12.2 write no directory in the background: they could lose the last one.
       save_frozen: whether to save the params that are not trained. False: a TrainState is saved
         without the params that `tx` freezes by `ParamAttr(trainable=False)`, and with their
-        checksums. Loading then takes these params from the template, compares them, and refuses
-        others by name.
+        checksums. Loading then takes these params from the template, compares them, and names those
+        that differ in an error.
       tx: the optimizer of the state, which `save_frozen=False` needs.
 
     Returns:
@@ -169,7 +169,7 @@ def write_checkpoint(
 
 
 def _copy_entry(name: str, values: Any) -> np.ndarray:
-    """Return an entry of a history as an array of its own, or raise a TypeError unless that has
+    """Return a copy of an entry of a history as an array, or raise a TypeError unless that has
     numbers or text."""
     array = np.array(values)
     if array.dtype.kind in "OSMm":
@@ -275,10 +275,10 @@ def load_params(
       params: the parameters of the same model, as a template. The result has its structure, dtypes
         and shardings. With `only`, it may also be a part of the model.
       only: the params to load, a regular expression that must match a whole path, such as
-        "encoder/.*", or a function path -> bool; the others are taken from `params`.
+        "encoder/.*", or a function path -> bool; the remaining ones are taken from `params`.
       average: whether to return the average of the params (`averaged_params`) that the optimizer
-        kept, or its name, if there are several. With "best", where `keep_best` saves, this is what
-        `evaluate_average` has judged best.
+        kept, or its name, if there are several. With "best", where `keep_best` saves, this is the
+        average that `evaluate_average` has judged best.
       model_state: the model state, as a template, to load it as well; with `average`, its average,
         if the run kept one.
 
@@ -288,7 +288,7 @@ def load_params(
     Raises:
       ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes;
         `only` matches none; it has no average, or several and `average` names none; or it lacks the
-        frozen params, and `params` has others.
+        frozen params, and the params of `params` differ from them.
       FileNotFoundError: there is no checkpoint at `path`.
       TypeError: `params` is a TrainState.
     """

@@ -195,8 +195,7 @@ class OrbaxDirectory:
         return not (path / NONFINITE).exists()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory and all that is in it from process 0, and do nothing in other
-        processes, which share it."""
+        """Remove a directory and all that is in it if this is process 0: all processes share it."""
         if jax.process_index() != 0:
             return
         if is_remote(path):

@@ -1,7 +1,7 @@
 """The arrays in a directory that orbax wrote, read by tensorstore, the library that orbax uses.
 
 Orbax reads each shard for each device in a loop of coroutines: thousands of small arrays take long,
-and if one of them is damaged, all others that are still being read print a traceback.
+and if one of them is damaged, each array that is still being read prints a traceback.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ def read_directory(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Leaf]:
     """Return the selected arrays of a directory by name, large ones that fit their templates with
-    the template's sharding and all others on the host.
+    the template's sharding and the rest on the host.
 
     Args:
       path: the directory.
@@ -49,7 +49,8 @@ def read_directory(
     try:
         found = _read_all(path, templates, is_read)
     except Exception as caught:
-        # Every process must reach the gather below, or the others would wait there for ever.
+        # Every process must reach the gather below: without one of them all would wait there for
+        # ever.
         error = caught
     if is_shared and np.any(processes.gather_values([error is not None])):
         raise ValueError("a process cannot read all of its arrays") from error
@@ -59,7 +60,7 @@ def read_directory(
 
 
 def _is_multiprocess(x: Leaf) -> bool:
-    """Tell whether shards of an array lie in other processes."""
+    """Tell whether an array has shards outside this process."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 

@@ -92,8 +92,8 @@ class NpzFile:
 
 
 def _gather_leaf(x: Leaf) -> Leaf:
-    """Gather an array of which this process holds only a shard, take the first copy of a replicated
-    one, and return any other leaf unchanged."""
+    """Gather an array if this process holds only a shard of it, or take the first copy of a
+    replicated array."""
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

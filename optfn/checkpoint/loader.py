@@ -32,8 +32,8 @@ Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 
 def list_reserved(state: PyTree) -> tuple[str, ...]:
-    """Return the names that arrays of a state must not have, because they are of other entries of a
-    checkpoint. In a TrainState "history" may be a label."""
+    """Return the names that arrays of a state must not have, because a checkpoint has entries of
+    these names beside the state. In a TrainState "history" may be a label."""
     folders = () if isinstance(state, TrainState) else (HISTORY,)
     return (*ABOUT, NONFINITE, *ENTRIES, *folders)
 
@@ -144,9 +144,9 @@ class Loader:
         return name in ABOUT or (name.startswith(HISTORY) and name not in self.like.arrays)
 
     def _public_name(self, name: str) -> str:
-        """Return a name as `only` takes it: that of a TrainState's field without "train/", that of
-        its optimizer with "opt_state/" if its label is the name of a field, and any other one
-        unchanged."""
+        """Return a name as `only` takes it: the name of a TrainState's field without "train/", a
+        name of its optimizer with "opt_state/" if its label is the name of a field, and unchanged
+        otherwise."""
         word, _, inner = name.partition("/")
         if word == _TRAIN and inner.split("/")[0] in TrainState._fields:
             return inner
@@ -155,7 +155,7 @@ class Loader:
 
     def _is_read(self, name: str) -> bool:
         """Tell whether an array is read: entries beside the state and numbers of workers always,
-        all others if they are selected.
+        the rest if they are selected.
 
         Conversions need the numbers of workers.
         """
@@ -180,8 +180,8 @@ class Loader:
 
 
 def _remedy(error: ValueError) -> str:
-    """Return the hint that names the argument with which the arrays that fit are loaded, or ""
-    unless the error is a Misfit."""
+    """Return the hint with the argument that loads the arrays that fit, or "" unless the error is a
+    Misfit."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:

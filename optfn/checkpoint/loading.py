@@ -64,7 +64,7 @@ def load_state_dict(
     factor of a clip, the numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
     The state of a `jax.pmap`, with a copy for each device, loads into the state of a step on a
-    mesh: one copy of what is the same on all, and the residuals of each.
+    mesh: one copy of each array that is the same on all devices, and the residuals of each device.
 
     Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
     from remainders, the mapping must have the parameters too, as a TrainState's does. A copy that
@@ -147,7 +147,7 @@ def load_named(
 
 def _compare_key(name: str, leaf: Leaf, mapping: Mapping[str, Any]) -> str:
     """Return in words that a leaf is a typed key of another implementation than the saved one, or
-    "" for any other leaf, and if the implementation is not known."""
+    "" if it is no key, and if the implementation is not known."""
     if not tree.is_key(leaf):
         return ""
     own, impls = str(jax.random.key_impl(leaf)), mapping.get(KEYS, np.empty((0, 2)))
@@ -208,7 +208,7 @@ def _take_one_replica(
     or the given mapping itself otherwise.
 
     There each shared array has one more axis in front, with a copy for each worker; the counters of
-    steps show it. Arrays that are a worker's own keep that axis, which they have anyway.
+    steps show it. Per-worker arrays keep that axis, which they have anyway.
 
     Raises:
       ValueError: the copies of an array differ.
@@ -281,7 +281,7 @@ def _find_late_leaves(
 
 
 def _count_late_starts(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return by path the step count at which each leaf began, without leaves that began at 0, or
+    """Return by path the step count of each leaf's first step, without leaves that began at 0, or
     warn and return {} if a count cannot be read here.
 
     Args:
@@ -312,8 +312,8 @@ def _is_on_host(x: Leaf) -> bool:
 
 
 def _set_start_counts(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state in which states named in `late` count steps by leaf as it says, or plainly if
-    it has no leaves for them, and others are unchanged."""
+    """Return a state with the step counts by leaf of `late` in the states that it names, or plain
+    counts if it has no leaves for them."""
     nodes = states_with_names(has_leaf_counts, state)
     found = {id(node): late[name] for name, node in nodes if name in late}
 
@@ -401,8 +401,7 @@ def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _place_like(like: OptState, state: OptState) -> OptState:
-    """Give packed buffers and padded arrays the dtypes and shardings that they have in `like`, and
-    return all other nodes unchanged."""
+    """Give packed buffers and padded arrays the dtypes and shardings that they have in `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_packed_or_padded(like):

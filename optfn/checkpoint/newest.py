@@ -36,7 +36,7 @@ def backend_of(path: Path) -> Backend:
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in a directory, the oldest first. A checkpoint that was put aside
-    counts only if no other has replaced it."""
+    counts only until a new one has replaced it."""
     found = [path for path in to_path(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     whole = {path.name for path in found}
     found = [path for path in found if path.suffix != ASIDE or path.stem not in whole]
@@ -49,7 +49,7 @@ def _step_of(path: Path) -> int:
 
 def remove_oldest(path: Path, keep: int) -> None:
     """Remove from the directory of `path`, which is kept, the oldest finite checkpoints beyond
-    `keep`, all others that are not finite, and the remains of killed processes.
+    `keep`, all that are not finite, and the remains of killed processes.
 
     `path` may not be the newest, if the run went back to an earlier step. A checkpoint that is not
     finite does not count, so that it never displaces a finite one.
@@ -157,8 +157,9 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has, of which a process without the file writes
-    and reads a copy, or raise a ValueError if it is a directory.
+    """Return the newest checkpoint that any process has, or raise a ValueError if it is a
+    directory. A process without the file writes and reads a copy. a ValueError if it is a
+    directory.
 
     Raises:
       ValueError: it is a directory that some processes cannot see.

@@ -93,7 +93,7 @@ def _has_local_buffers(x: object) -> bool:
 
 
 def _unwrap(arrays: Sequence[Leaf]) -> list[Leaf]:
-    """Take arrays out of their PerWorkers, and return all others unchanged."""
+    """Take arrays out of their PerWorkers."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
@@ -124,8 +124,8 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
 def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Unpack a Packed of per-worker buffers, each (workers·size,), or return any other node and a
-    Packed without a value for each element unchanged.
+    """Unpack a Packed of per-worker buffers, each (workers·size,), or return the node unchanged if
+    it is none, or has no value for each element.
 
     Args:
       workers: the number of workers.

@@ -54,8 +54,8 @@ class Snapshot(NamedTuple):
           state: the state, of arrays on devices or on the host. On a mesh, rows of tables are sent
             between devices, and in a run of several processes all must call it.
           reserved: as for `check_array_names`.
-          arrange: what is done with tables whose rows are divided; by default rows are put into the
-            order of their ids.
+          arrange: the function that arranges the rows of divided tables; by default it puts them
+            into the order of their ids.
 
         Raises:
           ValueError: names do not tell the arrays apart, or not every form of a checkpoint keeps
@@ -101,8 +101,7 @@ def check_leaves(who: str, state: PyTree) -> None:
 
 
 def to_key_data(x: Leaf) -> Leaf:
-    """Return the data of a typed PRNG key, because files keep no keys, and any other leaf
-    unchanged."""
+    """Return the data of a typed PRNG key, because files keep no keys, or the leaf itself."""
     return jax.random.key_data(x) if _is_key_array(x) else x
 
 
@@ -117,8 +116,8 @@ def check_array_names(names: Sequence[str], reserved: Collection[str] = ABOUT) -
 
     Args:
       names: the names of arrays.
-      reserved: the names of other entries beside them; one that ends with "/" stands for all names
-        that begin with it.
+      reserved: the names of further entries beside them; one that ends with "/" stands for all
+        names that begin with it.
     """
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:

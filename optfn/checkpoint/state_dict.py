@@ -234,8 +234,8 @@ def _leaf_bytes(leaf: Leaf) -> int:
 
 
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
-    """Return the bytes of state by the path of the parameter, without counters, rates and other
-    arrays that belong to no parameter."""
+    """Return the bytes of state by the path of the parameter, without arrays that belong to no
+    parameter, such as counters and rates."""
     kept = dict.fromkeys(names, 0)
     for entry, leaf in arrays_with_entries(state, names):
         if entry.param is not None:

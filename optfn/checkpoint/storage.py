@@ -48,8 +48,8 @@ class Backend(Protocol):
         an error of any kind if an array is not as it was saved.
 
         Names are as in `state_dict` and in `beside`. An array with the shape and dtype of its
-        template may have the template's sharding; all others are host arrays. Arrays without
-        elements may be there although they are not read.
+        template may have the template's sharding; the rest are host arrays. Arrays without elements
+        may be there although they are not read.
 
         Args:
           path: where the checkpoint is.

@@ -15,7 +15,7 @@ from optfn.mesh.compilers import groups, xla
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
     """Tell whether a leaf has at least `min_size` elements and a dtype that accumulates in float32,
-    since all others, such as float64 and complex ones, are sent dense."""
+    since leaves of wider dtypes, such as float64 and complex ones, are sent dense."""
     # NumPy's float64 becomes float32 unless jax_enable_x64 is set.
     dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
     return bool(dtype == jnp.float32 and p.size >= min_size)

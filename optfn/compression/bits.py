@@ -26,8 +26,8 @@ def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
-    """Return fields packed one after the other into uint32 words (words,), without gaps and with
-    zeros at the end of the last word, or no words without entries.
+    """Return fields packed in order into uint32 words (words,), without gaps and with zeros at the
+    end of the last word, or no words without entries.
 
     Args:
       fields: flat uint32 arrays; entries are below 2^width.

@@ -89,8 +89,8 @@ class BaseCompressor(Compressor):
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[PyTree, PyTree]]:
-        """Return the packet and the next state of each of several leaves, by default encoded one
-        after the other by `encode`."""
+        """Return the packet and the next state of each of several leaves, by default encoded in
+        order by `encode`."""
         return list(map(self.encode, xs, states))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -153,7 +153,7 @@ _METHODS = ("init", "encode", "decode", "num_bytes")
 
 def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     """Return the compressors by pattern of paths, a single one under a pattern for all paths and
-    None as None, or raise an error for other compressors or patterns.
+    None as None, or raise an error if one of them is no compressor or no pattern.
 
     Raises:
       TypeError: a value is not a compressor, or a pattern is not text or a compiled expression.

@@ -1,7 +1,7 @@
 """Deep Gradient Compression: workers exchange the few largest entries of their residuals.
 
 `deep_gradient_compression` is the transform. `dgc_phases` has the phases of a step and the ramp for
-compressed leaves, and `momentum_correction` the momentum and its masking. As for other compressors,
+compressed leaves, and `momentum_correction` the momentum and its masking. As for all compressors,
 `k_largest` finds the entries to send, `packet_format` encodes them, and `gathers` takes their mean
 over workers.
 """
@@ -105,7 +105,7 @@ def deep_gradient_compression(
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
         selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: c > 0. In each compressed step each of the N workers clips its own mean
+      local_grad_clip_norm: c > 0. In each compressed step each of the N workers clips its mean
         gradient of a compressed leaf to the norm c/√N, and adds the penalty after it. In fluid the
         limit of this gradient is c·√N, because the loss is divided by N before the clip: pass c·N
         for fluid's trajectory. None does not clip.
@@ -183,7 +183,7 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
 
 def _init_state(options: Options, params: Params) -> DeepGradientCompressionState:
     """Return one worker's state at step 0, which has zeros as u and v of each compressed leaf and
-    as velocity of each other leaf, and the state of the penalty."""
+    as velocity of each dense leaf, and the state of the penalty."""
 
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.is_compressed(p) else p
@@ -246,7 +246,7 @@ def _accumulate_and_send_shards(
     params: Params,
     weight: jax.Array | None,
 ) -> tuple[Updates, DeepGradientCompressionState]:
-    """Return directions and the next state by sending compressed leaves and averaging the others,
+    """Return directions and the next state by sending compressed leaves and averaging dense ones,
     or zeros and unchanged moments if any worker's gradient is not finite or the update has no
     weight.
 
@@ -300,7 +300,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
     """Raise a ValueError unless velocities and residuals have the tree of the updates, and the
     state of each unmasked leaf has the shape of one worker's state.
 
-    A compressed leaf's state is checked in its residual, and any other leaf's in its velocity.
+    A compressed leaf's state is checked in its residual, and a dense leaf's in its velocity.
     """
     u, v = state.local_velocity.value, state.residual.value
     for values in (state.velocity, u, v):

@@ -59,7 +59,7 @@ def dgc_momentum(
       rampup_step: the number of steps of the whole sparsity ramp, ≥ 1.
       sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1).
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: c > 0. In each compressed step each of the N workers clips its own mean
+      local_grad_clip_norm: c > 0. In each compressed step each of the N workers clips its mean
         gradient of a compressed leaf to the norm c/√N, and adds the penalty after it. In fluid the
         limit of this gradient is c·√N, because the loss is divided by N before the clip: pass c·N
         for fluid's trajectory. None does not clip.

@@ -253,8 +253,8 @@ def _average_dense(
 
 
 def _init_residuals(options: _Options, params: Params) -> ExchangeState:
-    """Return one worker's state with residuals of zeros for compressed leaves, masked for all
-    others, and for the route "parts" the residuals of all owners."""
+    """Return one worker's state with residuals of zeros for compressed leaves, masked for dense
+    leaves, and for the route "parts" the residuals of all owners."""
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.choose_compressors(whole), leaves, strict=True))
@@ -331,7 +331,7 @@ def _mean_of_shards(
     """Return means and the next state for whole leaves or a device's shards, or zero means and
     unchanged residuals if any worker's update is not finite or the update has no weight.
 
-    Dense leaves share one mean, and all others are sent as packets.
+    Dense leaves share one mean, and compressed leaves are sent as packets.
     """
     agreement.check_worker_gradients("exchange", whole, options.axis_name)
     # 1. Workers agree whether they skip the exchange, and on the step: both decide branches.
@@ -350,7 +350,7 @@ def _mean_of_shards(
         # Chosen again from paths, because the state has arrays only; `init` chose the same.
         known = choose_compressors(options.compressors, whole)
         compressors = [c for i in numbers if (c := known[i]) is not None]
-        # 3. The other leaves send residual + update. Their residuals keep the difference between
+        # 3. Compressed leaves send residual + update. Their residuals keep the difference between
         # this sum and the packets.
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
@@ -390,11 +390,11 @@ def _find_compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """Return the indices of the compressed leaves, the dense arrays that have a residual, and raise
     a ValueError if a residual does not have its leaf's shape.
 
-    `init` gave a residual to the leaves that have a compressor, and masked it for the others.
+    `init` gave a residual to each leaf that has a compressor, and a masked leaf to each dense one.
 
     Raises:
-      ValueError: a residual has not the shape of its leaf, because it was made for other params, or
-        has a row for each worker.
+      ValueError: a residual has not the shape of its leaf, because it was made for different
+        params, or has a row for each worker.
     """
     numbers = []
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):

@@ -1,7 +1,7 @@
 """Exact selection of the k entries of largest magnitude in each segment, without a sort.
 
 A segment is a whole flat array or a chunk of one. All segments are searched together, each for its
-own k, so that a model of many leaves compiles as fast as one of a single leaf:
+k, so that a model of many leaves compiles as fast as one of a single leaf:
 
 1. A summary of each segment gives a bound that |x| of at least k entries reaches, and of few more.
 2. One pass over each array packs "reaches the bound" into the bits of 32-bit words. The entries
@@ -143,7 +143,7 @@ class Search(abc.ABC):
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Return the values and the increasing indices of the k[i] entries of largest magnitude in
-        each segment i, one segment after the other."""
+        each segment i, in the order of segments."""
         counts = self.counts(k)
         return self.extract(arrays, self.candidates(arrays, counts), counts)
 
@@ -190,8 +190,8 @@ class Search(abc.ABC):
         arrays: Sequence[jax.Array],
         bound: jax.Array,
     ) -> jax.Array:
-        """Return the packed mask of the entries for which `compare` is true of |x|, as an integer,
-        and the bound of the entry's segment."""
+        """Return the packed mask of the entries whose |x|, as an integer, compares with the bound
+        of their segment as `compare` says."""
 
         def pack(m: jax.Array, bound: jax.Array) -> jax.Array:
             return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
@@ -205,8 +205,8 @@ class Search(abc.ABC):
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the values and the indices of the k largest of each segment, one segment after the
-        other, chosen among the candidates of a packed mask.
+        """Return the values and the indices of the k largest of each segment, in the order of
+        segments, chosen among the candidates of a packed mask.
 
         Args:
           arrays: the flat arrays.
@@ -262,7 +262,7 @@ class Search(abc.ABC):
         return Segments(tuple(width * n for n in self.segments.num_per_array), width)
 
 
-# A sample has one entry in 256, but at least 4096. A smaller array is its own sample.
+# A sample has one entry in 256, but at least 4096: all entries of a smaller array.
 _SAMPLE_STRIDE = 256
 _MIN_SAMPLE = 4096
 # The bound is loosened by this many standard deviations, so that at least k entries reach it. The
@@ -325,8 +325,8 @@ class BlockSearch(Search):
 
     @property
     def block(self) -> int:
-        """The number of entries of a block, the largest power of two up to 32 with which a chunk
-        has four blocks for each entry to be selected, else 1."""
+        """The number of entries of a block, the largest power of two up to 32 that leaves a chunk
+        four blocks for each entry to be selected, else 1."""
         blocks = max(1, self.segments.row // (_BLOCKS_PER_ENTRY * self.most))
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
 

@@ -1,7 +1,7 @@
 """Momentum correction: the velocity and the residual of a compressed leaf on one worker.
 
 A plain residual of gradients would apply momentum only when an entry is sent, which may be hundreds
-of steps late. So each worker keeps a velocity of its own, and its residual adds up velocities.
+of steps late. So each worker keeps a velocity, and its residual adds up velocities.
 """
 
 import dataclasses

@@ -43,7 +43,7 @@ def update_on_shards(
         updates: Updates, state: Any, params: Params | None, weight: jax.Array | None
     ) -> tuple[Updates, OptState]:
         def map_fields(fn: Callable[..., Any], *states: Any) -> Any:
-            """Map the fields of these types. The other fields come from the first state."""
+            """Map the fields of these types, and take the rest from the first state."""
             fields = zip(*states, strict=True)
             return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
 
@@ -66,7 +66,7 @@ def update_on_shards(
 
 def _specs_of_state(state: Any, updates: Updates, group: Devices) -> Any:
     """Return a state's PartitionSpecs, where per-worker fields and fields with the tree of the
-    updates are divided as their leaves are, and all others replicated."""
+    updates are divided as their leaves are, and the rest is replicated."""
     structure = tree.flatten(updates)[1]
 
     def field_specs(x: Any) -> Any:

@@ -64,7 +64,7 @@ class PacketFormat:
 
     @cached_property
     def _num_blocks(self) -> np.ndarray:
-        """The number of blocks of 2^index_bits elements in each segment, of which the last may be
+        """The number of blocks of 2^index_bits elements in each segment; the last may be
         shorter."""
         return -(-self.segments.lengths.astype(np.int64) // (1 << self.index_bits))
 
@@ -150,7 +150,7 @@ class PacketFormat:
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
         """Return flat arrays with scale times the decoded entries of a packet added at their
-        places, and all other elements unchanged."""
+        places."""
         values, index = self.decode(packet)
 
         def add(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:

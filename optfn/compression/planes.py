@@ -1,10 +1,10 @@
 """Codes of a few bits in the planes of 32-bit words, row by row.
 
-A word has p = 32/bits codes, of p rows one below the other, so that no entry leaves its column and
-every device packs whole rows at a time. Rows (R, C) are cut into blocks of p·s rows, s = 8 or, of a
-leaf with fewer rows, R/p. A block is p planes of s rows, and becomes s rows of words: bits b·j to
-b·j + b − 1 of a word are the code of plane j. The rows after the last block are one row of codes,
-which is cut into p planes of equal length, padded with zeros.
+A word has p = 32/bits codes, of p consecutive rows, so that no entry leaves its column and every
+device packs whole rows at a time. Rows (R, C) are cut into blocks of p·s rows, s = 8 or, of a leaf
+with fewer rows, R/p. A block is p planes of s rows, and becomes s rows of words: bits b·j to b·j +
+b − 1 of a word are the code of plane j. The rows after the last block are one row of codes, which
+is cut into p planes of equal length, padded with zeros.
 """
 
 import math

@@ -24,7 +24,7 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 _products = partial(_einsum, "...mn,...rn->...rm")  # (M·Qᵀ)ᵀ
 _factor = partial(_einsum, "...rm,...mn->...rn")  # Pᵀ·M
 _product = partial(_einsum, "...rm,...rn->...mn")  # P·Q
-# A row lies in the span of the others if it adds less than this fraction of its norm.
+# A row lies in the span of the rows before it if it adds less than this fraction of its norm.
 _DEPENDENT = 1e-5
 
 

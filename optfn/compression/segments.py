@@ -59,9 +59,9 @@ class Chunks:
         fill: float = 0,
     ) -> jax.Array:
         """Return fn(rows, *per_chunk), with an entry per chunk along its first axis, for a flat
-        array cut into rows (chunks, length), of which `fill` pads a shorter last one.
+        array cut into rows (chunks, length), the last one padded with `fill`.
 
-        A shorter last chunk has its own call of `fn`, because padding the whole array would copy
+        A shorter last chunk has a separate call of `fn`, because padding the whole array would copy
         it.
         """
         missing = self.length - self.last_length
@@ -120,8 +120,8 @@ class RowChunks:
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
     def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
-        """Return one value for each chunk, (count,), to which `fn` reduces x with its chunks, or an
-        empty array for an empty leaf.
+        """Reduce x by `fn` to one value for each chunk, (count,), or an empty array for an empty
+        leaf.
 
         `fn` gets x whole, with its chunks. On a CPU, where all views of x are one array, or if no
         chunk has several rows, it gets one row per chunk, and a shorter last chunk by itself.
@@ -168,7 +168,7 @@ class RowChunks:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of several flat arrays, as rows, one array after the other. All of its fields
+    """The segments of several flat arrays, as rows, in the order of the arrays. All of its fields
     are static.
 
     Each row belongs to one segment. The last row of a segment is padded.
@@ -183,8 +183,8 @@ class Segments:
 
     @cached_property
     def arrays(self) -> list[Chunks]:
-        """For each array, the `Chunks` that cut it into rows of one length for all arrays, of which
-        only the last of an array may be shorter."""
+        """For each array, the `Chunks` that cut it into rows of one length for all arrays; the last
+        row of an array may be shorter."""
         longest = max(self.sizes, default=1)
         row = _ROW if self.chunk is None else min(self.chunk, longest)
         return [Chunks(size, row) for size in self.sizes]

@@ -55,7 +55,7 @@ def slicewise_mean(
     # 1. Every worker cuts its accumulated updates into N slices, (N, …).
     slices = [_cut_slices(leaf.residual, workers) for leaf in leaves]
     # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices; the
-    #    sender has its own N packets.
+    #    sender has its N packets.
     means, packets, _ = mean_scatter_slices(slices, encode_slices, decode, axis_name)
     # 3. The sender keeps the difference between its slices and their packets, (N, …).
     residuals = jax.vmap(subtract_sent)(slices, packets)

@@ -58,8 +58,8 @@ class TopK(ShownAsCall):
         return list(zip(packets, states, strict=True))
 
     def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the packet of each flat leaf, none of which may be empty, from one search of all
-        leaves, or [] if there are none."""
+        """Return the packet of each flat leaf, not empty, from one search of all leaves, or [] if
+        there are none."""
         # One search for all leaves: to compile it once per leaf would take a minute.
         if not flat:
             return []
@@ -70,8 +70,8 @@ class TopK(ShownAsCall):
         return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packets (N, words) of the N slices of a leaf, (N, n), encoded one after the
-        other in a loop, and the state unchanged.
+        """Return the packets (N, words) of the N slices of a leaf, (N, n), encoded in a loop, and
+        the state unchanged.
 
         With vmap, the search would run its slow branch for each slice.
         """
@@ -124,7 +124,7 @@ class TopK(ShownAsCall):
 @show_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
     """Return a compressor for `exchange` that sends of each chunk the fraction `density` of largest
-    magnitude, at least one entry, and decodes all other entries as 0.
+    magnitude, at least one entry, and decodes the rest as 0.
 
         of each chunk of m entries the k = max(1, round(density·m)) of largest |x|, the lower
         index at ties

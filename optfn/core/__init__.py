@@ -1,11 +1,11 @@
 """The core: transformations, the boundary around them, and the walk over leaves.
 
 It imports itself alone. Read `optfn.core.protocol` first; its names are names of this module too.
-The other files: `boundary` (gradients and params enter, updates leave), `leafwise` (a rule on
-arrays, applied to each leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules),
-`traits` (declarations of a type of state), `checks` (of arguments), `errors` (about leaves and
-states), `third_party` (transformations of other libraries), `updates` (params + updates), `types`
-and `printing`.
+The files: `boundary` (gradients and params enter, updates leave), `leafwise` (a rule on arrays,
+applied to each leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits`
+(declarations of a type of state), `checks` (of arguments), `errors` (about leaves and states),
+`third_party` (transformations of optax and of users), `updates` (params + updates), `types` and
+`printing`.
 
 A gradient on its way through `adam(1e-3, grad_clip=clip_by_global_norm(1.0)).update`:
 

@@ -18,7 +18,7 @@ MASKED = optax.MaskedNode()
 
 
 def mask_untrained(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays in their own dtypes, masked where they are not trained, or raise a
+    """Return `params` as arrays in their dtypes, masked where they are not trained, or raise a
     TypeError for a leaf that cannot be frozen either.
 
     They are not widened: a link of optax makes its state in the dtypes of the params that it gets.

@@ -110,7 +110,7 @@ def _real_scalar(name: str, value: object) -> Scalar:
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
         if jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer):
-            return cast("jax.Array", value)  # a NumPy array here is one of JAX's own dtypes
+            return cast("jax.Array", value)  # a NumPy array here has a dtype of JAX
         raise TypeError(f"{name} must be a real number; got an array of dtype {value.dtype}")
     raise TypeError(f"{name} must be a number; got {show(value)}")
 

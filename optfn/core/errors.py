@@ -59,8 +59,8 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
 
 
 def _split_hint(x: object) -> str:
-    """Return the advice to split a model for a leaf that is a function or text, and "" for any
-    other leaf."""
+    """Return the advice to split a model for a leaf that is a function or text, and "" for an
+    array."""
     if not (callable(x) or isinstance(x, str)):
         return ""
     # The leaves of an equinox module are its functions and names too, unless it is split.
@@ -89,8 +89,8 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
             if not tree.is_inexact(p):
                 needed += ": an integer leaf cannot be trained (its gradient may be None or float0)"
-        # A gradient of the right kind in a wrong place or shape is a ValueError, any other a
-        # TypeError.
+        # A gradient of the right kind in a wrong place or shape is a ValueError, and one of a wrong
+        # kind a TypeError.
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
         raise error(f"{name}: the gradient of {place!r} is {_kind_of(g)}; the parameter {needed}")
 
@@ -106,7 +106,7 @@ def _kind_of(g: Leaf) -> str:
 @contextlib.contextmanager
 def name_integer_leaves(updates: Updates) -> Iterator[None]:
     """Raise the error of an update that computes with float0 gradients with the names of the
-    integer leaves, and any other error unchanged.
+    integer leaves, and pass every further error on.
 
     Transformations of optfn freeze integer leaves; transformations of optax may not.
     """
@@ -171,7 +171,7 @@ def shape_error(
     i: int, updates: Updates, accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]]
 ) -> ValueError:
     """Return the error that accumulators of leaf i lack the expected shapes, because it was frozen
-    or the state is of other params."""
+    or the state is of different params."""
     g, came = tree.leaves(updates)[i], [x.shape if tree.is_array(x) else None for x in accumulators]
     shape = next(a for a, b in zip(came, expected, strict=True) if a != b)
     if shape is None:

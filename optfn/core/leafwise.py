@@ -69,7 +69,7 @@ def apply(
 
     Raises:
       ValueError: the state has another structure than `updates`, or a leaf of another shape,
-        because it belongs to other params.
+        because it belongs to different params.
       TypeError: the indices of a row-sparse gradient are not int32.
     """
     # Python numbers stay outside the jitted program's arguments: 1 − 0.999 is taken in float64.
@@ -178,12 +178,13 @@ def zeros_like(
     `dtype` is given.
 
     `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape. With a
-    `dtype`, the accumulators have this floating-point dtype: `apply` rounds what a rule returns to
-    the nearest number of it, so that in bfloat16 a moment loses changes below some 1/256 of it. The
-    moments of optfn's optimizers have `moment_dtype=`, which rounds at random to keep their mean.
+    `dtype`, the accumulators have this floating-point dtype: `apply` rounds the results of a rule
+    to its nearest number, so that in bfloat16 a moment loses changes below some 1/256 of its value.
+    The moments of optfn's optimizers have `moment_dtype=`, which rounds at random to keep their
+    mean.
 
     Raises:
-      TypeError: `dtype` is not floating point. Integers would cut off what a rule returns; the
+      TypeError: `dtype` is not floating point. Integers would cut off the results of a rule; the
         moment_dtype="int8" of an optimizer keeps scales beside them.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
@@ -199,23 +200,22 @@ def zeros_like(
 
 
 def keep_inexact(params: Params) -> Params:
-    """Return floating-point leaves as arrays, and a masked leaf in the place of every other."""
+    """Return floating-point leaves as arrays, and a masked leaf in place of each leaf of another
+    dtype."""
     return tree.map(
         lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
     )
 
 
 def merge_rows(updates: Updates) -> Updates:
-    """Add up the repeated rows of row-sparse leaves, as norms need it, and return all other leaves
-    unchanged."""
+    """Add up the repeated rows of row-sparse leaves, as norms need it."""
     if not any(isinstance(g, LeafKind) for g in tree.leaves(updates)):
         return updates
     return _map_row_sparse(lambda place, g: g.merge(), updates)
 
 
 def densify_rows(updates: Updates, warning: str = "") -> Updates:
-    """Convert row-sparse leaves to arrays, with a `warning`, if any, for each, and return all other
-    leaves unchanged."""
+    """Convert row-sparse leaves to arrays, with a `warning`, if any, for each."""
 
     def densify(place: tree.Place, g: LeafKind) -> jax.Array:
         if warning:
@@ -226,8 +226,7 @@ def densify_rows(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_row_sparse(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
-    """Check row-sparse leaves and map fn(place, leaf) over them, and return all other leaves
-    unchanged."""
+    """Check row-sparse leaves and map fn(place, leaf) over them alone."""
 
     def convert(place: tree.Place, g: Leaf) -> Leaf:
         if not isinstance(g, LeafKind):

@@ -17,7 +17,8 @@ from optfn.core.checks import Number, Scalar
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for arithmetic and moments of a leaf: its own from float32 on, else float32.
+    """Return the dtype for arithmetic and moments of a leaf: its dtype from float32 on, else
+    float32.
 
     Squares underflow to zero in float16, and 0.999·ν + 0.001·g² rounds back to ν in bfloat16.
     """

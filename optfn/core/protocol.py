@@ -4,7 +4,7 @@ A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, up
 `Unchecked` is such a pair that checks nothing, because the boundary around it does: gradients match
 params leaf by leaf, in float32 or wider, and leaves that are not trained are masked. The boundary
 casts updates to the dtypes of the params. The links of an optimizer are `Unchecked`, so a gradient
-crosses one boundary per optimizer; in a `chain` of your own, each link keeps its boundary:
+crosses one boundary per optimizer; in a `chain` that you write, each link keeps its boundary:
 
     @transform(complex_leaves=True)
     def scale(factor):
@@ -72,7 +72,7 @@ def rule(
     Args:
       init: params -> state; `leafwise.zeros_like(params)` makes an accumulator.
       update: (updates, state, params, **extra) -> (updates, state). It ends with `**extra`, which
-        has the loss among others; `leafwise.apply` maps a function of arrays over the leaves.
+        has the loss, for instance; `leafwise.apply` maps a function of arrays over the leaves.
       needs_params: whether update reads params; a call without them is then an error.
       real_only: the name of the transformation, if it is not defined for complex leaves; "" if it
         is.
@@ -89,7 +89,7 @@ class Transform(optax.GradientTransformationExtraArgs):
     JAX and equinox flatten a transformation that is passed as an argument, and rebuild it. If it is
     rebuilt from the same two functions, it is the same object.
 
-    unchecked: the pair inside the boundary; None for a wrapper of other transformations.
+    unchecked: the pair inside the boundary; None for a wrapper.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
     module: the module of the factory.
@@ -141,7 +141,7 @@ def call_factory(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
 
 
 def describe(tx: optax.GradientTransformation, **fields: Any) -> Transform:
-    """Return `tx` as a `Transform` with these fields, and with its other fields unchanged."""
+    """Return `tx` as a `Transform` with these fields replaced."""
     known = vars(tx) if isinstance(tx, Transform) else {}
     return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
@@ -214,8 +214,8 @@ def transform(
 
 @record_call
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation that applies others one after the other, like `optax.chain` but
-    with a repr, or raise a ValueError without any.
+    """Return the transformation that applies `links` in order, like `optax.chain` but with a repr,
+    or raise a ValueError without any.
 
     Each link keeps its boundary; the links of an optimizer have one boundary together. In
     `optfn.chain` a leaf that a link freezes by `param_attrs` is frozen for all links.
@@ -238,8 +238,8 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def chain_unchecked(links: Sequence[Unchecked]) -> Unchecked:
-    """Return the pair that applies `links` one after the other, without a boundary, whose state is
-    the tuple of their states."""
+    """Return the pair that applies `links` in order, without a boundary, whose state is the tuple
+    of their states."""
 
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
@@ -274,7 +274,7 @@ def strip_boundary(tx: optax.GradientTransformation | Unchecked) -> Unchecked:
 
 
 def links_of(made: list[Unchecked] | optax.GradientTransformation) -> Sequence[Unchecked]:
-    """Return the links of a list or of a chain, or any other transformation as one link."""
+    """Return the links of a list or of a chain, or a transformation as one link."""
     return made if isinstance(made, list) else strip_boundary(made).links or [strip_boundary(made)]
 
 

@@ -38,8 +38,8 @@ def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTra
 
 
 def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return a third-party transformation with clearer errors about Rows and Stacked, which raises
-    all other errors unchanged.
+    """Return a third-party transformation with clearer errors about Rows and Stacked, and with its
+    further errors unchanged.
 
     Raises, at init and update:
       TypeError: it takes no row-sparse gradients.
@@ -81,8 +81,8 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
 
 
 def _is_stacked(x: object) -> bool:
-    """Tell whether `x` is a `Stacked`, whose module imports this one: no other node that adds no
-    word to paths has layouts of its leaves."""
+    """Tell whether `x` is a `Stacked`, whose module imports this one: among the nodes that add no
+    word to paths, it alone has layouts of its leaves."""
     return tree.is_transparent(x) and hasattr(x, "leaf_layouts")
 
 

@@ -60,15 +60,15 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
-      counts_weight: its `update` takes the extra argument `weight`, and decides by itself what an
-        update without weight changes (`optfn.wrappers.uncounted`).
+      counts_weight: its `update` takes the extra argument `weight`, and itself chooses the arrays
+        that an update without weight changes (`optfn.wrappers.uncounted`).
       goes_on: the fields that count on in an update that another part of the optimizer drops.
 
     Of the arrays that a state has for each leaf:
       made_of_params: fields computed from params, and the start of a leaf that a checkpoint lacks:
         "" copies the param; the name of a field w gives w·param, a weighted sum; None cannot start.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
-        that begins late has its own count (`optfn.transforms.late_steps`).
+        that begins late has a separate count (`optfn.transforms.late_steps`).
       spans_buffers: one scale covers a whole packed buffer, so the buffer cannot be split into
         leaves.
       whole_matrices: the word in `summary` for leaves whose rule needs the whole matrix to update

@@ -60,8 +60,7 @@ def shape_of(x: Leaf) -> tuple[int, ...]:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Convert a number or a floating-point NumPy array to a JAX array, and return any other leaf
-    unchanged."""
+    """Convert a number or a floating-point NumPy array to a JAX array."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
 
@@ -191,7 +190,7 @@ def inner_tree(node: PyTree) -> PyTree:
 
 
 def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
-    """Return a tree in which each node that `is_node` chooses is replaced by the tree in it."""
+    """Replace each node that `is_node` chooses by the tree in it."""
 
     def unwrap(node: PyTree) -> PyTree:
         return unwrap_nodes(inner_tree(node), is_node) if is_node(node) else node

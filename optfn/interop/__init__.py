@@ -1,1 +1,1 @@
-"""Models and transformations of other libraries: checks, and errors with a remedy."""
+"""Models of flax and equinox, transformations of optax: checks, and errors with a remedy."""

@@ -24,7 +24,7 @@ def show_transform(tx: optax.GradientTransformation) -> str:
 
 
 def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
-    """Yield `tx` and the transformations inside of it, without those of other libraries."""
+    """Yield `tx` and the transformations inside of it, if they are optfn's."""
     if isinstance(tx, core.Transform):
         yield tx
         for link in tx.inner:
@@ -32,7 +32,7 @@ def iterate_links(tx: optax.GradientTransformation) -> Iterator[core.Transform]:
 
 
 def _show_argument(x: object) -> object:
-    """Return a transformation as its text, and any other argument unchanged."""
+    """Return a transformation as its text, or the argument itself."""
     return _Shown(show_transform(x)) if isinstance(x, optax.GradientTransformation) else x
 
 

@@ -14,14 +14,14 @@ from optfn.leaves import contents
 
 def find_closed_over(tx: Any) -> Mapping[str, Any]:
     """Return by name the values that the update of a transformation of optax closes over, such as a
-    mask or labels, or {} for any other object."""
+    mask or labels, or {} if `tx` is no such transformation."""
     update = find_update(tx)
     return {} if update is None else inspect.getclosurevars(update).nonlocals
 
 
 def find_update(tx: Any) -> Callable[..., Any] | None:
     """Return the update of a transformation as its author wrote it, or None for one of optfn and
-    for any other object.
+    for an object that is no transformation.
 
     Functions that optax and `explain_errors` of `third_party` put around it are passed over.
     """
@@ -39,7 +39,7 @@ def find_marked(marks: Any, params: Params, mark: object = True) -> frozenset[st
     try:
         found = marks(params) if callable(marks) else marks
         spread = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), found, params)
-    except Exception:  # of any kind: a function of the user, who expects other params
+    except Exception:  # of any kind: a function of the user, who expects different params
         return None
     named, flags = contents.leaves_with_names(params), jax.tree.leaves(spread)
     if len(named) != len(flags):

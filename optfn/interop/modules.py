@@ -59,7 +59,8 @@ def _check_linen(name: str, params: Params) -> None:
     "params" but not all."""
     if "flax.linen" not in sys.modules or not isinstance(params, Mapping):
         return
-    # All values of linen's variables are mappings. A tree of your own seldom has only mappings.
+    # All values of linen's variables are mappings. A tree that a user makes seldom has only
+    # mappings.
     untrained = [str(key) for key in params if key != "params"]
     if untrained and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
         state = f'variables["{untrained[0]}"]' if len(untrained) == 1 else "the others"

@@ -19,8 +19,8 @@ def has_leaf_layouts(x: object) -> bool:
 
 
 def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
-    """Return the layout of each leaf in the order of `flatten`, one tensor for a plain leaf, and
-    what a node such as `Packed` says of its own leaves."""
+    """Return the layout of each leaf in the order of `flatten`: one tensor for a plain leaf, and
+    the layouts that a node such as `Packed` gives for its leaves."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: has_leaf_layouts(x) or is_leaf(x)):
         found += node.leaf_layouts() if has_leaf_layouts(node) else [layout_of_leaf(node)]

@@ -1,4 +1,4 @@
-"""Values that JAX would read as others, or refuses without a name: trees and arrays of NumPy."""
+"""Values that JAX would misread, or refuses without a name: trees and arrays of NumPy."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ def check_arrays(noun: str, values: PyTree) -> None:
     without a change.
 
     Args:
-      noun: what the leaves are, for the error, as in "TrainStep.init: parameter".
+      noun: a noun for a leaf in the error, as in "TrainStep.init: parameter".
       values: the tree.
     """
     check_keys(noun, values)
@@ -47,8 +47,8 @@ def _has_mixed_keys(x: object) -> bool:
 
 
 def refuse_foreign_numbers(noun: str, x: np.ndarray | np.generic) -> None:
-    """Raise a TypeError if a NumPy array has a mask, the byte order of other machines, or a dtype
-    that JAX does not have.
+    """Raise a TypeError if a NumPy array has a mask, a byte order that is not this machine's, or a
+    dtype that JAX does not have.
 
     Args:
       noun: the array, for the error.

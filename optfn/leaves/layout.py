@@ -190,8 +190,8 @@ def select_leaves(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
 
 @lru_cache(maxsize=64)
 def mark_layout(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
-    """Return a layout in which axes[i] leading axes of leaf i count tensors, or more if more of
-    them count already."""
+    """Make axes[i] leading axes of leaf i count tensors in a layout, or more if more of them count
+    already."""
     buffers = []
     for buffer in layout.buffers:
         runs = buffer.run_of_leaves.items()

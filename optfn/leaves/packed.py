@@ -66,10 +66,10 @@ def pack(params: Params) -> Packed:
     arguments, which a few buffers avoid. Optimizers of optfn take the result like the tree:
     patterns of paths, attributes and norms per tensor refer to the original leaves. However, 8-bit
     moments have one scale for the whole buffer, and Deep Gradient Compression selects from all of
-    it. Optimizers of optax, and rules of your own, see buffers: those on elements alone do what
-    they do with the tree. A step with `packed=True` tries two updates of them on the tree and on
-    its buffers, and refuses those that differ: norms and means of an array, masks and labels by its
-    axes, size or path.
+    it. Optimizers of optax, and rules that you write, see buffers. A rule on elements alone gives
+    the updates that it gives with the tree. A step with `packed=True` tries two updates of such
+    rules on the tree and on its buffers, and refuses a rule whose updates differ: norms and means
+    of an array, masks and labels by its axes, size or path.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
@@ -198,8 +198,7 @@ def unpack(packed: PyTree) -> PyTree:
 
 
 def repack(like: PyTree, whole: PyTree) -> PyTree:
-    """Return `whole` with the leaves that lie in a Packed in `like` packed like it, and all other
-    leaves unchanged."""
+    """Return `whole` with the leaves that lie in a Packed in `like` packed like it."""
 
     def pack_node(node: PyTree, below: PyTree) -> PyTree:
         return pack_like(node.layout, below) if is_packed(node) else below

@@ -126,7 +126,7 @@ def check_pattern(argument: str, pattern: object) -> Pattern | None:
 
 # The names that libraries of models give to kinds of leaves.
 _BIAS_OR_SCALE = r"(.*/)?(([^/]*_)?bias(_[^/]*)?|b|scale|beta|gamma|offset)"
-# Its own leaves alone: an adaptive norm has a projection, "norm1/linear/weight".
+# The leaves of the norm alone: an adaptive norm has a projection, "norm1/linear/weight".
 _IN_A_NORM = (
     r"(.*/)?([^/]*[_\d])?((layer|batch|group|rms|instance|pre|post)?_?norm(s|alization)?|ln|bn)"
     r"([_\d][^/]*)?(/~)?(/\d+)?(/(weight|w))?"

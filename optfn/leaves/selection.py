@@ -58,10 +58,10 @@ def restrict(
     state_type: Callable[[OptState], OptState] | None = None,
     others: Callable[[Updates, Params], Updates] = lambda updates, params: updates,
 ) -> core.Unchecked:
-    """Return a rule that applies `rule` to the leaves that `choose` selects, and gives all others
-    the updates of `others`, by default the given ones.
+    """Return a rule that applies `rule` to the leaves that `choose` selects, and gives the rest the
+    updates of `others`, by default the given ones.
 
-    The rule meets trees with all other leaves masked, and so keeps no state for them.
+    The rule meets trees with the unselected leaves masked, and so keeps no state for them.
 
     Args:
       rule: init and update.

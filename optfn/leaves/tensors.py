@@ -119,7 +119,7 @@ def _norms_of_runs(
     scalars: dict[str, Any],
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
-    # A PerTensor has a number for each tensor of the run; other scalars serve all of them.
+    # A PerTensor has a number for each tensor of the run; a plain scalar serves all of them.
     axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
     value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
     runs = enumerate(zip(*map(layout.rows, arrays), strict=True))
@@ -154,8 +154,7 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
 
 
 def _scalars_of_run(k: int, scalars: PyTree) -> PyTree:
-    """Replace each PerTensor in a tree by its values of run k, and return all other scalars
-    unchanged."""
+    """Replace each PerTensor in a tree by its values of run k."""
 
     def is_split(x: object) -> bool:
         return isinstance(x, PerTensor)

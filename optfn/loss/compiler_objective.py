@@ -22,7 +22,7 @@ from optfn.mesh.layout.mesh_layout import Layout
 
 def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
     """Wrap an objective so that it sees the explicit axes of the mesh, with params by the layout's
-    specs, examples divided over the data axes, and all other arrays whole.
+    specs, examples divided over the data axes, and the remaining arrays whole.
 
     In the rest of the step these axes are hidden.
     """
@@ -64,8 +64,8 @@ def split_over_devices(layout: Layout) -> SplitExamples:
     """Return the function that splits arrays into microbatches with examples of every device, or
     all in order if devices and microbatches together do not divide one of them.
 
-    Slices in order would each lie on few devices, which would send examples to the others. An
-    example may have several rows, which must come with it.
+    Slices in order would each lie on few devices, which would send examples to the rest. An example
+    may have several rows, which must come with it.
     """
     devices = count_devices(layout.mesh, layout.data_axes)
 

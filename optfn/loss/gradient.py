@@ -26,7 +26,7 @@ class DensifyState(NamedTuple):
 @core.transform(complex_leaves=True)
 def densify() -> core.Unchecked:
     """Return a transformation that turns each row-sparse update into an array of the size of the
-    table, and passes all others on unchanged.
+    table.
 
     For third-party transforms that come after it. No state. Real and complex leaves.
     """

@@ -1,4 +1,4 @@
-"""Random keys in the model state: each worker draws with its own, and all store the same.
+"""Random keys in the model state: each worker draws with a different key, and all store the same.
 
 A model that draws dropout masks from a key in its state would draw the same masks on all workers.
 So the loss gets each key with the number of the worker folded in. If it returns that key, the
@@ -25,7 +25,7 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 
 def fold_worker_into_keys(model_state: PyTree, names: Axes) -> PyTree:
     """Return the model state with the index of the worker folded into each typed key, or unchanged
-    if there is only one worker, and with other leaves unchanged.
+    if there is only one worker.
 
     Args:
       model_state: the arrays of a model besides params; None if it has none.
@@ -56,7 +56,7 @@ def fold_device(inputs: Inputs, names: Axes) -> Inputs:
 
 def restore_unchanged_keys(new: PyTree, folded: PyTree, old: PyTree) -> PyTree:
     """Return the new model state, with the key from before the fold for each key that the loss
-    returned unchanged, and with all other leaves as the loss returned them.
+    returned unchanged, and with the remaining leaves as the loss returned them.
 
     Args:
       new: the model state that the loss returned.

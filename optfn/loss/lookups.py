@@ -71,7 +71,7 @@ class _Lookup(NamedTuple):
         at = axes.index(0)
         ids = _within(indices[0][..., at], count)
         if len(axes) > 1 and self.how.mode != GatherScatterMode.CLIP:
-            # The other axes are read whole: the only start that is in range is zero.
+            # The remaining axes are read whole: the only start that is in range is zero.
             starts = jnp.delete(indices[0], at, axis=-1, assume_unique_indices=True)
             ids = jnp.where(jnp.all(starts == 0, axis=-1), ids, count)
         return ids
@@ -105,7 +105,7 @@ class _Lookup(NamedTuple):
 
     def indices_of_gradient(self, ids: jax.Array, num_rows: int) -> jax.Array:
         """Return for each id the row that gets its gradient, where an id out of range gives the
-        nearest row in mode `CLIP`, and in any other mode `num_rows`, which is padding."""
+        nearest row in mode `CLIP`, else `num_rows`, which is padding."""
         if self.how.mode == GatherScatterMode.CLIP:
             return jnp.clip(ids, 0, num_rows - 1)
         return jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
@@ -183,8 +183,8 @@ class TracedLoss:
         return [found[i][0] for i in sorted(found)], [found[i][1] for i in sorted(found)]
 
     def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
-        """Run the program on its inputs, with `rows` in place of what its lookups read, and return
-        its result."""
+        """Run the program on its inputs, with `rows` in place of the rows that its lookups read,
+        and return its result."""
 
         def result(lookup: _Lookup, rows: jax.Array, *operands: Value) -> list[jax.Array]:
             return [lookup.result(self._program, rows)]
@@ -251,7 +251,7 @@ def _map_table_paths(program: Equations, paths: Sequence[str | None]) -> dict[Va
 
 def _find_table_sources(program: Equations, tables: dict[Variable, str]) -> dict[Variable, _Source]:
     """Map each variable that is a table, or a cast, copy or stopped gradient of one, to the table
-    and these operations, without all other variables."""
+    and these operations."""
     found = {v: _Source(v, ()) for v in tables}
     for equation in program.equations:
         if primitives.keeps_entries(equation) and (used := _find_used_tables(equation, found)):

@@ -41,7 +41,8 @@ class Inputs(NamedTuple):
 class Values(NamedTuple):
     """The results of a loss function.
 
-    loss: a Mean of a loss function's own; further out the mean over all parts, or a share of it.
+    loss: the Mean that a loss function returns; further out the mean over all parts, or a share of
+      it.
     model_state: the new model state.
     aux: auxiliary data, with a Mean where the loss function returns one.
     weight: the sum of the weights of all parts, if the loss is a Mean; else None.
@@ -170,8 +171,7 @@ def _check_aux_leaves(who: str, aux: PyTree) -> None:
 
 
 def _check_means(who: str, aux: PyTree) -> PyTree:
-    """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total, and
-    other leaves unchanged."""
+    """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total."""
 
     def check(x: Any) -> Any:
         if not is_mean(x):

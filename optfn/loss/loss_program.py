@@ -1,4 +1,4 @@
-"""A loss as a program on its params, of which some are tables, or shards that a device keeps.
+"""A loss as a program on its params: whole arrays, tables, and shards that a device keeps.
 
 JAX traces the loss once, for whole params, and then equations decide:
 
@@ -114,8 +114,9 @@ class LossProgram:
         return self._equations.shapes
 
     def value_of_last(self) -> Any:
-        """Return the last leaf of the result of a loss that was traced, at these params, by its own
-        equations alone if no param decides it, which leaves out the loss's side effects."""
+        """Return the last leaf of the result of a loss that was traced, at these params, by the
+        equations of this leaf alone if no param decides it, which leaves out the loss's side
+        effects."""
         assert self._equations is not None
         inputs = shapes_of(self._equations.inputs)
         program = self._equations.retrace({}, inputs)
@@ -171,7 +172,7 @@ class LossProgram:
 
     def whole_params(self) -> Params:
         """Return the params, with the shape and dtype of the whole array in place of each
-        ShardedParam, and with all other leaves unchanged."""
+        ShardedParam."""
         return jax.tree.unflatten(self._structure, map(_whole_shape, self._leaves))
 
     def evaluate(self, params: Params) -> Any:
@@ -205,13 +206,12 @@ def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
 
 
 def _whole_shape(x: Leaf) -> Leaf:
-    """Return the shape and dtype of the whole array of a ShardedParam, and any other leaf
-    unchanged."""
+    """Return the shape and dtype of the whole array of a ShardedParam, or the leaf itself."""
     return x.shard.whole_type() if isinstance(x, ShardedParam) else x
 
 
 def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the whole table of which each device has a shard."""
+    """Return the shape and dtype of a whole table from the shard of a device."""
     return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
 
 

@@ -44,8 +44,8 @@ class Mean(NamedTuple):
 
 
 def _refuse_arithmetic(mean: Mean, other: object) -> NoReturn:
-    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums that
-    other devices and microbatches add to."""
+    """Raise a TypeError for any arithmetic with a `Mean`, which is no number, but two sums over all
+    devices and microbatches."""
     raise TypeError(
         "a Mean has no arithmetic: its two sums go on over devices and microbatches before they "
         "are divided. Scale it by its total, Mean(0.5 * total, weight). Add losses that are means "
@@ -88,8 +88,8 @@ def check_mean(who: str, mean: Mean) -> Mean:
 
 
 def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return a device's share of the mean over the devices along `axes`, or its own quotient
-    without axes, which is 0 if all weights are 0, and the sum of the weights.
+    """Return a device's share of the mean over the devices along `axes`, or the quotient without
+    axes, which is 0 if all weights are 0, and the sum of the weights.
 
         share = N·total / ∑ weight,  N the number of devices
 
@@ -104,8 +104,8 @@ def take_share(mean: Mean, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 
 def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
-    """Return N·weight/∑ weight, the factor by which a device's own quotient, total/weight, or its
-    gradient becomes its share of the mean over N devices.
+    """Return N·weight/∑ weight. This factor turns the quotient of a device, total/weight, or its
+    gradient, into the device's share of the mean over N devices.
 
     Args:
       mean: the device's mean.
@@ -125,8 +125,8 @@ def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:
 def _divide(
     total: jax.Array, weight: jax.Array, divisor: jax.Array, quotient: jax.Array
 ) -> jax.Array:
-    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight, in which divisor
-    and quotient are constants.
+    """Return total/divisor, with the gradient of a share of ∑ total / ∑ weight, where divisor and
+    quotient are constants.
 
     A weight that no param changes has no gradient, and then XLA drops the sum of totals too.
     """
@@ -150,7 +150,7 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def divide_means(values: PyTree) -> PyTree:
-    """Replace each Mean by its quotient, NaN for 0/0, and return other leaves unchanged."""
+    """Replace each Mean by its quotient, NaN for 0/0."""
     return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
 
 

@@ -83,8 +83,8 @@ def scan_batch(
 def _slice_batch(
     batch: Batch, count: int, argument: str, split: SplitExamples
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Batch]]:
-    """Return the stacked slices of the arrays of a batch, and the function from those of a slice to
-    a batch, in which scalars are the same as in the whole one."""
+    """Return the stacked slices of the arrays of a batch, and the function from the arrays of a
+    slice to a batch, whose scalars are the scalars of the whole batch."""
     check_slices(batch, count, argument)
     leaves, structure = jax.tree.flatten(batch)
     slices = split([x for x in leaves if jnp.ndim(x)], count)
@@ -128,7 +128,7 @@ def average_microbatches(
     by weight for a `Mean`, or return it unchanged for a count of 1.
 
     Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
-    summed. Each microbatch passes the model state to the next, and has a key and a step of its own.
+    summed. Each microbatch passes the model state to the next, and has a separate key and step.
     Dense gradients are added up in float32 or wider; rows are joined. `split` is the argument of
     `scan_batch`.
     """
@@ -176,8 +176,7 @@ def _combine_values(values: Values, model_state: PyTree) -> Values:
 
 
 def _scale_rows(rows: PyTree, factors: jax.Array) -> PyTree:
-    """Multiply the rows of each microbatch, stacked, by its factor, and return all other leaves
-    unchanged."""
+    """Multiply the rows of each microbatch, stacked, by its factor."""
 
     def scale(x: jax.Array) -> jax.Array:
         along = factors.reshape(-1, *[1] * (x.ndim - 1))
@@ -219,7 +218,7 @@ def _divide_total(count: int, divisor: int | jax.Array, g: Leaf, total: Leaf, ro
 
     Args:
       count: the number of microbatches.
-      divisor: what the sum is divided by, the number or the weight of all microbatches.
+      divisor: the divisor of the sum, the number or the weight of all microbatches.
       g: a gradient of one microbatch, which has the dtype of the mean.
       total: the sum of dense gradients, or None.
       rows: the rows of all microbatches, stacked, or None.

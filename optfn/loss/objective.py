@@ -64,7 +64,7 @@ class Gather(NamedTuple):
 
     def wrap(self, inputs: Inputs, counts: jax.Array | None = None) -> Params:
         """Return params with a ShardedParam in place of each leaf that the devices divide, and with
-        tables and all other leaves unchanged.
+        tables unchanged.
 
         Args:
           inputs: the inputs of the loss.
@@ -75,7 +75,7 @@ class Gather(NamedTuple):
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
 
-        A gradient that `fn` computes is with respect to whole params, and this device's own:
+        A gradient that `fn` computes is with respect to whole params, from this device's examples:
         `scatter_gradients` reduces it later.
         """
         leaves, structure = jax.tree.flatten(self.wrap(inputs), is_leaf=is_sharded_param)
@@ -193,7 +193,7 @@ def gather_once(objective: Objective, gather: Gather | None) -> Objective:
     """Wrap an objective so that all params but tables are gathered before it runs, or return it
     unchanged if `gather` is None.
 
-    Its gradients are with respect to whole params, so each device still has its own.
+    Its gradients are with respect to whole params, so each device has a different one.
     """
     return objective if gather is None else functools.partial(gather.call, objective)
 
@@ -235,8 +235,8 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
     """Wrap an objective so that it raises a ValueError if an array of aux has another shape in a
     trace on twice the examples, and passes if that trace fails.
 
-    Such an array has an entry for each example. Each device and microbatch has other examples, so
-    their mean entry by entry has no meaning.
+    Such an array has an entry for each example. Each device and microbatch has different examples,
+    so their mean entry by entry has no meaning.
 
     Raises:
       ValueError: an array in aux grows with the batch.
@@ -286,8 +286,8 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
     It serves every way of sharding. Where params are whole, as with "state", nothing is gathered.
 
     It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
-    params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
-    its shards of the mean gradients.
+    params, which it gathers for the loss, its examples of the batch, and its key. It keeps its
+    shards of the mean gradients.
 
     Args:
       on_device: returns the objective of one device, which gathers params by its argument.
@@ -333,7 +333,7 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
     """Return the means over the devices of loss, aux and model state, and the weight unchanged.
     Keys and integers of the model state are the first device's.
 
-    A key that the loss has not changed is the key of `inputs`, in which no device is folded.
+    A key that the loss has not changed is the key of `inputs`, with no device folded in.
     """
     names = layout.shard_axes
     loss, aux = mean_over_axes((values.loss, values.aux), names)
@@ -344,8 +344,8 @@ def _mean_values(values: Values, own: Inputs, inputs: Inputs, layout: Layout) ->
 def _run_on_devices(
     function: Callable[[Inputs], Any], inputs: Inputs, gather: Gather, out_specs: PyTree
 ) -> Any:
-    """Run a function in a `shard_map` on each device's shards of params and examples, with all
-    other inputs whole, and return results divided by `out_specs`."""
+    """Run a function in a `shard_map` on each device's shards of params and examples, with the
+    remaining inputs whole, and return results divided by `out_specs`."""
     layout = gather.layout
     names = layout.shard_axes
     replicated: Any = P()
@@ -361,16 +361,16 @@ def make_value_fn(
     objective: Objective, workers: Workers, inputs: Inputs, reduce_dtype: DType | None = None
 ) -> Callable[..., jax.Array]:
     """Return the function params -> loss, averaged over the workers, on the batch of a step. Its
-    gradient is the objective's, and it ignores a line search's other arguments.
+    gradient is the objective's, and it ignores the further arguments of a line search.
 
     JAX cannot differentiate a user's `value_and_grad`. Rows become dense arrays, and an integer
     leaf has no gradient.
 
     Args:
       objective: the objective of the step.
-      workers: the workers over which loss and gradients are averaged.
+      workers: the workers that share the mean of loss and gradients.
       inputs: the inputs of the step, without a loss factor; only their params are replaced.
-      reduce_dtype: in what dtype gradients are averaged over the workers; None: their own.
+      reduce_dtype: the dtype of the mean of gradients over the workers; None: their dtype.
     """
 
     @jax.custom_vjp

@@ -20,8 +20,8 @@ def scale_gradient(loss: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 @jax.custom_vjp
 def _scale_gradient(loss: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return the loss unchanged, with its gradient multiplied by the factor, whose own gradient is
-    0."""
+    """Return the loss unchanged, with its gradient multiplied by the factor. The factor's gradient
+    is 0."""
     return loss
 
 

@@ -46,8 +46,8 @@ _recorded: ContextVar[list[RecordedGather] | None] = ContextVar("recorded", defa
 
 @contextlib.contextmanager
 def record_gathers() -> Iterator[list[RecordedGather]]:
-    """Yield a list to which each gather that is traced in this context is appended, in order, in
-    place of the list of an outer context."""
+    """Yield a list, and append to it each gather that is traced in this context, in order, in place
+    of the list of an outer context."""
     found: list[RecordedGather] = []
     token = _recorded.set(found)
     try:
@@ -70,7 +70,7 @@ class LeafShard:
     divisions: the dimensions that shard axes divide.
     slices: how axes that are left to the compiler divide the leaf; see `compiler_slices`.
     layout: how params are divided.
-    mean_axes: the worker axes over which the gather averages the gradient.
+    mean_axes: the worker axes of the mean that the gather takes of the gradient.
     counts: whether this device's gradient counts in the mean, else zeros do; None if it does.
     path: the path of the leaf.
     is_layer: whether it is one layer of the leaf, in a scan.
@@ -118,7 +118,7 @@ class LeafShard:
 
         It is cast before it is sent, but packets are made of the uncast array.
         """
-        # The loss may read a param in several places, of which each would add a reduce-scatter.
+        # The loss may read a param in several places, and each would add a reduce-scatter.
         if dtype not in self._gathered:
             how = self.divisions, self.slices, self.layout, self.step, self.mean_axes, self.counts
             self._gathered[dtype] = gather_shard(self.array, *how, dtype)
@@ -152,7 +152,7 @@ class LeafShard:
         if dimension is None:
             return None
         divisions = (Division(dimension, first.axes), *remaining)
-        # Parts of this device's layers go to the others, and a shard of every layer comes back.
+        # Parts of this device's layers go to all devices, and a shard of every layer comes back.
         array = lax.all_to_all(self.array, first.axes, dimension, 0, tiled=True)
         return dataclasses.replace(self, array=array, divisions=divisions)
 
@@ -195,7 +195,7 @@ def wrap_shards(
     counts: jax.Array | None = None,
 ) -> Params:
     """Return params with a ShardedParam in place of each leaf that shard axes divide, and with
-    tables and all other leaves unchanged.
+    tables unchanged.
 
     A loss only looks up the rows of a table.
 

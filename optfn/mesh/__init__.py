@@ -1,1 +1,1 @@
-"""The mesh: collectives over its axes, what compilers make of them, layouts, states on it."""
+"""The mesh: collectives over its axes, their programs in compilers, layouts, states on it."""

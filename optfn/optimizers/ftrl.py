@@ -32,8 +32,8 @@ def ftrl(
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. It is part of the
         recursion of z, and p is proportional to it: a warm-up enlarges the parameters.
       l1: the weight of the penalty on |p|, ≥ 0, beside the sum of all gradients. With a loss that
-        is a mean, sensible values are far below 1. `ParamAttr(weight_decay=0)` turns l1 and l2 off
-        for a leaf, such as an intercept; other factors scale them.
+        is a mean, sensible values are far below 1. `ParamAttr(weight_decay=c)` multiplies l1 and l2
+        by c for a leaf; c = 0 suits an intercept.
       l2: the weight of the penalty on p², ≥ 0.
       lr_power: k, ≤ 0.
       lazy: how the row-sparse gradient of an embedding table is applied. True: only the rows in the

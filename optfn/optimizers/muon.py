@@ -41,8 +41,8 @@ def muon(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Unchecked]:
-    """Return the Muon optimizer, which updates matrices by their orthogonalized momentum, and all
-    other leaves by `others`, or by adamw if it is None.
+    """Return the Muon optimizer, which updates matrices by their orthogonalized momentum, and the
+    rest by `others`, or by adamw if it is None.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
         p = (1 − lr·wd)·p − lr·scale(rows, columns)·O
@@ -100,7 +100,7 @@ def muon(
         # Decay and rate are the same for both, and come once, behind both.
         return [_matrices_and_others(pattern, links, adam), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    # The other optimizer has its own decay and rate.
+    # The optimizer of the rest has a decay and a rate already.
     return [_matrices_and_others(pattern, [*links, *ends], core.strip_boundary(others))]
 
 
@@ -116,7 +116,7 @@ def _matrices_and_others(
     matrices: Pattern | None, links: Sequence[core.Unchecked], others: core.Unchecked
 ) -> core.Unchecked:
     """Return the rule that applies `links` to the leaves that `matrices` selects, and `others` to
-    all other leaves.
+    the rest.
 
     The second gets the directions of the first, and returns them unchanged.
     """

@@ -39,8 +39,8 @@ def make_shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def select_inexact(lengths: Lengths) -> Lengths:
-    """Return the lengths of the real and complex floating-point dtypes, which can have a gradient,
-    without all others."""
+    """Return the lengths of the real and complex floating-point dtypes, which can have a
+    gradient."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
 
 

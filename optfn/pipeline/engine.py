@@ -87,7 +87,7 @@ class Engine:
 
     def run(self) -> tuple[PyTree, Gradient]:
         """Run all ticks, and return this device's sums of loss and gradients over the microbatches.
-        Only the device of the last stage has a loss; it is 0 on the others."""
+        Only the device of the last stage has a loss; elsewhere it is 0."""
         carry = self._init_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)

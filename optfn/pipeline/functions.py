@@ -137,7 +137,7 @@ def _embed_first(
     """Embed the inputs if no stage ran before, else take the hidden values, run the stage on them,
     and return the result with the count raised by 1."""
     inputs = lax.stop_gradient(x.inputs)
-    # A cond, so that other stages look nothing up.
+    # A cond, so that later stages look nothing up.
     h = lax.cond(
         x.stage[0] == 0,
         lambda inputs, shared, key, h: embed(inputs, shared, key),
@@ -148,13 +148,13 @@ def _embed_first(
 
 
 def _call_embedding(embed: Embedding, inputs: PyTree, shared: Params, key: Key) -> PyTree:
-    """Call the embedding, with `shared` and a key of its own, derived from that of the first stage,
-    if it takes them and they are given."""
+    """Call the embedding, with `shared` and a key derived from the key of the first stage, if it
+    takes them and they are given."""
     rng = None if key is None else fold_in(key, _EMBEDDING)
     return _call_by_name(embed, inputs, shared=shared, rng=rng)
 
 
-# What is folded into the key of the first stage; a stage numbers its own draws from 0.
+# The number that is folded into the key of the first stage; a stage numbers its draws from 0.
 _EMBEDDING = 2**31 - 1
 _BY_NAME = (
     ". The shared params of PipelineParams are passed by the name of a parameter `shared`, and "
@@ -173,7 +173,7 @@ def _find_keywords(fn: Callable[..., Any]) -> frozenset[str]:
 
 
 def _call_by_name(fn: Callable[..., Any], *arguments: PyTree, **options: PyTree) -> Any:
-    """Call a function with those options for which it has a parameter and that are not None."""
+    """Call a function with the options that are not None and that it has a parameter for."""
     known = _find_keywords(fn)
     passed = {k: v for k, v in options.items() if k in known and v is not None}
     return fn(*arguments, **passed)

@@ -101,7 +101,7 @@ class StashPolicy(NamedTuple):
         self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
     ) -> Stage:
         """Return the stage of `fn` that saves its input or its residuals, and splits its backward
-        or not, by this policy, with the other arguments as examples to trace."""
+        or not, by this policy, with the remaining arguments as examples to trace."""
         stash_input = self.stash == "input"
         if self.splits_backward:
             return make_split_backward_stage(
@@ -382,7 +382,7 @@ class _RavelledStages:
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
         """Compute the gradient of stage i's weights from its context, and return it in buffers of
-        the inexact dtypes, and that of shared weights as leaves."""
+        the inexact dtypes, and the gradient of shared weights as leaves."""
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

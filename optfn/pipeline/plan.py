@@ -31,7 +31,7 @@ IndexT = TypeVar("IndexT", int, jax.Array)
 
 
 class Phase(NamedTuple):
-    """The ticks [start, stop), in which all stages do the same kinds of work."""
+    """The ticks [start, stop): all stages do the same kinds of work in them."""
 
     start: int
     stop: int
@@ -128,8 +128,7 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        """The length of the clock, in which a stage does at most one work item of each kind per
-        tick."""
+        """The length of the clock. A stage does at most one work item of each kind per tick."""
         return max(stop for _, stop in self.windows.values())
 
     @property

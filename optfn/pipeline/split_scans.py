@@ -12,8 +12,8 @@ from optfn.loss.jaxprs.primitives import Atom, Equation, Scan, Variable, as_scan
 
 
 def split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
-    """Trace `program` again with each scan split in two, of which the first computes all that
-    `targets` need, except scans that cannot be split."""
+    """Trace `program` again with each scan split in two, except scans that cannot be split. The
+    first scan of two computes all that `targets` need."""
     needed = program.find_dependencies(targets)
     scans = [(e, scan) for e in program.equations if (scan := as_scan(e)) is not None]
     instead = {id(e): partial(_run_split_scan, e, scan, needed) for e, scan in scans}
@@ -79,8 +79,8 @@ class _Scan(NamedTuple):
         return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
 
     def close_over_carries(self, positions: set[int]) -> set[int]:
-        """Return `positions`, and the positions of all carries that these outputs depend on, also
-        through other carries."""
+        """Return `positions`, and the positions of all carries that these outputs depend on,
+        directly or through carries."""
         while True:
             needed = self.body.find_dependencies(self.outputs(positions))
             carries = range(len(self.init))

@@ -108,8 +108,8 @@ def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
 
 
 def unwrap_stacked(stages: Params) -> tuple[Params, int]:
-    """Return params without the `Stacked` nodes around them, and the count of these nodes, which is
-    0 for other params."""
+    """Return params without the `Stacked` nodes around them, and the count of these nodes, which
+    may be 0."""
     count = 0
     while isinstance(stages, Stacked):
         stages, count = stages.layers, count + 1
@@ -131,8 +131,8 @@ def unstack_stages(stacked: Params, *, virtual_stages: int | None = None) -> lis
       stacked: a tree with leaves of shape (stages, …), or (v, p, …) if `virtual_stages` = v > 1. A
         list or tuple of heterogeneous stages is not stacked; use it directly.
       virtual_stages: as in `stack_stages`. None: leaves in two `Stacked`, as `stack_stages` returns
-        them for v > 1, have v first; other leaves have the stages. Pass 1 if each stage is a
-        `Stacked` itself.
+        them for v > 1, have v first; leaves without them have the stages first. Pass 1 if each
+        stage is a `Stacked` itself.
 
     Returns:
       A list with one tree per stage.

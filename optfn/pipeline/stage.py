@@ -94,8 +94,8 @@ def residual_stashing_stage(
 def make_split_backward_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool, stash_input: bool
 ) -> Stage:
-    """Return a stage whose backward computes only what the cotangent of x needs, and leaves the
-    other equations of the weight gradient to a later call.
+    """Return a stage whose backward runs only the equations that the cotangent of x needs, and
+    leaves the remaining equations of the weight gradient to a later call.
 
     The previous stage then need not wait for the weight gradient. The context has the results of
     backward and the residuals that the remaining equations read. Only values that depend on nothing
@@ -177,7 +177,7 @@ class _ResidualProgram:
 
     def compute_weight_residuals(self, weights: Params) -> dict[int, Value]:
         """Compute the residuals that depend only on the weights, and return them by their
-        positions, without the others."""
+        positions."""
         values = self._run_on_weights(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 

@@ -69,7 +69,7 @@ class StagePlacement:
 
     def check_specs(self, stages: Params, front: int) -> None:
         """Raise a ValueError unless `param_specs` has the structure of params whose leaves have
-        `front` leading axes, and divides their other axes evenly."""
+        `front` leading axes, and divides their remaining axes evenly."""
         found: Any = jax.tree.structure(self.param_specs, is_leaf=mesh_axes.is_spec)
         if found != jax.tree.structure(stages, is_leaf=mesh_axes.is_spec):
             raise ValueError(
@@ -135,8 +135,8 @@ class StackedStages(StagePlacement):
         return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def gather_along_data(self, weights: Params) -> Params:
-        """Gather weights (v, …) along the dimensions that `param_specs` divides over the data axis,
-        and return all other weights unchanged."""
+        """Gather weights (v, …) along the dimensions that `param_specs` divides over the data
+        axis."""
         if self.param_specs is None or self.data_axis is None:
             return weights
 
@@ -198,7 +198,7 @@ class StackedStages(StagePlacement):
 
     def _is_folded(self, stages: Params) -> bool:
         """Tell whether leaves are (v, p, …) instead of (p·v, …), by two `Stacked` around them or a
-        first axis other than v·p, and never for v = 1."""
+        first axis that is not v·p, and never for v = 1."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         # If p is 1, (v, 1, …) has the same first dimension as (v·p, …).
         unlike = (x.shape[:1] != (v * p,) for x in jax.tree.leaves(stages))
@@ -246,7 +246,7 @@ class ListedStages(StagePlacement):
         def ravel(stages: Params) -> buffers.Buffers:
             rows = [buffers.ravel(params, lengths) for params in stages]
             stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
-            # Each device ravels all stages and keeps its own: params are whole along the stage
+            # Each device ravels all stages and keeps its stages: params are whole along the stage
             # axis.
             device = lax.axis_index(self.axis_name)
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)
@@ -316,8 +316,8 @@ class ListedStages(StagePlacement):
         return jax.tree.map(lambda x: P(), stages) if self.param_specs is None else self.param_specs
 
     def _stage_specs(self, stages: Params) -> PyTree:
-        """Return the PartitionSpecs that stage functions see, without the data axis, along which
-        leaves are gathered."""
+        """Return the PartitionSpecs that stage functions see, without the data axis: leaves are
+        gathered along it."""
         return jax.tree.map(
             lambda spec: mesh_axes.restrict_spec(spec, self._further_axes),
             self._specs(stages),
@@ -334,7 +334,7 @@ class ListedStages(StagePlacement):
 
     def _place_gradient(self, x: jax.Array, spec: P) -> jax.Array:
         """Return x with the sharding of a spec, resharded along explicit axes and constrained along
-        the others."""
+        the rest."""
         x = self.reshard_explicit_axes(x, spec)
         implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
         return meshes.constrain_sharding(x, self.mesh, mesh_axes.restrict_spec(spec, implicit))

@@ -112,7 +112,7 @@ class Clocks:
 
     def loop(self, body: Totals, times: int) -> None:
         """Add `times` iterations of a loop. Earlier transfers move while its body sends nothing."""
-        # The body's own transfers have the links first, though they may overlap its compute.
+        # The transfers of the body have the links first, though they may overlap its compute.
         idle = max(0.0, body.seconds - sum(body.communication.values()))
         self._advance(idle * times)
         self.totals.add(body, times)

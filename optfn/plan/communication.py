@@ -20,7 +20,7 @@ class Collective(NamedTuple):
     """A collective of some devices.
 
     num_bytes: of the whole array: the result of an all-gather, the operand of a reduce-scatter, and
-      both of any other collective.
+      either of them otherwise.
     group: the devices of one group, by their places in the mesh.
     pairs: of a permutation, (from, to).
     is_one_ring: whether its algorithm is a ring in one dimension of the torus at a time.

@@ -27,8 +27,8 @@ class Traffic:
         self._of_fusion = functools.cache(self._count_fusion_bytes)
 
     def num_bytes(self, x: Instruction, home: Computation) -> float:
-        """Return the bytes of HBM that an instruction of the computation `home` reads and writes,
-        of which a slice or an update in place counts only its part."""
+        """Return the bytes of HBM that an instruction of the computation `home` reads and writes. A
+        slice or an update in place counts only its part."""
         shapes = [home[name].shape for name in x.operands if name in home]
         if x.opcode in COPIES:  # a slice may go to fast memory, or come from it
             ends = [end for end in read_arrays(x.shape) if end.shape][:2]
@@ -48,8 +48,8 @@ class Traffic:
         return sum(reads) + written
 
     def _count_fusion_bytes(self, name: str) -> tuple[dict[int, float], float]:
-        """Return the bytes that a fusion reads of each operand of which it reads only slices, by
-        its number, and the bytes that it writes."""
+        """Return the bytes that a fusion reads of each operand that it only slices, by its number,
+        and the bytes that it writes."""
         body = self.computations[name]
         within = {}
         for x in body.values():
@@ -81,8 +81,8 @@ class Traffic:
         return total
 
     def _count_written(self, body: Computation, x: Instruction) -> float:
-        """Return the bytes that a fusion writes for its result x, of which an update in place
-        writes only its slice."""
+        """Return the bytes that a fusion writes for its result x: an update in place writes only
+        its slice."""
         if x.opcode == "dynamic-update-slice":
             return _total(body[x.operands[1]].shape)
         if x.opcode == "scatter":

@@ -110,7 +110,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str:
-        """The name of the function that a custom call runs, "" for any other instruction."""
+        """The name of the function that a custom call runs, or ""."""
         return self.attribute("custom_call_target").strip('"')
 
     @property

@@ -83,7 +83,7 @@ def _find_donated_sizes(text: str) -> set[int]:
 
     Args:
       text: the compiled program. Its first line has the types of its parameters, and which of them
-        are donated. JAX's own list has parameters too that the program does not read.
+        are donated. JAX's list has parameters too that the program does not read.
     """
     head = text.partition("\n")[0]
     types = head.partition("entry_computation_layout={(")[2].partition(")->")[0]

@@ -24,7 +24,7 @@ class Span(NamedTuple):
     size: how many places it has.
     directions: 2 if it goes round, 1 on a line.
     sharing: how many groups use a link of it: with every second place taken, two.
-    hops: the links between places that are farthest from each other.
+    hops: the links between the two places that are farthest apart.
     """
 
     size: int
@@ -51,13 +51,13 @@ class Switch:
         return Time(seconds + chip.latency)
 
     def _outside(self, x: Collective, node: int) -> float:
-        """Return the bytes that a chip sends to other nodes: all bytes of a permutation if any pair
-        leaves its node, and for other collectives the bytes of a ring of nodes."""
+        """Return the bytes that a chip sends out of its node: all bytes of a permutation if any
+        pair leaves its node, and for a further collective the bytes of a ring of nodes."""
         if x.kind == "collective-permute":
             return x.num_bytes if any(a // node != b // node for a, b in x.pairs) else 0.0
         nodes = len({device // node for device in x.group})
         sent = x._replace(group=tuple(range(nodes))).sent
-        # In a ring of nodes each chip of a node has its part; to all, each chip sends its own.
+        # In a ring of nodes each chip of a node has its part; to all, each chip sends its bytes.
         return sent if x.kind == "all-to-all" else sent * nodes / len(x.group)
 
 
@@ -75,9 +75,9 @@ class Torus:
         permutation by the shortest ways, 0 for a single place.
 
         A collective goes along all dimensions that its group spans at once, in both directions of
-        those that it goes round, and leaves the links of other dimensions to other collectives.
-        Where a group leaves chips out, other groups use the same links. A permutation goes to each
-        place by the shortest way, dimension by dimension.
+        those that it goes round, and leaves the links of the remaining dimensions free. Where a
+        group leaves chips out, several groups use the same links. A permutation goes to each place
+        by the shortest way, dimension by dimension.
         """
         if x.kind == "collective-permute":
             return self._permute(x.num_bytes, x.pairs)

@@ -101,15 +101,15 @@ def plan_memory(
       outer: as for `make_train_step`.
       reduce_dtype: as for `make_train_step`; G counts in this dtype where gradients are sent.
       loss_fn: (params, batch) -> loss, or (loss, aux); with `model_state` (params, model_state,
-        batch) -> (loss, model_state). None: a loss that scans each `Stacked`, and reads each other
-        leaf once.
+        batch) -> (loss, model_state). None: a loss that scans each `Stacked`, and reads each
+        further leaf once.
       batch: the batch of all devices, arrays or their shapes, as for `TrainStep.lower`. `loss_fn`
         is traced with the examples of one microbatch of a device, rounded up.
       model_state: the model state for `loss_fn`, arrays or their shapes; None: it takes none.
       state_memory: as for `make_train_step`.
       host_link: bytes a second of the link between a device and its host in one direction, for the
-        seconds that moving the state takes; None: that of the kind of the mesh's devices, if it is
-        known (`Chip`).
+        seconds that moving the state takes; None: the bytes a second of the kind of the mesh's
+        devices, if they are known (`Chip`).
 
     Raises:
       TypeError: params are a model that must be split first; the error has the line that does so.

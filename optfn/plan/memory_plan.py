@@ -30,9 +30,9 @@ class MemoryPlan(NamedTuple):
     host: with `state_memory`, bytes of the optimizer's state in the memory of the host, of each
       device.
     host_link_bytes: bytes that a call moves between a device and its host, in both directions
-      together. What an update reads twice counts twice.
-    host_seconds: their time over the link, one direction after the other, during which nothing else
-      runs; None if the speed of the link is not known.
+      together. Bytes that an update reads twice count twice.
+    host_seconds: their time over the link, one direction at a time, while nothing else runs; None
+      if the speed of the link is not known.
 
     `kept` is a property: the bytes of params and state.
     """

@@ -108,8 +108,7 @@ def _read_array(x: jax.Array) -> jax.Array:
 
 
 def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a part of an array's examples, rounded up, or of a scalar its
-    own."""
+    """Return the shape and dtype of a part of an array's examples, rounded up, or of a scalar."""
     shape = jnp.shape(x)
     first = [-(-shape[0] // parts)] if shape else []
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

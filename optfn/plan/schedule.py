@@ -6,10 +6,10 @@ A compiler writes a collective in one of these forms:
 * `all-gather-start` … `all-gather-done`, and `async-start`, `call-start` or `fusion-start` around
   one: on its way between them, unless the compiler says `is_sync`.
 * A TPU's TensorCore: a fusion with `AsyncCollectiveStart`, fusions that carry the collective beside
-  their own work, and a fusion with `AsyncCollectiveDone`. It moves only while one of these runs.
+  their work, and a fusion with `AsyncCollectiveDone`. It moves only while one of these runs.
 * A TPU's sparse cores: `custom-call-start` loads a program, `custom-call-update` sends it off,
   `custom-call-done` waits.
-* Any other fusion with a collective, such as a TPU's `all-reduce-scatter`: synchronous.
+* A fusion of another kind with a collective, such as a TPU's `all-reduce-scatter`: synchronous.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ class Schedule:
     def _collectives(self, name: str) -> Iterator[tuple[Instruction, str]]:
         """Yield each collective that a computation runs, and the computation that contains it.
 
-        Loops are left out, because each runs its collectives in a walk of its own.
+        Loops are left out, because each runs its collectives in a separate walk.
         """
         for x in self.program.computations.get(name, {}).values():
             if _kind(x):
@@ -207,7 +207,7 @@ class _ScheduleWalk:
         return [*found.values()]
 
     def compute(self, x: Instruction, carried: list[Transfer] | None = None) -> None:
-        """Advance the clocks by an instruction's own compute, beside which the `carried` transfers
+        """Advance the clocks by the compute of an instruction, while the `carried` transfers
         move."""
         seconds = self.schedule.seconds(x, self.body, self.clocks.totals)
         self.clocks.compute(seconds, carried or ())
@@ -264,7 +264,7 @@ class _ScheduleWalk:
         return any(x.name in y.operands for y in updates)
 
     def work(self, x: Instruction) -> None:
-        """Add the compute of a start: of the computations that it calls, or else its own."""
+        """Add the compute of a start: of the computations that it calls, or else of itself."""
         if x.opcode == "fusion-start":
             self.compute(x)
         elif x.called:
@@ -305,6 +305,6 @@ class _ScheduleWalk:
 
 
 def _is_carrier(x: Instruction) -> bool:
-    """Tell whether a TPU's fusion moves an asynchronous collective beside its own work."""
+    """Tell whether a TPU's fusion moves an asynchronous collective beside its work."""
     is_named = any(name.startswith("async_collective_fusion") for name in x.called)
     return is_named or "continuation_config" in x.attributes

@@ -115,10 +115,10 @@ def estimate_step(
     latency, and the time of the bytes that a ring sends through the links that it uses.
 
     The estimate cannot know: how much slower products are while links write to the memory; real
-    latencies; the share of a GPU that NCCL takes; jitter of other chips; the time of the host and
-    the input; the way of a permutation, assumed to be the shortest. The cycles of a TPU are
-    its compiler's estimates. On one H100, without links, steps took 1.15 to 1.28 times the estimate
-    (`benchmarks/chip.py`); no other figure was compared with a run. So use the estimate to choose
+    latencies; the share of a GPU that NCCL takes; jitter between chips; the time of the host and
+    the input; the way of a permutation, assumed to be the shortest. The cycles of a TPU are its
+    compiler's estimates. On one H100, without links, steps took 1.15 to 1.28 times the estimate
+    (`benchmarks/chip.py`); no further figure was compared with a run. So use the estimate to choose
     between programs for the same chips, not to predict when a run ends.
 
     Args:

@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What `tune` has found out about one way of a step, in bytes and seconds of a device.
+    """The figures of `tune` for one way of a step, in bytes and seconds of a device.
 
     way: the options of `make_train_step`.
     batch_size: the number of examples in a batch of all devices.
@@ -110,7 +110,7 @@ class TuneArguments:
         trial, taken = _agree(trial, self.mesh), list[float]()
 
         def measure(trial: Trial) -> Trial:
-            # A step that one process cannot compile would wait for it in all others.
+            # If one process cannot compile a step, the step would wait for it for ever.
             if run is None or trial.problem or trial.fits is False:
                 return trial
             try:
@@ -165,7 +165,7 @@ class TuneArguments:
         return estimated, None
 
     def _find_host_seconds(self, step: TrainStep, state: TrainState, batch: Batch) -> float | None:
-        """Return the seconds in which a step moves its state to the device and back, 0 if it lies
+        """Return the seconds of moving the state of a step to the device and back, 0 if it lies
         there, or None if the speed of the link is not known."""
         if step.options.state_memory is None:
             return 0.0

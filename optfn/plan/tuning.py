@@ -48,7 +48,7 @@ class Tuning:
     the row above. A measured step has "m" and its spread, the least and the greatest milliseconds.
     Ways that do not fit, and ways that failed, come last.
 
-    rows: what is known of each way.
+    rows: the figures of each way.
     memory: the bytes of memory of a device; None if they are not known.
     is_complete: whether all ways were tried; False after Ctrl-C.
     """
@@ -139,13 +139,13 @@ def tune(
         them then.
       options: the options of `make_train_step` that all ways share.
       model_state: the model state, arrays or ShapeDtypeStructs; None: the loss takes none.
-      memory: the bytes of memory of a device; None: what the device says, or the constants of its
-        kind.
+      memory: the bytes of memory of a device; None: the figure of the device, or the constant of
+        its kind.
       measure: k, how many steps of each way are run, each after one that does not count. The ways
         take turns, and the median of their steps counts. Shapes are run as arrays of constants.
         None: the seconds are estimated.
-      batch_sizes: lengths of the batch's first axis, in which a way is tried until one does not
-        fit. Rows are then in the order of examples a second. None: the batch's own.
+      batch_sizes: lengths of the batch's first axis; a way is tried with each, in this order, until
+        one does not fit. Rows are then in the order of examples a second. None: the batch's length.
       progress: whether to show a bar, and without a terminal a line for each way.
 
     Raises:
@@ -251,7 +251,7 @@ def _try_family(
     attempt: Callable[[Way], Trial], way: Way, batch_size: int | None, mesh: Mesh, workers: int
 ) -> Trial:
     """Try a way with 1, 2, 4 and 8 microbatches until it fits, then also with `overlap_options`
-    where the platform has some, and return the last trial with XLA's own options."""
+    where the platform has some, and return the last trial without them."""
     for k in _MICROBATCHES:
         if k > 1 and (batch_size is None or batch_size % (k * workers)):
             continue

@@ -22,7 +22,7 @@ def count_products_sent(program: Equations, divided: Mapping[Variable, int], dev
 
     Args:
       program: the update of an optimizer.
-      divided: the dimension along which devices divide an input.
+      divided: the dimension of an input that devices divide.
       devices: how many devices divide it.
     """
     along: dict[Any, int] = dict(divided)
@@ -41,8 +41,8 @@ def count_products_sent(program: Equations, divided: Mapping[Variable, int], dev
 
 
 def _divide_result(equation: Equation, along: Mapping[Any, int]) -> int | None:
-    """Return the dimension along which the result of an equation is divided, because an operand of
-    as many entries is, or None otherwise. A reshape divides it as far as it keeps the dimension."""
+    """Return the divided dimension of the result of an equation, because an operand of as many
+    entries is divided, or None otherwise. A reshape divides it as far as it keeps the dimension."""
     order, shape = primitives.as_transpose(equation), primitives.type_of(equation.outvars[0]).shape
     for atom in equation.invars:
         dimension, old = _dimension(atom, along), primitives.type_of(atom).shape
@@ -59,8 +59,8 @@ def _divide_result(equation: Equation, along: Mapping[Any, int]) -> int | None:
 def _divide_product(
     equation: Equation, product: Contraction, along: Mapping[Any, int]
 ) -> tuple[int | None, float]:
-    """Return the dimension along which the result of a product is divided, None if it is not, and
-    the bytes that all devices together hold of what is gathered, or twice of what is added up."""
+    """Return the divided dimension of the result of a product, None if it has none, and the bytes
+    of the gathered array, or twice the bytes of the summed one, that all devices together hold."""
     left, right = (_dimension(atom, along) for atom in equation.invars)
     places = _list_places(equation, product)
     if left in product.summed or (left is None and right in product.summed_right):
@@ -88,8 +88,7 @@ def _list_places(
 
 
 def _dimension(atom: Atom, along: Mapping[Any, int]) -> int | None:
-    """Return the dimension along which devices divide an atom, None for a literal or a whole
-    array."""
+    """Return the dimension of an atom that devices divide, None for a literal or a whole array."""
     return along.get(atom) if isinstance(atom, Variable) else None
 
 

@@ -154,7 +154,7 @@ def _format_number(x: float) -> str:
 
 
 def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    """Return an HTML table of numbers, in which the first cell of each row is its name."""
+    """Return an HTML table of numbers. The first cell of each row is its name."""
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:

@@ -21,7 +21,7 @@ NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parame
 # The evaluations that are drawn with the losses of the training batches.
 _OF_LOSS = ("evaluation", "evaluation/loss")
 _RATE_OF_LABEL = "learning_rate/"
-# What `record_metrics(per=)` records of each group of leaves, and how axes call it.
+# The metrics that `record_metrics(per=)` records of each group of leaves, and their labels at axes.
 _OF_GROUPS = {
     "grad_norm": "gradient norm",
     "update_norm": "update norm",

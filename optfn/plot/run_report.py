@@ -71,13 +71,13 @@ class RunReport:
 
     def _write(self, end: str) -> None:
         """Write the page, with the words `end` for how the run ended, but only with a path, in
-        process 0, and after the first loss. What goes wrong is a warning: the run goes on."""
+        process 0, and after the first loss. A failure is a warning: the run goes on."""
         series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])
         facts = {"steps": f"{steps:,}", "ended": end, **self.facts, **self._find_speed(steps)}
-        # In a thread: matplotlib leaves cycles that refer to all frames below its own, and so to
+        # In a thread: matplotlib leaves cycles that refer to all frames below its frames, and so to
         # the run, whose state would stay on the devices until Python collects them.
         with ThreadPoolExecutor(1) as thread:
             drawn = thread.submit(

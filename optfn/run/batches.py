@@ -22,10 +22,10 @@ from optfn.run.position import (
 
 def iterate_together(remaining: "Remaining") -> Iterator[Batch]:
     """Yield batches in a run of several processes, and raise a ValueError in all of them if one has
-    fewer, since the others would wait for it for ever.
+    fewer, since the rest would wait for it for ever.
 
-    Where batches have a length, it is compared once. Else the processes ask each other before each
-    step, unless `steps` says how many are needed.
+    Where batches have a length, it is compared once. Else all processes compare before each step,
+    unless `steps` says how many are needed.
     """
     length, most = -1, remaining.most
     if isinstance(remaining.batches, Sized):
@@ -68,7 +68,7 @@ class Remaining:
     batches: the batches of the whole run, or of one pass with `epochs`.
     done: the number of steps that the run has made.
     local_steps: the number of steps for each batch.
-    found: what a checkpoint has of the batches before. If it has the position of the iterator, and
+    found: the record of a checkpoint of the batches before. If it has the iterator's position, and
       the iterator can continue from there, used batches are not drawn again.
     epoch: the number of the pass of the last batch, from 1; None without `epochs`.
     tokens: the tokens of the last batch; None without a log, or without `count_tokens`.

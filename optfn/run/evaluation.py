@@ -183,7 +183,7 @@ class Evaluator:
 
     def _select_model_state(self, state: TrainState) -> PyTree:
         """Return the model state that is evaluated, which is its average if averaged params are
-        evaluated and the state's own otherwise."""
+        evaluated, and else the state's model state."""
         average = self.options.evaluate_average
         if not average or callable(average):
             return state.model_state
@@ -229,7 +229,8 @@ def _check_plateaus(opt_state: OptState, options: LoopOptions) -> bool:
     none to watch or the modes differ.
 
     Raises:
-      ValueError: there is no evaluation to watch, or the loop compares evaluations the other way.
+      ValueError: there is no evaluation to watch, or the loop compares evaluations in the opposite
+        mode.
     """
     found = [*iterate_nodes(is_evaluation_plateau, opt_state)]
     if not found:
@@ -358,8 +359,8 @@ def over_batches(
 
 
 def _place_beside(arguments: PyTree, batch: Batch) -> Batch:
-    """Return a batch with those of its arrays that lie on one device copied to the mesh of the
-    arguments, as a training step takes them, or unchanged if these lie on one device too."""
+    """Copy the arrays of a batch that lie on one device to the mesh of the arguments, as a training
+    step takes them, or return the batch unchanged if the arguments lie on one device too."""
     placed = (x.sharding for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
     found = (x for x in placed if isinstance(x, NamedSharding) and x.num_devices > 1)
     if (sharding := next(found, None)) is None:

@@ -139,7 +139,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def to_python_numbers(metrics: Mapping[str, Any]) -> PyTree:
-    """Return metrics on the host, scalars as Python numbers and all others as NumPy arrays."""
+    """Return metrics on the host, scalars as Python numbers and arrays as NumPy arrays."""
     return jax.tree.map(
         lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,
         jax.device_get(dict(metrics)),

@@ -48,12 +48,12 @@ def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
         signal.SIGTERM: signal.SIG_DFL,
     }
     ours = [s for s, handler in usual.items() if signal.getsignal(s) == handler]
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other set them
+    if threading.current_thread() is not threading.main_thread():  # only the main one may set them
         ours = []
     elif interrupt.of_all_processes:
         ours = [signal.SIGINT] if len(ours) == 2 else []
     elif jax.process_count() > 1:
-        # Alone, a process would stop, and the others would wait for it in their next collective.
+        # Alone, a process would stop, and the rest would wait for it in their next collective.
         ours = []
 
     def catch(number: int, frame: FrameType | None) -> None:

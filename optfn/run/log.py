@@ -42,7 +42,7 @@ class FlaxSummaryWriter(Protocol):
 
 @runtime_checkable
 class TrackedRun(Protocol):
-    """A run of Weights & Biases, or what has its method `log`."""
+    """A run of Weights & Biases, or an object that has its method `log`."""
 
     def log(self, data: dict[str, Any], *, step: int) -> object:
         """Write the values of a step."""
@@ -113,8 +113,8 @@ class RunLog:
         self.waiting.append((n, dict(metrics), work))
 
     def drop_evaluation(self, n: int) -> None:
-        """Take the evaluation of step n out of the files, but not out of other targets, which
-        cannot forget a value."""
+        """Take the evaluation of step n out of the files, but not out of targets that cannot forget
+        a value."""
         for sink in self.sinks:
             if isinstance(sink, _Lines):
                 sink.drop_evaluation(n)
@@ -143,7 +143,7 @@ def _parse_target(log: Log) -> "Path | _Scalars | _Tracked":
         return _Scalars(log.add_scalar, log.flush)
     if isinstance(log, FlaxSummaryWriter):
         return _Scalars(log.scalar, log.flush)
-    # A Logger of Python has a `log` too, with other arguments.
+    # A Logger of Python has a `log` too, with different arguments.
     if isinstance(log, TrackedRun) and not isinstance(log, logging.Logger):
         return _Tracked(log)
     if not isinstance(log, str | os.PathLike):
@@ -166,7 +166,7 @@ class _Lines:
         self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
 
     def drop_evaluation(self, n: int) -> None:
-        """Rewrite the file without the numbers of the evaluation of step n, before any other line
+        """Rewrite the file without the numbers of the evaluation of step n, before a further line
         is written."""
         self.file.seek(0)
         lines = self.file.read().splitlines()

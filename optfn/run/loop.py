@@ -91,7 +91,7 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       each number of a tree, if the loss returns numbers; and "epoch", with `epochs`. With one entry
       per evaluation it has "evaluation", or "evaluation/<key>" for each number of a dict; and
       "evaluation_step", the number of steps before it. If a number was recorded only before or only
-      after a restart, its remaining entries are NaN. "stopped" is a word for what ended the run:
+      after a restart, its remaining entries are NaN. "stopped" is a word for the end of the run:
       "steps", "batches", "patience", "callback", or "signal" (Ctrl-C, SIGTERM). A run that ends
       between two evaluations that are due evaluates its last state: no plateau and no `patience`
       counts it, and once the run goes on, in another call, it counts for nothing.
@@ -223,8 +223,8 @@ class _Run:
         return values
 
     def _iterate_batches(self) -> Iterator[Batch]:
-        """Return the remaining batches, of which all processes must have the same number, or none
-        if the run has ended before."""
+        """Return the remaining batches, the same number in all processes, or none if the run has
+        ended before."""
         if self.stopped:
             return iter(())
         if not processes.is_on_all_processes(self.step.mesh):
@@ -300,7 +300,7 @@ class _Run:
         self.saver.save(self.state, self.history, self.remaining)
 
     def _name_end(self, by_signal: str) -> str:
-        """Return the word for what ended the run, "signal", "patience" or "callback", else "steps"
+        """Return the word for the end of the run: "signal", "patience" or "callback", else "steps"
         if `steps` was given and "batches" if not."""
         if by_signal:
             return "signal"

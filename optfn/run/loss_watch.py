@@ -89,7 +89,7 @@ class LossWatch:
         row = self.history.first_nonfinite()
         self._warn_of_weight()
         if row is None:
-            self.is_over = self.is_seen = False  # what was seen had no weight
+            self.is_over = self.is_seen = False  # the loss that was seen had no weight
             return
         n, value = self.done + (row[0] + 1) * self.per_call, row[1]
         # A NaN from 0/0, as of a microbatch or a worker whose rows are all padding.

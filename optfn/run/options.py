@@ -27,7 +27,7 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 EPOCH = "epoch"
 # `count_tokens`: the weight of the loss.
 WEIGHT = "weight"
-# The name in the history of what ended the run.
+# The name, in the history, of the reason for the end of the run.
 STOPPED = "stopped"
 
 # Words in the names of numbers that are the better, the larger they are.
@@ -127,9 +127,9 @@ class LoopOptions:
         used ones are skipped. They are not even read if the iterator of `batches` has `get_state`
         and `set_state`, as iterators of grain do, because the checkpoint has its state. `steps`
         includes the steps made before. The learning rate comes from the checkpoint; if `state` has
-        another number, you get a warning. In a run of several processes each writes files of its
-        own, so on a disk that they share, pass `f"{directory}/{jax.process_index()}"`; a directory
-        that serves several of them is an error. If state is divided over processes and orbax is
+        another number, you get a warning. In a run of several processes each writes its files, so
+        on a disk that they share, pass `f"{directory}/{jax.process_index()}"`; a directory that
+        serves several of them is an error. If state is divided over processes and orbax is
         installed, all name one directory.
       save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
@@ -137,7 +137,8 @@ class LoopOptions:
         params or loss are not finite does not count (`save_checkpoint`).
       save_frozen: whether checkpoints have the params that are not trained
         (`ParamAttr(trainable=False)`). False: they have checksums in their place. A run that
-        resumes takes these params from `params` or `state`, and refuses others by name.
+        resumes takes these params from `params` or `state`, and names those that differ in an
+        error.
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
       on_nonfinite: the consequence of a loss that is NaN or infinite. "warn": you get one warning,
         with the first such step and remedies. "stop": the run ends with a FloatingPointError,

@@ -53,8 +53,8 @@ class TakenPosition(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The data and the random numbers of a run, as far as a checkpoint has them. A field of which
-    it has nothing is None.
+    """The data and the random numbers of a run, as far as a checkpoint has them. A missing field is
+    None.
 
     position: the position of this process.
     checksum: the checksum of the last batch of this process, by `find_checksum`.
@@ -80,7 +80,7 @@ def encode_position(
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
-      is_shared: whether all processes call this; the entry then has what all of them have.
+      is_shared: whether all processes call this; the entry then has the positions of all of them.
       checksum: the checksum of the last batch of this process.
       rng: the numbers of the key of `rng=`, and the name of its implementation.
     """

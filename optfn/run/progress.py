@@ -144,7 +144,7 @@ def count_examples(batch: Batch) -> int | None:
 
 def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
     """Return the loss as text, with the epoch, rate, bytes per step and evaluations that metrics
-    have besides, and leave other metrics out."""
+    have besides."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {format_number(metrics['loss'])}"
     if "learning_rate" in metrics:

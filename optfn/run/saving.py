@@ -36,7 +36,7 @@ class Saver:
     place: the directory, as text that ends with a separator; "" if there is none.
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the checkpoint that the run resumes from; None for a new run.
-    batches: what that checkpoint has of the batches before it.
+    batches: the record of the batches before that checkpoint, as it has it.
     frozen: leaves frozen params out of the checkpoints; None if they are saved.
     """
 
@@ -94,11 +94,11 @@ class Saver:
             )
 
     def _check_directories(self, state: TrainState) -> None:
-        """Raise a ValueError in every process if several write files into the same directory, which
-        they find out by files that they create there.
+        """Raise a ValueError in every process if several write files into the same directory.
 
-        Each writes its file under the same names, so one removes what another is writing. The
-        processes compare what they see, because paths do not tell which disks they share.
+        Several processes write under the same names, so one removes the file that another is
+        writing. Each process creates a file and lists the directory, because paths do not tell
+        which disks they share.
 
         Raises:
           ValueError: a directory is shared; checkpoints that are directories must be.
@@ -107,7 +107,7 @@ class Saver:
             return
         place = self.directory
         has_files = not (is_remote(place) or is_directory_default(state))
-        # A number of process 0, so that what a killed run has left is not mistaken for a process.
+        # A number of process 0, so that the file of a killed run is not mistaken for a process.
         number = secrets.randbelow(2**31)
         number = int(processes.gather_values([number])[0, 0])
         # `remove_oldest` removes such a file if this process is killed.
@@ -147,7 +147,7 @@ class Saver:
                 ) from error
         found = list_checkpoints(directory)
         is_shared = processes.has_state_on_all_processes(state)
-        # All processes must raise: the others would wait for ever in their next collective.
+        # All processes must raise: the rest would wait for ever in their next collective.
         if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
@@ -232,8 +232,8 @@ class _Clock:
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:
-        """Count a call of the step and tell whether the interval has passed, in which case it
-        begins anew. It must be called once after each call of the step."""
+        """Count a call of the step and tell whether the interval has passed; if so, it begins anew.
+        It must be called once after each call of the step."""
         self.calls += 1
         if self.calls < self.next_look:
             return False

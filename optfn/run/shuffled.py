@@ -19,7 +19,7 @@ def shuffled(arrays: PyTree, size: int, *, seed: int = 0, drop_last: bool = True
 
     Pass the result as `batches` to `minimize` or `fit`, which set the epoch. A run that resumes
     gets the batches that it has not used, also from the same object, and draws no used one. In a
-    loop of your own, call `set_epoch(epoch)` before each pass; without it each pass is epoch 0.
+    loop that you write, call `set_epoch(epoch)` before each pass; without it each pass is epoch 0.
 
     Args:
       arrays: a tree of arrays with the examples along their leading axis.
@@ -123,8 +123,8 @@ class _Pass:
         return {"epoch": self.epoch, "next": self.next, **self._fixed}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position, or raise a ValueError if examples, size, seed or drop_last are
-        others, and so the batches of an epoch."""
+        """Continue at a position, or raise a ValueError if examples, size, seed or drop_last
+        differ, and so the batches of an epoch."""
         for name, x in self._fixed.items():
             if state.get(name, x) != x:
                 raise ValueError(f"{name} was {state.get(name)}, and is {x} now")

@@ -19,13 +19,13 @@ from optfn.train import numeric_batch, worker_step
 
 # Arrays by their numbers among the leaves of the model state.
 Arrays: TypeAlias = dict[int, Any]
-# From values of the statistics to their responses, which have two rows: what they are after a
-# batch, and after the same batch once more. Beside them are the dtypes that the model returns.
+# From values of the statistics to their responses, which have two rows: the values after a batch,
+# and after the same batch once more. Beside them are the dtypes that the model returns.
 Respond: TypeAlias = Callable[[Arrays], tuple[Arrays, Arrays]]
 
-# How far a response may be from that of a running average, relative to it.
+# How far a response may be from the response of a running average, relative to it.
 _TOLERANCE = 1e-3
-# How much of an estimate may be rounding of what the model returns.
+# How much of an estimate may be rounding of the model's results.
 _ROUNDING = 0.02
 
 
@@ -40,13 +40,13 @@ def estimate_statistics(
     only: Pattern | None = None,
 ) -> PyTree:
     """Run the loss on `batches` and return the model state with the mean of the batch statistics,
-    each batch weighted by its examples, and with its other arrays unchanged.
+    each batch weighted by its examples.
 
         s = ∑ nᵦ·xᵦ/∑ nᵦ    xᵦ the statistics of batch b, nᵦ its examples
 
-    Averaged params need statistics of their own (`exponential_moving_average`, `model_average`):
-    those of the last params belong to other activations. With `evaluate_average`, `minimize`
-    averages the statistics too; this function is for where you do not want an average of them.
+    Averaged params (`exponential_moving_average`, `model_average`) need statistics for themselves:
+    the statistics of the last params belong to different activations. With `evaluate_average`,
+    `minimize` averages the statistics too; this function is for runs without that average.
 
     torch's `update_bn` weights all batches alike.
 
@@ -64,7 +64,7 @@ def estimate_statistics(
       batches: an iterable of batches, such as a part of the training data.
       has_aux: whether `loss_fn` returns (loss, (model_state, aux)).
       rng: as for `make_train_step`, if the loss takes a key: batch i gets `fold_in(key, i)`.
-      only: a pattern of paths of the model state; all other arrays stay as they are. None selects
+      only: a pattern of paths of the model state; unselected arrays stay as they are. None selects
         all floating-point arrays.
 
     Returns:
@@ -89,7 +89,7 @@ def estimate_statistics(
         key = None if key_of is None else key_of(jnp.asarray(number))
         respond = functools.partial(respond_to, batch, key)
         of_zeros, dtypes = respond(zeros)
-        # What the first batch says must be true of the second.
+        # The findings from the first batch must be true of the second.
         if number < 2:
             slopes = slopes or _find_slopes(respond, of_zeros)
             _check_averages(chosen, respond, of_zeros, slopes, dtypes)
@@ -175,8 +175,8 @@ def _is_kept(of_zeros: Any, slopes: Any) -> jax.Array:
 def _check_averages(
     chosen: dict[int, str], respond: Respond, of_zeros: Arrays, slopes: Arrays, dtypes: Arrays
 ) -> None:
-    """Raise a ValueError that names the array unless the responses to random numbers are those of a
-    running average, of the array itself or of another one, and exact enough for an estimate."""
+    """Raise a ValueError that names the array unless its responses to random numbers fit a running
+    average, of the array itself or of another one, and are exact enough for an estimate."""
     draw, largest = np.random.default_rng(0), _find_largest(of_zeros)
     start = {
         i: jnp.asarray(draw.uniform(0, largest, x[0].shape), x.dtype) for i, x in of_zeros.items()

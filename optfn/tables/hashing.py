@@ -15,8 +15,8 @@ _NUM_BYTES = np.uint32(8)
 
 
 def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
-    """Hash each integer id to a row in [0, num_rows), or raise a TypeError for other ids and a
-    ValueError if `num_rows` or `seed` is out of range.
+    """Hash each integer id to a row in [0, num_rows), or raise a TypeError unless ids are integers
+    and a ValueError if `num_rows` or `seed` is out of range.
 
     The row is a hash of the id, so a table of fixed size takes any ids, which need not be known in
     advance. Different ids may share a row: with n ids in R rows, an id shares its row with another

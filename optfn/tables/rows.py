@@ -36,7 +36,7 @@ class Rows(LeafKind):
 
     It is SelectedRows in fluid, and a pytree whose leaves are indices and values. Repeated indices
     add up. It represents an array of `shape` and can be added to one: params + rows. The transforms
-    of optfn accept it. To other libraries it looks like two arrays, one of them indices, so put
+    of optfn accept it. To third-party code it looks like two arrays, one of them indices, so put
     `densify` before their transforms.
 
     Args:

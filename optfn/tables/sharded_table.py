@@ -76,7 +76,7 @@ class ShardedTable:
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
-        """Return the rows of integer ids, negative ones counted from the end and others clipped to
+        """Return the rows of integer ids, negative ones counted from the end, and all clipped to
         the range, or index the table in natural order by another key."""
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
@@ -106,8 +106,7 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree:
-    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners in turn,
-    and return every other leaf unchanged.
+    """Wrap each table of params in a ShardedTable, whose rows are dealt out to the owners in turn.
 
     Args:
       params: the params.
@@ -125,8 +124,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 
 def unwrap_tables(values: PyTree) -> PyTree:
-    """Replace each ShardedTable of a tree by its array of stored rows, and return every other leaf
-    unchanged."""
+    """Replace each ShardedTable of a tree by its array of stored rows."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
@@ -134,7 +132,7 @@ def unwrap_tables(values: PyTree) -> PyTree:
 
 def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
     """Put stored rows back into ShardedTables where `like` has them, as the inverse of
-    `unwrap_tables`, and return every other value unchanged."""
+    `unwrap_tables`."""
     return jax.tree.map(
         lambda x, value: x.of(value) if is_sharded_table(x) else value,
         like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
@@ -142,8 +140,7 @@ def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
 
 
 def to_logical(values: PyTree) -> PyTree:
-    """Replace each ShardedTable by an array with its rows in the order of their ids, and return
-    every other leaf unchanged.
+    """Replace each ShardedTable by an array with its rows in the order of their ids.
 
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
@@ -158,7 +155,7 @@ def to_logical(values: PyTree) -> PyTree:
 
 def to_physical(like: PyTree, values: PyTree) -> PyTree:
     """Wrap arrays in ShardedTables where `like` has them, with their rows reordered from natural to
-    stored order, and return every other leaf unchanged.
+    stored order.
 
     It is the inverse of `to_logical`. Arrays of `like` itself are already in stored order, and are
     not reordered.
@@ -255,8 +252,8 @@ def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> L
 def _exchange_rows(
     x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
-    """Reorder the rows of an array on the mesh by `exchange`, in which devices send rows to each
-    other and none ever has all of them.
+    """Reorder the rows of an array on the mesh by `exchange`: devices exchange rows, and none ever
+    has all of them.
 
     Args:
       x: the array; its rows are divided over the axes `names`.
@@ -279,7 +276,7 @@ def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Arra
     rows and in its natural block, with `count` for none.
 
     Both are (N, ⌈count/N⌉). The first are of its stored rows that belong to k's natural block, the
-    second of the rows of its own block that k stores.
+    second of the rows of its block that k stores.
     """
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.size)[:, None]
     stored, _ = _pair_places(owners, me, all_devices, len(shard))
@@ -322,7 +319,7 @@ def _pair_places(
 
 def _send_rows(shard: jax.Array, owners: Devices, sent: jax.Array, places: jax.Array) -> jax.Array:
     """Send rows `sent[k]` to device k, and return the rows from device k at `places[k]`, with zeros
-    in all other rows."""
+    in the remaining rows."""
     rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
     return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

@@ -2,9 +2,9 @@
 
 The owners are the devices along the shard axes, and each of them looks rows up, too. A device
 fetches the rows that its batch looks up from their owners, and sends them the gradients. It sends
-an id once, however often its batch repeats it. Usually one round is enough, in which every owner
-gets as many ids as the fullest one needs; if that is unusually many, there are more rounds. There
-is nothing to tune, and no id is dropped.
+an id once, however often its batch repeats it. Usually one round is enough: every owner gets as
+many ids as the fullest one needs. If that is unusually many, there are more rounds. There is
+nothing to tune, and no id is dropped.
 """
 
 import dataclasses
@@ -235,7 +235,7 @@ class _Rounds(NamedTuple):
             first, x = carry
             which = jnp.sum(limits < self.fullest - first)
 
-            # Each size is a program: only what is sent depends on it.
+            # Each size compiles its branch, so a branch holds the transfer alone.
             def exchange(x: jax.Array, padding: int) -> jax.Array:
                 ways = [partial(send_some, size, padding) for size in self.sizes]
                 return lax.switch(which, ways, x)
@@ -366,15 +366,15 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, with zeros in all other rows, divided over the
-        workers."""
+        """Return the array that the rows represent, with zeros in the remaining rows, divided over
+        the workers."""
         whole: jax.Array = run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, which each worker computes on its own rows, in place if p is donated."""
+        """Return p + self, which each worker computes on its rows, in place if p is donated."""
         total: jax.Array = run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )

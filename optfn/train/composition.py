@@ -45,7 +45,7 @@ def compose_step(
 
     Args:
       loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
-      tx: the optimizer; with local steps, the workers' own.
+      tx: the optimizer; with local steps, the optimizer of each worker.
       options: the remaining arguments.
       layout: how params lie on a mesh; None without a mesh.
       local: the round of local steps; None if a call is one step.
@@ -196,7 +196,7 @@ def _finish_means(step: StepFn) -> StepFn:
 
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
     """Return the PartitionSpec of each array of a stored state, by the layout for params and
-    optimizer state, and replicated for all others."""
+    optimizer state, and replicated for the rest."""
     return jax.tree.map(lambda x: P(), state)._replace(
         params=layout.param_specs(state.params),
         opt_state=layout.state_specs(state.opt_state, state.params),
@@ -204,8 +204,7 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
 
 
 def is_gathered_once(options: StepArguments) -> bool:
-    """Tell whether a step gathers all params before the loss runs, as a `Sharded` may say, with
-    False for any other `shard`."""
+    """Tell whether a step gathers all params before the loss runs, as a `Sharded` may say."""
     return isinstance(options.shard, Sharded) and options.shard.is_gathered_once
 
 
@@ -263,8 +262,8 @@ def make_objective(
 
 
 def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> Layout:
-    """Return the layout with which gathers of params average their gradients over the workers, or
-    it unchanged with microbatches or a loss that does not gather itself.
+    """Return the layout whose gathers of params average the gradients over the workers, or it
+    unchanged with microbatches or a loss that does not gather itself.
 
     The backward pass of a gather does so right after it has reduced the gradient to a shard, so
     that the mean of a layer runs beside the products of the next. With microbatches it would send

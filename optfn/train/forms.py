@@ -1,8 +1,8 @@
 """The forms of an update between the links of a chain, and how each kind of link changes them.
 
 A kind of link maps each form that it takes to the form that it gives. The type of a link's state
-declares its kind (`Traits.link`); optax's types are in `OPTAX`. All other links are unknown: they
-take every form, and the form that they give is unknown.
+declares its kind (`Traits.link`); optax's types are in `OPTAX`. The remaining links are unknown:
+they take every form, and the form that they give is unknown.
 """
 
 from collections.abc import Iterable, Mapping
@@ -191,8 +191,8 @@ def _find_optax_kinds() -> dict[type, str]:
     return found
 
 
-# The kinds of optax's links that have a state of their own. Its links without a state share one
-# type, EmptyState.
+# The kinds of optax's links that have a type of state. Its links without a state share one type,
+# EmptyState.
 OPTAX = _find_optax_kinds()
 # Its links without a state, by the factory. A decay counts if it is positive, and a factor as a
 # rate if it is negative and comes behind a direction: elsewhere it may turn the sign on purpose.

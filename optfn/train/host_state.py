@@ -57,7 +57,7 @@ def init_on_host(init: Callable[[Params], OptState], params: Params) -> OptState
             lambda x: memories.to_host(x) if memories.is_large(x) else x, init(params)
         )
 
-    # Params on several devices: `place_state` moves a leaf after the other.
+    # Params on several devices: `place_state` moves one leaf at a time.
     is_on_one = len({device for x in jax.tree.leaves(params) for device in x.devices()}) == 1
     made: OptState = jax.jit(run)(params) if is_on_one else init(params)
     return made
@@ -87,7 +87,7 @@ def _make_divide(
     layout: Layout | None, params: Params
 ) -> Callable[[tuple[int, ...]], tuple[int, int]]:
     """Return the function from the shape of an array to how many devices of a worker divide its
-    first axis, and all its other axes, as they divide a gradient of this shape."""
+    first axis, and its remaining axes, as they divide a gradient of this shape."""
     specs = {}
     if layout is not None:
         for entry in jax.tree.leaves(layout.describe(params)):

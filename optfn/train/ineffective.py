@@ -60,7 +60,7 @@ def _find_frozen(tx: object, params: Params) -> set[str]:
 def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
     """Warn if attributes exempt leaves from the clip of an optimizer, but it has no clip.
 
-    The exemption concerns the optimizer's own clip: one before it in a chain clips all leaves.
+    The exemption concerns the clip of the optimizer: one before it in a chain clips all leaves.
     """
     if not isinstance(tx, core.Transform):
         return

@@ -1,9 +1,10 @@
 """Local steps: workers train apart for some steps, and then an outer optimizer joins their params.
 
 The change of a worker's params, θ_start − θ_end, is its pseudo-gradient. The outer optimizer takes
-the mean over workers as its gradient, or each worker's own if it exchanges gradients itself.
+the mean over workers as its gradient, or each worker's pseudo-gradient if it exchanges gradients
+itself.
 
-Each worker has an optimizer state of its own. Some leaves of it, such as step counters and rates,
+Each worker has a separate optimizer state. Some leaves of it, such as step counters and rates,
 cannot differ between workers, because they depend neither on gradients nor on params. We find them
 by tracing the update, and keep one for all workers. If the loss is a `Mean`, a local step of a
 worker whose examples have no weight does not count, and then these differ too (`keep_apart`).
@@ -65,7 +66,7 @@ class LocalSteps(NamedTuple):
     """A round: local steps of each worker, and one outer step on their pseudo-gradients.
 
     steps: the number of local steps.
-    tx: the optimizer of the local steps; each worker has a state of its own.
+    tx: the optimizer of the local steps; each worker has a separate state.
     outer: the optimizer that takes the pseudo-gradients.
     layout: how params lie on the mesh, and the axes of the workers.
     """
@@ -301,8 +302,7 @@ def _is_made_of_params(x: object) -> bool:
 
 
 def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
-    """Wrap each leaf that varies in a PerWorker, a scalar as an array of shape (1,), and return all
-    others unchanged.
+    """Wrap each leaf that varies in a PerWorker, a scalar as an array of shape (1,).
 
     A PerWorker is divided along its first axis.
     """
@@ -319,7 +319,7 @@ def _nodes(wrapped: OptState) -> list[PyTree]:
 
 
 def _is_own(node: PyTree) -> bool:
-    """Tell whether a node is each worker's own."""
+    """Tell whether each worker has a separate value of a node."""
     return isinstance(node, PerWorker)
 
 

@@ -1,4 +1,4 @@
-"""A batch before a step: arrays of other libraries become NumPy arrays, and text is an error."""
+"""A batch before a step: arrays of foreign libraries become NumPy arrays, and text is an error."""
 
 from typing import Protocol, TypeGuard, runtime_checkable
 
@@ -15,8 +15,8 @@ _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, byt
 
 
 def convert_batch(batch: Batch) -> Batch:
-    """Convert arrays of other libraries or byte orders in a batch to NumPy arrays, leave others
-    unchanged, and raise an error for text or numbers that JAX would change.
+    """Convert arrays of foreign libraries or byte orders in a batch to NumPy arrays, and raise an
+    error for text or numbers that JAX would change.
 
     Others are in the memory of the host, such as tensors of torch or TensorFlow, and `np.asarray`
     takes them without a copy. Numbers in another byte order are converted.
@@ -109,14 +109,13 @@ class _Convertible(Protocol):
 
 
 def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
-    """Tell whether a leaf is an array of a library other than JAX and NumPy that NumPy may
-    convert."""
+    """Tell whether a leaf is an array of neither JAX nor NumPy that NumPy may convert."""
     return not isinstance(x, _KNOWN) and isinstance(x, _Convertible)
 
 
 def _convert_leaf(place: tree.Place, x: Leaf) -> Leaf:
-    """Return a tensor of another library as a NumPy array, a NumPy array in the byte order of this
-    machine, and any other leaf unchanged."""
+    """Return a tensor of another library as a NumPy array, and a NumPy array in the byte order of
+    this machine."""
     if _is_swapped(x):
         return x.astype(x.dtype.newbyteorder("="))
     if not _is_tensor(x):

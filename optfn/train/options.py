@@ -1,4 +1,4 @@
-"""The options of a training step: which of them need or exclude each other, and their checks."""
+"""The options of a training step: which of them need or exclude one another, and their checks."""
 
 import dataclasses
 import functools
@@ -83,10 +83,10 @@ class StepOptions:
         gradients are dense, and `init` warns of an optimizer with `lazy`.
       rng: True, a seed or a key. `loss_fn` then gets a key as its last argument: in step i, counted
         from 0, it is fold_in(key, i), with the key of a seed, and True means the seed 0. On a mesh
-        each worker folds in its number, and then each microbatch its own: fold_in(fold_in(fold_in(
-        key, i), worker), microbatch). A key of unsafe_rbg, whose folds commute, is split before
-        each of them. The same numbers on one device and on several come from
-        `partitioner="compiler"` without microbatches, or from keys in the batch.
+        each worker folds in its number, and then each microbatch its number:
+        fold_in(fold_in(fold_in(key, i), worker), microbatch). A key of unsafe_rbg, whose folds
+        commute, is split before each of them. The same numbers on one device and on several come
+        from `partitioner="compiler"` without microbatches, or from keys in the batch.
       pass_step: whether `loss_fn` gets the index of the step, counted from 0, as its last argument,
         after the key: for a weight or a temperature that changes during the run. All microbatches
         of a step get the same index, and a run that goes on counts on.
@@ -106,8 +106,8 @@ class StepOptions:
         θ_start − θ_end, in float32, as its gradient, and params become θ_start plus its update, the
         same on all workers. Needs `mesh`; see docs/links.md.
       outer: the optimizer of the rounds. It gets the mean pseudo-gradient over workers, or each
-        worker's own if it exchanges gradients itself. None is sgd(1.0): params become the mean over
-        workers.
+        worker's pseudo-gradient if it exchanges gradients itself. None is sgd(1.0): params become
+        the mean over workers.
       shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
         None: every device has all of them. "state": each of the N devices along `data_axis` keeps
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
@@ -129,7 +129,7 @@ class StepOptions:
       compiler_options: options of XLA for the step, as `jax.jit` takes them: a mapping from names
         to values, such as `optfn.distributed.overlap_options(mesh)`. Options that the installed
         compiler does not know are dropped, with a warning. Inside another `jax.jit`, JAX refuses
-        such a step: pass the options to the outer jit. None: XLA's own.
+        such a step: pass the options to the outer jit. None: XLA's defaults.
       reduce_dtype: the dtype for adding and sending gradients where devices take their mean: in
         all-reduces and reduce-scatters, over shards and over workers. "float32" keeps the digits
         of a sum of bfloat16 gradients over many devices, and sends twice the bytes; the mean is
@@ -138,8 +138,8 @@ class StepOptions:
         sums along axes besides `data_axis`; pseudo-gradients of local steps are float32 in any
         case. See docs/precision.md.
       partitioner: who divides the loss over `mesh`. "shard_map": each worker runs `loss_fn` on its
-        own examples, and the step sends params and gradients. Sharding constraints in the model
-        are dropped along `data_axis`, and hold along other axes. "compiler": `loss_fn` sees all
+        examples, and the step sends params and gradients. Sharding constraints in the model are
+        dropped along `data_axis`, and hold along the remaining axes. "compiler": `loss_fn` sees all
         examples, as on one device, and XLA divides the work by the placements of params and batch
         and the sharding constraints in the model, over all axes of the mesh. `shard` places params
         and state; without it params keep the NamedShardings that you give them, and state follows
@@ -289,8 +289,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 
 def _show_option(option: str, given: Mapping[str, Any]) -> str:
-    """Return "name=value" for an option whose value is a number or a word, and the name alone for
-    any other value."""
+    """Return "name=value" for an option whose value is a number or a word, and the name alone
+    otherwise."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 

@@ -1,7 +1,8 @@
 """Warnings of links whose position in a chain defeats their purpose.
 
-Such a link does not fail, but does something else than intended: an average averages other params,
-a decay grows params, a rate counts twice or not at all, gradients are exchanged a second time.
+Such a link does not fail, but does something else than intended: an average averages the wrong
+params, a decay grows params, a rate counts twice or not at all, gradients are exchanged a second
+time.
 
 We follow a chain as its state shows it. Between two links the update of each leaf has a form
 (`optfn.train.forms`), and we report a link that does not take the form before it. A state shows
@@ -126,7 +127,7 @@ class _Walk:
           text: the optimizer that the state belongs to, as the user wrote it.
         """
         after = self._follow_state(state, before, tx, text)
-        # A function of the user's may change what comes out of a known state, such as its sign.
+        # A function of the user's may change the updates of a known state, such as their sign.
         if after != before and _is_users(tx):
             return dict.fromkeys(after, UpdateForm())
         return after
@@ -172,7 +173,8 @@ class _Walk:
         after = {}
         for path, x in before.items():
             wrong = _find_problem(kind, x, bool(text))
-            # Beside a rate of 1, as in a partition, other rates are fractions of the plateau's.
+            # Beside a rate of 1, as in a partition, the remaining rates are fractions of the
+            # plateau's.
             if all(other.rate != 1 for other in before.values()):
                 wrong = wrong or _find_rate_before_plateau(state, x)
             if wrong:
@@ -244,8 +246,8 @@ class _Walk:
             )
 
     def _follow_each(self, members: list[Member], before: FormsByPath, text: str) -> FormsByPath:
-        """Return the forms after each transformation on its own leaves. Forms of the remaining
-        leaves are unchanged, but unknown if the leaves of any member are not known.
+        """Return the forms after each transformation on its leaves. Forms of the remaining leaves
+        are unchanged, but unknown if the leaves of any member are not known.
 
         If the leaves of a member are unknown, the arrays of its state tell them.
         """
@@ -279,7 +281,7 @@ class _Walk:
         """Return unknown forms for all leaves, and report an unknown link behind an average and the
         problems of states inside it.
 
-        A link behind an average probably changes the update. About any other form nothing can be
+        A link behind an average probably changes the update. About a further form nothing can be
         said.
         """
         link = type(state).__name__
@@ -304,7 +306,7 @@ def _find_problem(
     Args:
       kind: the kind of the link.
       x: the update.
-      is_of_optimizer: whether the link is part of an optimizer, which also has its own rate.
+      is_of_optimizer: whether the link is part of an optimizer, which also has a rate.
     """
     if x.form == forms.UNKNOWN:
         return None
@@ -321,7 +323,7 @@ def _find_problem(
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:
-    """Return the warning of `reduce_on_plateau` behind a learning rate other than 1 and the link
+    """Return the warning of `reduce_on_plateau` behind a learning rate that is not 1 and the link
     with that rate, or None otherwise.
 
     A schedule before it is no problem: its rate may be multiplied.
@@ -337,8 +339,7 @@ def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str]
 
 
 def _mark_optimized(x: UpdateForm) -> UpdateForm:
-    """Mark an update OPTIMIZED if it is a step and was adapted, and return any other update
-    unchanged."""
+    """Mark an update OPTIMIZED if it is a step and was adapted."""
     if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
         return x
     return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
@@ -382,7 +383,7 @@ def _is_users(tx: Any) -> bool:
 
 def _find_stateless_kind(tx: Any, before: FormsByPath) -> str:
     """Return the kind of a link of optax without a state, or "" for an unknown link, or one whose
-    sign decides what it does."""
+    effect depends on a sign."""
     kind, closed = forms.OPTAX_STATELESS.get(_find_factory(tx), ""), find_closed_over(tx)
     if kind not in ("decay", "rate"):
         return kind
@@ -401,7 +402,7 @@ def _find_kind(state: OptState) -> str:
 
 
 def _find_factory(tx: Any) -> str:
-    """Return the name of the factory of optax that made a link, or "" for other links."""
+    """Return the name of the factory of optax that made a link, or ""."""
     update = None if _is_users(tx) else find_update(tx)
     return "" if update is None else update.__qualname__.partition(".")[0]
 

@@ -1,10 +1,10 @@
 """Rules that a buffer of several leaves would change, found by running them before the first step.
 
 A transformation of another library, or a rule that a user writes, sees a buffer as one flat array.
-A norm, a mean or a product of an array would be that of all leaves together. A mask or a label by
-the axes, the size or the path of an array would choose another rule. So a few steps run on the tree
-and on the buffers, and their updates are compared. optfn's own transformations look up where each
-leaf begins, and need no such run.
+A norm, a mean or a product of an array would cover all leaves together. A mask or a label by the
+axes, the size or the path of an array would choose another rule. So a few steps run on the tree and
+on the buffers, and their updates are compared. Transformations of optfn look up where each leaf
+begins, and need no such run.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ _REMEDY = (
 # The decades of the elements of params and of gradients: large params show a small decay, and
 # gradients of all sizes the limit of a clip.
 _DECADES_OF_PARAMS, _DECADES_OF_GRADIENTS = (-1.0, 3.0), (-3.0, 3.0)
-# The second update shows what the first one left in the state. Where gradients are accumulated, the
-# first updates are 0.
+# The second update depends on the state that the first one left. Where gradients are accumulated,
+# the first updates are 0.
 _STEPS_WITH_UPDATE, _MOST_STEPS = 2, 32
 # Updates may differ by this part of the largest one of their leaf: in float64 sums in another order
 # differ by 1e-15, and by 1e-7 where a rule casts them to float32.
@@ -94,8 +94,8 @@ def _list_inside(tx: object) -> list[Any]:
 
 
 def _on_cpu() -> Any:
-    """Return a context in which arrays are made on a CPU, or one without effect if this process may
-    not use a CPU."""
+    """Return a context that makes arrays on a CPU, or one without effect if this process may not
+    use a CPU."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves CPUs out
@@ -124,7 +124,7 @@ class _Trial:
     Args:
       tx: the transformation.
       params: the tree; only its shapes and dtypes are read.
-      is_wide: whether leaves are float64 or complex128 in the place of their own dtypes.
+      is_wide: whether leaves are float64 or complex128 in place of their dtypes.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _Trial:
             on_tree, on_buffers = (tree.leaves(unpack(jax.device_get(u))) for u, _ in found)
             problem = self._describe_difference(on_tree, on_buffers, _tolerance_of(states[0]))
             if problem:
-                # Leaves of other shapes draw other numbers, by the same rule.
+                # Leaves of different shapes draw different numbers, by the same rule.
                 arguments = self._make_tree, params, grads, states[0]
                 return "" if draws_random_numbers(self._update, *arguments) else problem
             states = [state for _, state in found]
@@ -247,8 +247,8 @@ class _Trial:
 
 
 def _tolerance_of(state: OptState) -> float:
-    """Return the part of the largest update by which updates may differ: some units of the last
-    place of the narrowest moments, which optfn rounds at random."""
+    """Return the tolerated difference of updates, as a part of the largest update: some units of
+    the last place of the narrowest moments, which optfn rounds at random."""
     dtypes = {x.dtype for x in jax.tree.leaves(state) if tree.is_inexact(x)}
     return max([_LEAST_TOLERANCE, *(4 * float(jnp.finfo(dtype).eps) for dtype in dtypes)])
 

@@ -96,7 +96,7 @@ def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) ->
         foreign = [x for x, _ in arrays_with_names(state.opt_state) if x not in known]
         if not foreign:
             raise
-        # Counters of optax have other names here, so they would begin anew without a word.
+        # Counters of optax have different names here, so they would begin anew without a word.
         advice = (
             'rename the counters of optax: docs/moving/optax.md, "A state of optax"'
             if any(x.endswith("/count") for x in foreign)
@@ -121,7 +121,7 @@ def copy(x: Leaf) -> jax.Array:
 
 def copy_repeated(state: TrainState) -> TrainState:
     """Copy the arrays that occur again in a state, because a buffer can be donated only once, and
-    weakly typed ones, and return others unchanged.
+    weakly typed ones.
 
     An average that begins as the params is such an array. Weakly typed arrays, such as counters of
     optax's line searches, are copied too: a step returns them strongly typed, and the next call
@@ -141,7 +141,7 @@ def copy_repeated(state: TrainState) -> TrainState:
 
 def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
     """Copy the arrays of a tree that a call donates too, since JAX refuses a buffer that a call
-    donates and reads, and return others unchanged. Params of a target network are an example."""
+    donates and reads. Params of a target network are an example."""
     read = {id(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)}
     # A batch of NumPy's needs no look at a state, which may have thousands of leaves.
     shared = read and read.intersection(map(id, jax.tree.leaves(donated)))

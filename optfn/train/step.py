@@ -62,7 +62,7 @@ _STEPS_AHEAD = 3
 
 
 class _Known(NamedTuple):
-    """What the structure of a state says, found once for all calls with it.
+    """Facts from the structure of a state, found once for all calls with it.
 
     flags: the fields that end a run, each with the number of its leaf as the value.
     lasting: the metrics of the flags that keep their value.
@@ -155,7 +155,7 @@ class TrainStep:
         if self.options.state_memory is not None:
             ineffective.warn_of_moves(state.opt_state)
         warn_if_nothing_compressed(state.opt_state)
-        # In a round tx gets gradients, and outer the pseudo-gradient: each has its own order.
+        # In a round tx gets gradients, and outer the pseudo-gradient: each has an order to check.
         if self.local is None:
             warn_of_order("tx", self.tx, state.opt_state, params)
         else:
@@ -241,7 +241,7 @@ class TrainStep:
           params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays; or the TrainState of
             a call.
           batch: as for a call: arrays or ShapeDtypeStructs of all examples.
-          model_state: likewise, for a step with `model_state=True`; a TrainState has its own.
+          model_state: likewise, for a step with `model_state=True`; a TrainState has one already.
 
         Raises:
           TypeError, ValueError: `init` or a call would refuse the arguments.
@@ -361,8 +361,8 @@ class TrainStep:
 
     def _check_values(self, state: TrainState, leaves: list[Any], known: _Known) -> set[str]:
         """Raise an error if the values of a state that a call gets must end the run, or if they
-        have been donated or lie on other devices, and return the metrics of the flags that keep
-        their value."""
+        have been donated or lie off the mesh, and return the metrics of the flags that keep their
+        value."""
         self._check_step(state)
         if self.local is not None:
             check_rounds(state.opt_state, self.local, self.layout)
@@ -458,7 +458,7 @@ class TrainStep:
 
     def _check_step(self, state: TrainState) -> None:
         """Raise a ValueError if a state has been donated, or is one of several, or is committed to
-        other devices than the mesh has. Its count of steps tells it."""
+        devices outside the mesh. Its count of steps tells it."""
         is_array = isinstance(state.step, jax.Array) and not checks.has_tracer([state.step])
         if is_array and state.step.is_deleted():
             raise ValueError(
@@ -476,7 +476,7 @@ class TrainStep:
             self._check_devices(state.step)
 
     def _check_devices(self, x: jax.Array) -> None:
-        """Raise a ValueError if a state is committed to other devices than the mesh has.
+        """Raise a ValueError if a state is committed to devices outside the mesh.
 
         Args:
           x: one array of the state; all its arrays lie on the same devices.
@@ -581,7 +581,7 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Raises:
       TypeError: an argument is of the wrong kind, or the loss is not a real number.
       ValueError: the loss is not a scalar; the mesh has no `data_axis`; `recompute` has names that
-        `loss_fn` does not; or options need or exclude each other, see `optfn.train.options`.
+        `loss_fn` does not; or options need or exclude one another, see `optfn.train.options`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))

@@ -98,7 +98,7 @@ def make_worker_step(
       key_of: returns the key of a step; None if the loss takes none.
       axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
-      reduce_dtype: the dtype for averaging gradients over the workers; None: their own.
+      reduce_dtype: the dtype for averaging gradients over the workers; None: the gradients' dtype.
       state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
@@ -112,7 +112,7 @@ def make_worker_step(
 
 
 class _Needs(NamedTuple):
-    """What an optimizer's state asks of the step around its update.
+    """The demands of an optimizer's state on the step around its update.
 
     exchanges: whether it exchanges gradients itself, of all leaves or of some.
     gives_rows: whether its updates may be row-sparse.
@@ -131,7 +131,7 @@ class _Needs(NamedTuple):
 
 
 def _ask(opt_state: OptState) -> _Needs:
-    """Return what a state asks of the step, or raise a ValueError for several scales of the
+    """Return the demands of a state on the step, or raise a ValueError for several scales of the
     loss."""
     return _Needs(
         has_exchange(opt_state),
@@ -157,8 +157,8 @@ class _WorkerStep:
 
     @functools.cached_property
     def later(self) -> Layout | None:
-        """The layout without means in the loss, None without a layout. What it describes of params
-        is found once."""
+        """The layout without means in the loss, None without a layout. It is cached, because it
+        keeps its descriptions of params."""
         return self.layout and self.layout.average_later()
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -184,7 +184,7 @@ class _WorkerStep:
         if values.weight is not None:
             _refuse_multi_steps(state.opt_state)
             extra["weight"] = values.weight
-            # What the model keeps of no examples is no statistic, and may be NaN.
+            # Statistics of no examples mean nothing, and may be NaN.
             empty = values.weight == 0
             model_state = optax.tree.where(empty, state.model_state, model_state)
         if needs.averages_statistics:
@@ -209,8 +209,8 @@ class _WorkerStep:
 
     def _differentiate(self, inputs: Inputs, needs: _Needs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, masked where frozen, and the
-        worker axes over which the loss has averaged each, None without a layout."""
-        # An exchange takes each worker's own gradient, of all leaves or of some.
+        worker axes of each gradient's mean in the loss, None without a layout."""
+        # An exchange takes each worker's gradient, of all leaves or of some.
         of_loss = self.later if needs.exchanges else self.layout
         averaged = of_loss and jax.tree.map(
             lambda entry: entry.mean_axes, of_loss.describe(inputs.params)
@@ -240,8 +240,8 @@ class _WorkerStep:
     def _update(
         self, before: TrainState, state: TrainState, grads: Updates, extra: dict[str, Any]
     ) -> TrainState:
-        """Update params and the optimizer's state, and return the next state, in which they are
-        those before the step if the update does not count, and so is the model state.
+        """Update params and the optimizer's state, and return the next state. If the update does
+        not count, params and both states stay as before the step.
 
         Args:
           before: the state before the step.
@@ -271,7 +271,7 @@ def _refuse_multi_steps(opt_state: OptState) -> None:
 
 
 def _conjugate(grads: Updates) -> Updates:
-    """Return gradients of complex params conjugated, and all others unchanged.
+    """Conjugate the gradients of complex params.
 
     For f = u + iv jax.grad gives ∂f/∂x − i ∂f/∂y, the conjugate of the direction in which f rises.
     """

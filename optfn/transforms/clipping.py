@@ -76,8 +76,7 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Un
 
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_norm(max_norm: Number) -> core.Unchecked:
-    """Scale each tensor whose norm exceeds c to the norm c, g = g·c/‖g‖, and return all other
-    tensors unchanged.
+    """Scale each tensor whose norm exceeds c to the norm c, g = g·c/‖g‖.
 
     Squares are added in float32 or wider: a tensor whose norm is above 1.8e19 becomes 0.
 

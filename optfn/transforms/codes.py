@@ -203,8 +203,8 @@ def _round_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
 def split_float32(
     x: jax.Array, bits: int = 32, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return x as the nearest bfloat16 number and an integer remainder, of 16 bits if `bits` is 32,
-    or of 8 if it is 24, for which x is rounded first.
+    """Return x as the nearest bfloat16 number and an integer remainder, of 16 bits if `bits` is 32.
+    If it is 24, x is rounded first, and the remainder has 8 bits.
 
         bits(|x|) = bits(|p|)·2ᵏ + e      k = bits − 16, −2ᵏ⁻¹ ≤ e < 2ᵏ⁻¹
 

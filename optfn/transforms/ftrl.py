@@ -128,8 +128,8 @@ def ftrl_proximal(
     in fluid, 1e-10 is added to l1 and l2. If lr is 0, p, n and z do not change. A gradient whose
     square overflows counts as 0. An element whose dense gradient has always been 0 becomes 0.
 
-    z', n' and p' are computed in three passes, one after the other, because z' reads the old n, and
-    p' the new n and z. So a compiled step with donated state updates all three in place.
+    z', n' and p' are computed in three passes, in this order, because z' reads the old n, and p'
+    the new n and z. So a compiled step with donated state updates all three in place.
 
     Args:
       learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.

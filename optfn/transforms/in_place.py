@@ -18,13 +18,13 @@ def run_in_passes(
     *reads: PyTree,
     due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
-    """Return the carry after all of `fns` in order, each run in its own pass over the arrays on a
-    CPU, and all in one program elsewhere.
+    """Return the carry after all of `fns` in order, each run in a separate pass over the arrays on
+    a CPU, and all in one program elsewhere.
 
     In passes only the carry is passed from one to the next, and it is updated in place; see
-    `run_if`. All other platforms get the plain expressions, which they fuse themselves. Only with
-    `due` a TPU gets a loop too, one for all functions, so that the arrays are not touched where
-    nothing is due. On a GPU the host would have to read the condition of a loop.
+    `run_if`. GPUs and TPUs get the plain expressions, which they fuse themselves. Only with `due` a
+    TPU gets a loop too, one for all functions, so that the arrays are not touched where nothing is
+    due. On a GPU the host would have to read the condition of a loop.
 
     Args:
       fns: as for `run_if`.
@@ -48,8 +48,8 @@ def run_if(
     unchanged.
 
     Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
-    the carry in place. One loop waits for the other, so an array that one function reads may be
-    overwritten by the next. The derivative is taken of a cond, which JAX can differentiate in
+    the carry in place. Each loop waits for the one before, so an array that one function reads may
+    be overwritten by the next. The derivative is taken of a cond, which JAX can differentiate in
     both modes.
 
     Args:
@@ -57,7 +57,7 @@ def run_if(
       fns: each gives trees like `carry`, in the same dtypes.
       carry: trees of arrays that change in place.
       *reads: trees of arrays that the functions read, all integers among them. They may close over
-        others, such as a hyper-parameter that is differentiated.
+        further arrays, such as a hyper-parameter that is differentiated.
     """
     if not checks.is_traced((due, carry, reads)):
         return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
@@ -81,7 +81,7 @@ def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
     """Return the carry after each of `fns` in order, called with the carry, the reads and, if
-    `owns` is given, its own constants."""
+    `owns` is given, its constants."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -127,8 +127,8 @@ def _run_if_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 def _run_in_loops(
     fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree
 ) -> PyTree:
-    """Return the carry after each of `fns`, each run in a loop of its own of one iteration, if
-    `due`, else the carry unchanged."""
+    """Return the carry after each of `fns`, each run in a separate loop of one iteration, if `due`,
+    else the carry unchanged."""
 
     def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
         reads, own = read
@@ -153,14 +153,15 @@ def _run_in_one_loop(
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:
     """Return `fn` at `primals` and its derivative along the tangents that are not symbolic zeros,
-    with the primals of all others as constants."""
+    with the remaining primals as constants."""
     leaves = jax.tree.leaves(primals)
     structure: Any = jax.tree.structure(primals)
     directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
     def plain(*values: jax.Array) -> PyTree:
-        # The other leaves are constants: the square root at an accumulator of 0 has no derivative.
+        # The remaining leaves are constants: the square root at an accumulator of 0 has no
+        # derivative.
         given = dict(zip(varied, values, strict=True))
         return fn(*structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
 

@@ -136,8 +136,8 @@ def _update(
         return m, v, q
 
     # In one program XLA would store r between its two uses, hence two passes. eps and wd are
-    # multiplied by q, which is 1 at first, to give each leaf a scalar of its own; XLA would
-    # broadcast a shared one to an array.
+    # multiplied by q, which is 1 at first, to give each leaf a separate scalar; XLA would broadcast
+    # a shared one to an array.
     ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
     mu, nu, q = in_place.run_in_passes([advance, ratios], (*old, ones), updates, params)
     factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)

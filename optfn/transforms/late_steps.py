@@ -36,8 +36,7 @@ Steps: TypeAlias = jax.Array | LateStepsState
 
 
 def advance(step: Steps) -> Steps:
-    """Return the count one step later, where a LateStepsState keeps the steps at which its leaves
-    began."""
+    """Return the count one step later; a LateStepsState keeps the first steps of its leaves."""
     if isinstance(step, LateStepsState):
         return step._replace(step=core.next_step(step.step))
     return core.next_step(step)

@@ -56,7 +56,7 @@ class GivenLearningRateState(NamedTuple):
 
 
 class PlateauLearningRateState(LearningRateState):
-    """The rate of `reduce_on_plateau`, applied after an optimizer whose own rate is 1."""
+    """The rate of `reduce_on_plateau`, applied after an optimizer of the rate 1."""
 
     __slots__ = ()
 

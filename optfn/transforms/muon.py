@@ -150,7 +150,7 @@ def scale_by_muon(
     moment_dtype: str | None = None,
 ) -> core.Unchecked:
     """Replace the update of each matrix by its orthogonalized and scaled velocity, and return the
-    updates of all other leaves unchanged.
+    remaining updates unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
         x = m/(‖m‖ + eps);  x = a·x + (b·A + c·A²)·x,  A = x·xᵀ, five times: near U·Vᵀ of m = U·S·Vᵀ

@@ -92,8 +92,8 @@ def reduce_on_plateau(
     Args:
       learning_rate: the initial rate, a number ≥ 0.
       monitor: "value": the `value` of each update. "evaluation": the number that `evaluate` of
-        `minimize` or `fit` returns, or the one of them that `fit`'s `monitor` names. In a loop of
-        your own, `record_evaluation` sets it; updates then need no `value`.
+        `minimize` or `fit` returns, or the one of them that `fit`'s `monitor` names. In a loop that
+        you write, `record_evaluation` sets it; updates then need no `value`.
       mode: "min" or "max": whether a smaller or a larger metric is better.
       decay_rate: the factor of a reduction, in (0, 1).
       patience: after how many more values without improvement the rate is reduced, ≥ 0.
@@ -152,7 +152,7 @@ def reduce_on_plateau(
 
 
 class _Plateau(NamedTuple):
-    """The rule by which the rate falls, with the options of `reduce_on_plateau`.
+    """The rule of falling rates, with the options of `reduce_on_plateau`.
 
     sign: 1 where a smaller metric is better, else −1; `best` and `value` are multiplied by it.
     """
@@ -206,11 +206,11 @@ def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:
 
 
 def record_evaluation(state: OptState, value: Number) -> OptState:
-    """Return a state in which each `reduce_on_plateau(monitor="evaluation")` has this evaluation,
-    and raise a ValueError if there is none or `value` is not a scalar.
+    """Return a state with this evaluation in each `reduce_on_plateau(monitor="evaluation")`, or
+    raise a ValueError if there is none or `value` is not a scalar.
 
-    `minimize` and `fit` call it after each evaluation; you call it in a loop of your own. It takes
-    effect in the next update. Nothing is recompiled.
+    `minimize` and `fit` call it after each evaluation; you call it in a loop that you write. It
+    takes effect in the next update. Nothing is recompiled.
 
     Args:
       state: the state of an optimizer, however wrapped, or a whole TrainState.

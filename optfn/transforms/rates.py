@@ -168,7 +168,7 @@ def numbers_of_rates(
     """Return by name, as floats, the rates of exactly this `kind`, by default those that were given
     as numbers, without traced ones.
 
-    Schedules, arrays and `reduce_on_plateau` determine the other kinds. If workers have different
+    Schedules, arrays and `reduce_on_plateau` determine the further kinds. If workers have different
     rates, it is the largest of this process.
 
     Args:
@@ -184,7 +184,8 @@ def numbers_of_rates(
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:
-    """Return the largest rate of the workers if each has its own, else the rate, an array."""
+    """Return the largest rate of the workers if each has a separate one, else the rate, an
+    array."""
     array: jax.Array = jax.tree.leaves(rate)[0]
     return take_largest(array) if isinstance(rate, PerWorker) else array
 

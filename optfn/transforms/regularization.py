@@ -39,7 +39,7 @@ def decay_of_leaves(
 
     Args:
       exclude: the leaves whose decay is 0.
-      coeff: the decay of all other leaves.
+      coeff: the decay of the remaining leaves.
       updates: a tree with their paths.
       decay_factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
     """

@@ -111,7 +111,7 @@ def scale_by_lars(
         factors = tensors.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
-        # The norms of g are taken before, since L has wd·‖p‖ in a term of its own.
+        # The norms of g are taken before, since L has wd·‖p‖ in a separate term.
         updates = leafwise.apply(regularization.l2_penalty, updates, params=params, coeff=wds)
         return leafwise.scale(updates, factors)
 

@@ -85,8 +85,7 @@ def _split_noise(noise: jax.Array) -> Arrays:
 
 
 def _make_bfloat16_storage(count: int) -> Storage:
-    """Return the storage of `count` moments, at most two, in bfloat16, to which they are rounded by
-    random bits."""
+    """Return the storage of `count` moments, at most two, rounded to bfloat16 by random bits."""
 
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         pairs = zip(moments(g, *decode(arrays)), _split_noise(noise), strict=False)

@@ -128,10 +128,10 @@ def _check_arguments(updates: Updates, state: OptState, params: Params) -> None:
 
 
 class _Call(NamedTuple):
-    """What a call of an accumulation is among the calls of its step.
+    """The place of a call of an accumulation among the calls of its step.
 
     is_first: whether it is the first of them.
-    is_last: whether it is the last of them, in which the optimizer steps.
+    is_last: whether it is the last of them: then the optimizer steps.
     share: the factor of the totals: `every` over the weight of the calls in the last, else 1.
     weight: the sum of the weights so far.
     value: the sum of weight·value so far.
@@ -163,7 +163,7 @@ def _count_call(
     if call_weight is not None:
         extra["weight"] = weight
     if call_value is not None:
-        # The value of a call without weight is that of nothing.
+        # A call without weight has no examples, and its value may be NaN.
         value += jnp.where(added == 0, 0, added * call_value).astype(value.dtype)
         extra["value"] = (value / divisor).astype(jnp.result_type(call_value, jnp.float32))
     # The mean is total/every, and a total of another weight is scaled here: for total/weight
@@ -174,7 +174,7 @@ def _count_call(
 
 def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
     """Return zeros for the sums of gradients as two trees, private to each worker for leaves that
-    the inner optimizer exchanges, and shared for all others.
+    the inner optimizer exchanges, and shared for the rest.
 
     A leaf is masked in the tree that does not have its sum, and in both if it is not floating
     point.
@@ -192,8 +192,8 @@ def _init_totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWor
 
 
 def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
-    """Return one tree of totals as the two trees of `state`, in each of which a leaf is masked
-    where it is masked in `state`."""
+    """Return one tree of totals as the two trees of `state`, with leaves masked where they are
+    masked in `state`."""
 
     def keep(old: Leaf, total: Leaf) -> Leaf:
         return old if tree.is_masked(old) else total
@@ -234,8 +234,8 @@ def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments, without `grad` and `value_fn`, as two dicts, those that are trees
-    of arrays and numbers, and all others, which are static.
+    """Return the extra arguments, without `grad` and `value_fn`, as two dicts, trees of arrays and
+    numbers, and static values.
 
     The two that are dropped concern only one gradient, not the mean of several.
     """

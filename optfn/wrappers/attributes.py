@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 class Inherit:
-    """The default of an attribute that the optimizer's own argument gives."""
+    """The default of an attribute that an argument of the optimizer gives."""
 
     def __repr__(self) -> str:
         return "<inherit>"
@@ -134,7 +134,7 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
     """Return by path the attributes that an optimizer, or one inside its wrappers and chains of
     optfn, gives to leaves of `params`, {} if there are none.
 
-    It does not find optimizers inside wrappers of other libraries.
+    It does not find optimizers inside wrappers that optfn did not make.
     """
     found: dict[str, ParamAttr] = {}
     if not isinstance(tx, core.Transform):
@@ -147,8 +147,8 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` limited to the leaves whose attributes `choose` selects, without a state for all
-    other leaves, whose updates are returned unchanged.
+    """Return `tx` limited to the leaves whose attributes `choose` selects. The remaining leaves
+    have no state, and their updates are unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -194,7 +194,7 @@ def apply_to_trained(
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
-        # Only where needed: transforms of other libraries do not take the argument.
+        # Only where needed: transforms of optax do not take the argument.
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
             extra["rate_factors"] = {path: attr.learning_rate for path, attr in attrs.items()}
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
@@ -272,13 +272,13 @@ def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
 
 def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
     """Return the gradients with untrained ones replaced by the update of a frozen leaf, −0.0 or
-    integer zeros, and all others unchanged."""
+    integer zeros."""
     return _freeze(_find_untrained(param_attrs, updates), updates, params)
 
 
 def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
     """Return the gradients with the update of a frozen leaf, −0.0 or integer zeros, at the paths
-    `frozen`, and all others unchanged.
+    `frozen`.
 
     A buffer of a Packed that has such a leaf is replaced as a whole.
     """
@@ -341,8 +341,8 @@ def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
 
 
 def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
-    """Raise a ValueError if attributes have factors of a weight decay other than 1, because the
-    optimizer `name` has no decay of its own."""
+    """Raise a ValueError if attributes have factors of a weight decay that are not 1, because the
+    optimizer `name` has no decay."""
     for pattern, attr in attrs.items():
         if attr.weight_decay != 1.0:
             raise ValueError(
@@ -387,9 +387,9 @@ def penalties_of_leaves(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
     """Return a transform for each distinct penalty, limited to its leaves, which is
-    `regularization` for leaves without their own, or [] if there is none.
+    `regularization` for leaves that inherit it, or [] if there is no penalty.
 
-    A leaf whose own penalty is None has no penalty.
+    A leaf whose attribute `regularization` is None has no penalty.
     """
 
     def has(penalty: object, attr: ParamAttr) -> bool:

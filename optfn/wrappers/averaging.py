@@ -81,8 +81,8 @@ def _select_statistics(extra: Mapping[str, Any]) -> PyTree:
 def add_statistics(
     opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
 ) -> OptState:
-    """Return a state of step 0 in which each average of params also has zeros to average the
-    floating-point arrays of the model state by the same weights.
+    """Add zeros to each average of params in a state of step 0, to average the floating-point
+    arrays of the model state by the same weights.
 
     Args:
       opt_state: the state of an optimizer.
@@ -198,19 +198,17 @@ _SUM_LENGTH = 16384
 
 
 def _move_to_third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Return the sums with s3 = s1 + s2 where a window ends, `close`, and all others unchanged."""
+    """Return the sums with s3 = s1 + s2 where a window ends, `close`."""
     return s1, s2, jnp.where(moves["close"], s1 + s2, s3)
 
 
 def _move_to_second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Return the sums with s2 = 0 where a window ends, else s2 = s1 + s2 where s1 is `full`, and
-    all others unchanged."""
+    """Return the sums with s2 = 0 where a window ends, else s2 = s1 + s2 where s1 is `full`."""
     return s1, jnp.where(moves["close"], 0, jnp.where(moves["full"], s1 + s2, s2)), s3
 
 
 def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
-    """Return the sums with s1 = 0 where it was moved, because it was `full` or a window ends, and
-    all others unchanged."""
+    """Return the sums with s1 = 0 where it was moved, because it was `full` or a window ends."""
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
@@ -227,8 +225,8 @@ def _warn_above_one(rate: Scalar) -> None:
 def model_average(
     average_window_rate: Number, *, min_average_window: int = 10000, max_average_window: int = 10000
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep sums of the parameters over a window of the last updates in the state, of which
-    `averaged_params` reads the mean, and return updates unchanged.
+    """Keep sums of the parameters over a window of the last updates in the state, and return
+    updates unchanged. `averaged_params` reads the mean.
 
         updates += 1;  acc += 1;  s1 += p                     p after the update
         if updates mod 16384 = 0:  s2 += s1;  s1 = 0
@@ -308,7 +306,7 @@ def read_average(state: OptState, params: Params) -> Params:
     before the first update and where a leaf has no average.
 
     The result shares no buffer with its arguments. Wrappers around leaves are kept. It raises a
-    ValueError if the average was made for other params.
+    ValueError if the average was made for different params.
     """
     if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
         # The buffers of an average lack the leaves that are frozen.
@@ -357,7 +355,7 @@ def make_average_template(
     kind: str, arrays: Collection[str], params: Params, model_state: PyTree
 ) -> OptState:
     """Return the state of an average at step 0, with zeros for the arrays that a checkpoint has of
-    it, and all others masked.
+    it, and the rest masked.
 
     Args:
       kind: the word of its type, "exponential_moving_average" or "model_average".

@@ -104,9 +104,9 @@ def master_weights(
     copies, each update compares up to 1,024 entries of each leaf with its master: if you edited the
     parameter by hand, or a link behind the masters changed the update, `make_train_step`,
     `minimize` and eager updates raise a ValueError that names the leaf, and so does a jitted loop
-    of your own on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`, and
-    `metrics` raises it. No update is changed. With a remainder your change is kept, and M is the
-    edited parameter moved by e, which is at most half a unit of its last place.
+    that you write, on a CPU. On a TPU or GPU the state of such a loop keeps the finding in `moved`,
+    and `metrics` raises it. No update is changed. With a remainder your change is kept, and M is
+    the edited parameter moved by e, which is at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.
@@ -201,7 +201,7 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
 
 def _choose_form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
     """Return the form of masters, which are copies in `dtype` if `bits` is None, else remainders
-    beside bfloat16, or raise a ValueError for other bits or dtypes."""
+    beside bfloat16, or raise a ValueError for unknown bits or dtypes."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
         return _make_copy_form(dtype)
@@ -298,7 +298,7 @@ def choose_masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformationExtraArgs]:
     """Return the wrapper for `multi_precision`, with copies for True, remainders for 32 or 24 and
-    no masters for False, or raise a TypeError for any other value."""
+    no masters for False, or raise a TypeError."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):

@@ -84,9 +84,9 @@ def record_metrics(
         expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
         leaves count in param_norm, but not inside a wrapper, which leaves them out; a training step
         has no gradient of them.
-      axis_name: if each worker has its own gradient, the mesh axes of the workers, to average the
+      axis_name: if workers have different gradients, the mesh axes of the workers, to average the
         squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
-        its own axes.
+        the axes of its workers.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
     the update; clip_factor, the smallest factor of the clips by norm in `tx`, or 1 without one;
@@ -229,7 +229,7 @@ def _is_recorder(x: object) -> bool:
 
 def _combine_workers(name: str, node: object) -> jax.Array:
     """Return a recorded scalar unchanged, or of one for each worker the root mean square if it is a
-    norm, and the smallest of any other value.
+    norm, else the smallest value.
 
     The factors of clips are at most 1, so the least is the strongest clip.
     """

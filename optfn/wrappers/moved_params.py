@@ -37,8 +37,8 @@ def sample(x: jax.Array) -> jax.Array:
     """Return at most 1,024 entries of the first row of an array, every s-th with s = ⌈length/1024⌉,
     or a scalar unchanged.
 
-    Where devices divide x, each takes these entries from its own shard: XLA would send whole shards
-    for entries side by side, and for a row that is not the first one.
+    Where devices divide x, each takes these entries from its shard: XLA would send whole shards for
+    entries side by side, and for a row that is not the first one.
     """
     if not x.ndim:
         return x

@@ -10,10 +10,10 @@ and state stay, bit for bit, in every link of a chain and in every label of a pa
 `drop_uncounted` makes it so after `update`, from the states before and after. A training step calls
 it, and so does `accumulate` for the optimizer inside. It reads of the state:
 
-* The field `skipped` of a guard counts the updates that it drops. The guard itself keeps what it
-  wraps.
-* `@traits(counts_weight=True)`: the transform decides by itself what an update without weight
-  changes: `accumulate` weighs several calls, and `exchange` keeps what it has not sent.
+* The field `skipped` of a guard counts the updates that it drops. The guard itself keeps the state
+  that it wraps.
+* `@traits(counts_weight=True)`: the transform itself chooses the arrays that an update without
+  weight changes: `accumulate` weighs several calls, and `exchange` keeps its residuals.
 * `@traits(goes_on=...)`: these fields go on in each case, such as `skipped`.
 """
 
@@ -43,8 +43,8 @@ def drop_uncounted(
     """Return updates, the state after them and None, or if an update may not count, updates of −0.0
     and the state before where it does not, and whether it does not.
 
-    Updates of integers are unchanged in both cases. Where the update has no weight, those of leaves
-    whose gradients `accumulate` sums are unchanged too: it decides by the weight of all its calls.
+    Updates of integers are unchanged in both cases. Where the update has no weight, so are the
+    updates of leaves whose gradients `accumulate` sums: it decides by the weight of all its calls.
 
     Args:
       updates: the updates that `update` returned.
@@ -94,8 +94,8 @@ def _is_guard(x: Any) -> bool:
 
 
 def _counts_weight(x: Any) -> bool:
-    """Tell whether `x` is the state of a transform that decides what an update without weight
-    changes."""
+    """Tell whether `x` is the state of a transform that itself chooses the arrays that an update
+    without weight changes."""
     return traits_of(x).counts_weight
 
 

@@ -1,11 +1,11 @@
 """Sharding constraints of a loss along axes that a `shard_map` has bound.
 
-Inside a `shard_map` an array is what one device has, and JAX refuses a constraint that divides it
-along a bound ("Manual") axis. There the constraint means nothing, so `drop_bound_axes` drops it:
+Inside a `shard_map` an array is the shard of one device, and JAX refuses a constraint that divides
+it along a bound ("Manual") axis. There the constraint means nothing, so `drop_bound_axes` drops it:
 
 1. It traces the function as if the compiler handled all axes. JAX then takes every constraint.
 2. It writes the bound axes into the program: into types and meshes, and out of the constraints.
-   Constraints along other axes stay.
+   Constraints along the remaining axes stay.
 3. It runs the program.
 
 Functions that a custom derivative keeps for later still hold the mesh of step 1, so the traced
@@ -53,8 +53,8 @@ def _trace_with_constraints(
     """Trace fn(*args) as if the compiler handled all axes, and return its program and the shapes of
     its results, or raise an error that bound axes do not explain.
 
-    Three other meshes are tried: where the function can be traced, and where not, shows what JAX
-    has refused.
+    Three further meshes are tried: the meshes where the function can be traced show the use of an
+    axis that JAX has refused.
 
     Args:
       error: the error where some axes of `mesh` are bound; raised again if they did not cause it.
@@ -69,7 +69,7 @@ def _trace_with_constraints(
 
     if not mesh.manual_axes:
         raise error
-    left: Exception = error  # what remains where JAX takes all constraints
+    left: Exception = error  # the error that remains where JAX takes all constraints
     try:
         traced = trace(mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto)))
     except NameError:  # The function uses a bound axis by its name.
@@ -90,7 +90,7 @@ def _explain_refusal(
     without a mesh, and None if it fails without a mesh too.
 
     Args:
-      error: what JAX has raised.
+      error: the error that JAX has raised.
       mesh: the abstract mesh, whose manual axes are bound.
       trace: traces the function on another mesh.
     """
@@ -126,7 +126,7 @@ def _explain_refusal(
 
 
 def _with_cause(error: ValueError, words: str) -> ValueError:
-    """Return a ValueError of `words` and JAX's own message, with JAX's error as its cause."""
+    """Return a ValueError of `words` and JAX's message, with JAX's error as its cause."""
     explained = ValueError(f"{words}. JAX says: {error}")
     explained.__cause__ = error
     return explained
@@ -211,7 +211,7 @@ class _Binding:
     def __init__(self, mesh: AbstractMesh) -> None:
         self._real, self._axes = mesh, mesh.manual_axes
         # The calls of a jitted function share its jaxpr, and XLA gets it once. The old jaxprs and
-        # contexts are kept, so that no other object gets their ids.
+        # contexts are kept, so that no new object gets their ids.
         self._found: dict[int, tuple[Any, Any]] = {}
 
     def bind_program(self, x: Any) -> Any:
@@ -262,8 +262,8 @@ class _Binding:
         return jex.Literal(value, self._type(a.aval))
 
     def _means_nothing(self, equation: Equation) -> bool:
-        """Tell whether an equation is a constraint on a mesh of which all axes are bound, and asks
-        for no layout in memory."""
+        """Tell whether an equation is a constraint on a mesh whose axes are all bound, and asks for
+        no layout in memory."""
         constraint = primitives.as_constraint(equation)
         if constraint is None or constraint.has_layout:
             return False
@@ -273,7 +273,7 @@ class _Binding:
 
     def _param(self, x: Any) -> Any:
         """Return a param of an equation with bound axes in its jaxprs, meshes and shardings, also
-        in tuples and lists, and any other param unchanged."""
+        in tuples and lists."""
         if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
             return self.bind_program(x)
         if isinstance(x, AbstractMesh | Mesh):
@@ -285,8 +285,8 @@ class _Binding:
         return type(x)(map(self._param, x)) if type(x) in (tuple, list) else x
 
     def _mesh(self, mesh: AbstractMesh | Mesh) -> AbstractMesh | Mesh:
-        """Return the abstract mesh with bound axes as manual ones, or a mesh with other axes, such
-        as the empty one, unchanged."""
+        """Return the abstract mesh with bound axes as manual ones, or a mesh that has different
+        axes, such as the empty one, unchanged."""
         if mesh.axis_names != self._real.axis_names:  # such as the empty mesh
             return mesh
         return mesh.abstract_mesh.update_axis_types(dict.fromkeys(self._axes, AxisType.Manual))

@@ -63,7 +63,7 @@ class Equations:
         return known
 
     def find_equations(self, targets: Iterable[Atom]) -> list[Equation]:
-        """Return the equations on which `targets` depend, in the order of the program."""
+        """Return the equations that `targets` depend on, in the order of the program."""
         needed = set(variables(targets))
         found = []
         for equation in reversed(self.equations):
@@ -80,7 +80,7 @@ class Equations:
 
     def find_live_equations(self) -> list[Equation]:
         """Return the equations that have side effects, or that the outputs or side effects depend
-        on, in order and without all others."""
+        on, in order."""
         effects = [e for e in self.equations if e.effects]
         needed = self.find_equations([*self.outputs, *(a for e in effects for a in e.invars)])
         found = {id(e) for e in [*needed, *effects]}
@@ -132,8 +132,8 @@ class Equations:
 def function_of_arrays(
     fn: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:
-    """Return `fn` as a function of the JAX arrays among its arguments, in a list, with all other
-    arguments, such as flags and sizes, bound, and that list."""
+    """Return `fn` as a function of the JAX arrays among its arguments, in a list, with the
+    remaining arguments, such as flags and sizes, bound, and that list."""
 
     def is_array(x: object) -> bool:
         return isinstance(x, jax.Array)
@@ -146,8 +146,7 @@ def function_of_arrays(
 
 
 def replace_leaves(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
-    """Return `tree` with each leaf that `chosen` accepts replaced by the next of `leaves`, and with
-    all other leaves unchanged."""
+    """Return `tree` with each leaf that `chosen` accepts replaced by the next of `leaves`."""
     remaining = iter(leaves)
     return jax.tree.map(lambda x: next(remaining) if chosen(x) else x, tree)
 
@@ -163,7 +162,8 @@ def variables(atoms: Iterable[Atom]) -> list[Variable]:
 
 
 def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
-    """Return the values of `atoms`: a literal's own, a variable's in the environment."""
+    """Return the values of `atoms`: a literal has its value, and the environment has a
+    variable's."""
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 
@@ -174,8 +174,8 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
 
 
 def bind(equation: Equation, *arguments: Value) -> list[Value]:
-    """Run an equation's primitive, with its params and context, on other values of its arguments,
-    and return the list of its results."""
+    """Run an equation's primitive, with its params and context, on new values of its arguments, and
+    return the list of its results."""
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
@@ -205,8 +205,8 @@ def run_equations(
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
-    """Run a jaxpr equation by equation, and the jitted functions in it the same way, but other
-    calls as one equation, and return its results."""
+    """Run a jaxpr equation by equation, and the jitted functions in it the same way, but calls of
+    any other kind as one equation, and return its results."""
     values = bindings(closed.jaxpr.constvars, closed.consts)
     values |= bindings(closed.jaxpr.invars, arguments)
     equations = list(closed.jaxpr.eqns)

@@ -14,8 +14,8 @@ class UncountableError(Exception):
 
 
 def count_product_flops(equation: Equation) -> float | None:
-    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, or None for any
-    other equation.
+    """Return the FLOPs of a product or a convolution, 2 for each multiply-add, or None if the
+    equation is neither.
 
     The holes and the padding of a convolution, such as the gradient of a strided one has, do not
     count.
@@ -31,10 +31,10 @@ def count_product_flops(equation: Equation) -> float | None:
 
 
 def count_flops(equations: Iterable[Equation]) -> float:
-    """Return the FLOPs of equations: of a product its own, 0 for moved entries, and 1 for each
-    entry of any other result.
+    """Return the FLOPs of equations: `count_product_flops` of a product, 0 for moved entries, and 1
+    for each entry of the remaining results.
 
-    A scan counts all its turns, another loop one of them, and a cond its dearest branch.
+    A scan counts all its turns, a `while` one turn, and a cond its dearest branch.
     """
 
     def count(equation: Equation) -> float | None:

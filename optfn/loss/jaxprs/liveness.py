@@ -1,4 +1,4 @@
-"""The equations of a program that its results need: compilers remove the others."""
+"""The equations of a program that its results need: compilers remove the rest."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

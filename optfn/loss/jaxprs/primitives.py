@@ -1,10 +1,10 @@
-"""What equations say. JAX's names of primitives, and of their params, stand in this file alone.
+"""Views of equations. JAX's names of primitives, and of their params, stand in this file alone.
 
 Where JAX renames a primitive, or moves a param, its new form is added to the view here. A view
 (`as_…`) has the params of an equation of one kind, and is None for an equation of another kind.
 
-JAX 0.12 has the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3, with which a checkpoint, a
-name and a custom derivative are all one primitive, whose param `_prim` tells which.
+JAX 0.12 has the flags jax_remat3, jax_custom_jvp3 and jax_custom_vjp3: with them a checkpoint, a
+name and a custom derivative are one primitive, whose param `_prim` tells them apart.
 """
 
 import math
@@ -24,7 +24,7 @@ Equation: TypeAlias = jex.JaxprEqn
 Jaxpr: TypeAlias = jex.Jaxpr
 T = TypeVar("T")
 
-# The scope in which JAX puts what a checkpoint runs again in the backward pass.
+# JAX's scope for the equations that a checkpoint runs again in the backward pass.
 RECOMPUTED = "rematted_computation"
 # Since JAX 0.11.2 XLA ends the process for some orders of the axes of nested `shard_map`.
 NESTS_AXES_IN_ANY_ORDER = jax.__version_info__ < (0, 11, 2)
@@ -132,7 +132,7 @@ class Call(NamedTuple):
 
 def as_call(equation: Equation) -> Call | None:
     """Return the function that an equation runs once on its operands, such as a jitted one or a
-    checkpoint, or None for any other equation."""
+    checkpoint, or None."""
     name, params = name_of(equation), _params_of(equation)
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _CALLS or inner is None:
@@ -142,7 +142,8 @@ def as_call(equation: Equation) -> Call | None:
 
 
 class Checkpoint(NamedTuple):
-    """A `jax.checkpoint`: its function, its policy, and whether XLA may merge what it repeats."""
+    """A `jax.checkpoint`: its function, its policy, and whether XLA must not merge the equations
+    that it repeats with the first ones."""
 
     body: Jaxpr
     policy: Callable[..., Any] | None
@@ -150,7 +151,7 @@ class Checkpoint(NamedTuple):
 
 
 def as_checkpoint(equation: Equation) -> Checkpoint | None:
-    """Return the `jax.checkpoint` that an equation is, or None for any other equation."""
+    """Return the `jax.checkpoint` that an equation is, or None."""
     call = as_call(equation)
     if call is None or name_of(equation) not in _CHECKPOINTS:
         return None
@@ -208,8 +209,8 @@ class Scan(NamedTuple):
 
 
 def as_scan(equation: Equation) -> Scan | None:
-    """Return the scan that an equation is, or None for any other equation and for a scan whose
-    params have an unknown form."""
+    """Return the scan that an equation is, or None, also for a scan whose params have an unknown
+    form."""
     params = equation.params
     if equation.primitive.name != "scan":
         return None
@@ -240,7 +241,7 @@ class While(NamedTuple):
 
 
 def as_while(equation: Equation) -> While | None:
-    """Return the while loop that an equation is, or None for any other equation."""
+    """Return the while loop that an equation is, or None."""
     if equation.primitive.name != "while":
         return None
     params = equation.params
@@ -250,7 +251,7 @@ def as_while(equation: Equation) -> While | None:
 
 def as_branches(equation: Equation) -> list[Jaxpr] | None:
     """Return the branches of a `lax.cond` or `lax.switch`, whose first operand is the index, or
-    None for any other equation."""
+    None."""
     if equation.primitive.name != "cond":
         return None
     return [branch.jaxpr for branch in equation.params["branches"]]
@@ -258,7 +259,7 @@ def as_branches(equation: Equation) -> list[Jaxpr] | None:
 
 def as_platform_branch(equation: Equation, platform: str) -> Call | None:
     """Return the branch of a `lax.platform_dependent` for a platform, as a function of the operands
-    behind the first, or None for any other equation."""
+    behind the first, or None."""
     platforms = equation.params.get("branches_platforms")
     if equation.primitive.name != "cond" or platforms is None:
         return None
@@ -303,7 +304,7 @@ class Constraint(NamedTuple):
 
 
 def as_constraint(equation: Equation) -> Constraint | None:
-    """Return the sharding constraint that an equation is, or None for any other equation."""
+    """Return the sharding constraint that an equation is, or None."""
     if equation.primitive.name != "sharding_constraint":
         return None
     return Constraint(equation.params["sharding"], bool(equation.params["layout"]))
@@ -342,13 +343,13 @@ def as_cast(equation: Equation) -> Any:
 
 
 def as_transpose(equation: Equation) -> tuple[int, ...] | None:
-    """Return the order of the axes of a transpose, or None for any other equation."""
+    """Return the order of the axes of a transpose, or None."""
     return equation.params["permutation"] if equation.primitive.name == "transpose" else None
 
 
 def as_reshape(equation: Equation) -> tuple[int, ...] | None:
-    """Return the new shape if an equation is a reshape, or None for any other equation and for a
-    reshape that moves entries or has a sharding."""
+    """Return the new shape if an equation is a reshape, or None, also for a reshape that moves
+    entries or has a sharding."""
     params = equation.params
     if equation.primitive.name != "reshape":
         return None
@@ -372,7 +373,7 @@ def draws_bits(equation: Equation) -> bool:
 
 def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
     """Return for each operand of an equation whether row i of its results reads row i of it alone,
-    with False for an operand that it reads whole; or None if its rows depend on others.
+    with False for an operand that it reads whole; or None if a row depends on further rows.
 
     A row is an index of the first axis. With `cut_rows` such an equation runs on some rows.
     """
@@ -410,8 +411,8 @@ def as_row_rule(equation: Equation) -> tuple[bool, ...] | None:
 
 
 class Fold(NamedTuple):
-    """A reduction of all rows: the operation that joins its results on some rows and on others, and
-    its result on no rows."""
+    """A reduction of all rows: the operation that joins its results on two sets of rows, and its
+    result on no rows."""
 
     join: Callable[[Any, Any], Any]
     first: Any
@@ -491,7 +492,7 @@ class RowLookup(NamedTuple):
 
 def as_row_lookup(equation: Equation) -> RowLookup | None:
     """Return the lookup if an equation reads whole rows of its first operand by a gather or a
-    slice, or None for any other equation."""
+    slice, or None."""
     name, params = equation.primitive.name, equation.params
     if not is_lookup(equation):
         return None
@@ -528,7 +529,7 @@ def begins_product(equation: Equation) -> bool:
     return equation.primitive.name in ("dot_general", "transpose")
 
 
-# Products, and what XLA fuses.
+# Products and fusions of XLA.
 
 
 class Contraction(NamedTuple):
@@ -536,7 +537,7 @@ class Contraction(NamedTuple):
 
     summed: the dimensions of its left operand that are summed.
     groups: how many groups divide these dimensions, at least 1.
-    summed_right: those of its right operand.
+    summed_right: the summed dimensions of its right operand.
     batch: the dimensions of each operand that count products; they come first in the result.
     """
 
@@ -547,7 +548,7 @@ class Contraction(NamedTuple):
 
 
 def as_product(equation: Equation) -> Contraction | None:
-    """Return the product of matrices that an equation is, or None for any other equation."""
+    """Return the product of matrices that an equation is, or None."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (summed, summed_right), batch = params["dimension_numbers"]
@@ -584,7 +585,7 @@ class Convolution(NamedTuple):
 
 
 def as_convolution(equation: Equation) -> Convolution | None:
-    """Return the convolution that an equation is, or None for any other equation."""
+    """Return the convolution that an equation is, or None."""
     if equation.primitive.name != "conv_general_dilated":
         return None
     params = equation.params
@@ -639,11 +640,11 @@ def _has_only(names: frozenset[str], equation: Equation) -> bool:
 
 
 class CollectiveCall(NamedTuple):
-    """A collective of a device with the others along some axes.
+    """A collective of the devices along some axes.
 
     axes: the names of the mesh axes.
-    group: how many devices send to each other, if it is not all along the axes; else None.
-    way: "all-reduce", "all-gather", "scatter" (each sends the others a share, as reduce-scatter
+    group: how many devices are in a group, if it is not all along the axes; else None.
+    way: "all-reduce", "all-gather", "scatter" (each device sends each a share, as reduce-scatter
       and all-to-all do) or "permute".
     num_bytes: the bytes of each operand; result i is made of operand i.
     """
@@ -675,7 +676,7 @@ _COLLECTIVES = {
 
 
 def as_collective(equation: Equation) -> CollectiveCall | None:
-    """Return the collective that an equation is, or None for any other equation."""
+    """Return the collective that an equation is, or None."""
     way, params = _COLLECTIVES.get(equation.primitive.name), equation.params
     if way is None:
         return None
@@ -690,5 +691,5 @@ def as_collective(equation: Equation) -> CollectiveCall | None:
 def has_side_effects(equation: Equation) -> bool:
     """Tell whether an equation does more than return results, such as print, where to read the name
     of a bound axis does not count."""
-    # JAX marks what reads the name of a bound axis too.
+    # JAX marks equations that read the name of a bound axis too.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)

@@ -23,7 +23,7 @@ def select_inexact_leaves(tree: PyTree) -> list[Leaf]:
 
 
 def replace_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
-    """Return a tree with its inexact leaves replaced, in order, and all other leaves unchanged."""
+    """Return a tree with its inexact leaves replaced, in order."""
     return replace_leaves(_is_inexact, tree, replacements)
 
 

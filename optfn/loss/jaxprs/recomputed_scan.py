@@ -1,7 +1,7 @@
 """A scan over shards of layers, which the backward pass gathers and recomputes one by one.
 
-JAX would make the backward pass from the equations of the forward pass. Here it is a scan of its
-own, in one `custom_vjp` over all layers:
+JAX would make the backward pass from the equations of the forward pass. Here it is a second scan,
+in one `custom_vjp` over all layers:
 
     forward    gather layer l, run it, keep its input
     backward   gather layer l again, recompute it from its input, pull the cotangents back, and
@@ -75,7 +75,7 @@ def scan_recomputed(
       run: the body: [*constants, *carry, *layer] -> [*carry, *results].
       constants: values that are the same for all layers.
       init: the first carry.
-      stacks: what the scan runs over; a ShardedParam is divided within each layer.
+      stacks: the arrays that the scan runs over; a ShardedParam is divided within each layer.
       order: the order of the layers.
     """
     constants, init = [tree.as_array(x) for x in constants], [tree.as_array(x) for x in init]
@@ -102,7 +102,7 @@ def scan_recomputed(
         def body(state: tuple[Arrays, Arrays], number: jax.Array) -> tuple[Any, Arrays]:
             carry, sums = state
             weights = constants, _take_layer(stacks, number)
-            # As JAX names what a checkpoint runs again, for profiles and for `count_model_flops`.
+            # JAX's name for equations that run again: profiles and `count_model_flops` read it.
             with jax.named_scope(RECOMPUTED):
                 _, pull_back = pullback(run_layer, weights, _take_layer(inputs, number), None)
             of_weights, carry = pull_back([*carry, *_take_layer(of_results, number)])
@@ -139,7 +139,7 @@ def _select_gradients(cotangents: Sequence[Any]) -> Arrays:
 
 def _as_cotangent(values: Any, gradients: Sequence[Any]) -> Any:
     """Return a tree like `values` with the gradients, in order, in place of its inexact leaves, and
-    None in place of others."""
+    None in place of the rest."""
     remaining = iter(gradients)
     return jax.tree.map(
         lambda x: next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else None, values

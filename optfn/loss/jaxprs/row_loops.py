@@ -9,8 +9,8 @@ computes and stores a chunk at a time:
                                no, or read none:           as they are, between the loops
 
 An equation that needs the result of a loop as a whole, such as a norm, waits for this loop, and the
-loops that need its own result come after it. They are the phases of a program. An array on the host
-that such an equation reads is fetched whole.
+loops that need the equation's result come after it. They are the phases of a program. An array on
+the host that such an equation reads is fetched whole.
 """
 
 import itertools
@@ -31,7 +31,8 @@ from optfn.loss.jaxprs.equations import Equations, Override, Value, run_equation
 from optfn.loss.jaxprs.primitives import Atom, Call, Equation, Variable, type_of
 from optfn.mesh.compilers import memories
 
-# From the shape of an array to how many devices divide its first axis, and all others together.
+# From the shape of an array to how many devices divide its first axis, and the remaining axes
+# together.
 Divide = Callable[[tuple[int, ...]], tuple[int, int]]
 
 CHUNK = 16 << 20  # bytes of a chunk of one array, on one device
@@ -43,8 +44,8 @@ def run_by_rows(
     """Return fn(*args), traced, with loops over chunks of the arguments that lie on the host.
 
     Args:
-      fn: a function of trees of arrays, whose result begins with the leaves that replace those of
-        its arguments, in order. They are updated in place, and lie in the same memory.
+      fn: a function of trees of arrays, whose result begins with the leaves that replace the leaves
+        of its arguments, in order. They are updated in place, and lie in the same memory.
       args: its arguments.
       divide: how devices divide an array of a shape.
       platform: the platform whose branches run, as `jax.lax.platform_dependent` names it.
@@ -59,8 +60,9 @@ def run_by_rows(
 
 
 def _open(equations: Iterable[Equation], platform: str) -> dict[int, Override]:
-    """Return what runs in place of equations so that those inside of calls show: the equations of
-    each call and of the branches for a platform, without barriers of several arrays."""
+    """Return functions that run in place of equations, so that the equations inside of calls show:
+    the equations of each call and of the branches for a platform, without barriers of several
+    arrays."""
     found: dict[int, Override] = {}
     for equation in equations:
         call = primitives.as_call(equation)
@@ -162,11 +164,10 @@ class _RowProgram:
     def _run_whole(
         self, fetched: dict[int, Value], equation: Equation, *operands: Value
     ) -> list[Value]:
-        """Run an equation outside of the loops over chunks, with those of its operands fetched that
-        lie on the host.
+        """Run an equation outside of the loops over chunks, and fetch its operands from the host.
 
         Of a slice only its part is fetched, and of a `while` that updates arrays on the host only
-        what its body reads, by rows.
+        the rows that its body reads.
 
         Args:
           fetched: the arrays that have been fetched, by the id of the one on the host.
@@ -212,7 +213,7 @@ class _RowProgram:
 
     def _find_phases(self) -> tuple[dict[int, int], defaultdict[int, set[Variable]]]:
         """Return the phase of each equation that runs outside of loops, by id, and for each phase
-        the variables that its loops make for others."""
+        the variables that its loops make for later equations."""
         phases: dict[int, int] = {}
         wanted: defaultdict[int, set[Variable]] = defaultdict(set)
         phase_of: defaultdict[Atom, int] = defaultdict(int)
@@ -234,7 +235,7 @@ class _RowProgram:
         return phases, wanted
 
     def _find_loop(self, results: Sequence[Variable]) -> tuple[list[Equation], list[Variable]]:
-        """Return the equations that make some variables from what is known and from the results of
+        """Return the equations that make some variables from known values and from the results of
         earlier loops, in order, and the variables that they read by row."""
         stack, found, rows = [*results], set(), dict[Variable, None]()
         while stack:
@@ -267,15 +268,16 @@ class _RowProgram:
         """Make the results of a loop, each in place of the array that it replaces, if there is one.
 
         Args:
-          equations: those of the loop, in order.
+          equations: the equations of the loop, in order.
           rows: the arrays that they read by row.
-          results: those of their results that are kept.
+          results: their results that are kept.
         """
         shape = max((type_of(v).shape for v in (*rows, *results)), key=math.prod)
         view = _View.of(shape, *self.divide(shape))
         folds = [self.folds.get(v) for v in results]
         replaced = [None if v in self.folds else self.replaced.get(v) for v in results]
-        # What a loop overwrites it must read from its carry: another use would keep a copy.
+        # A loop must read an array that it overwrites from its carry: another use would keep a
+        # copy.
         fixed = {v: view.split(self.values[v]) for v in rows if v not in replaced}
 
         def run_chunk(start: Value, size: int, carry: list[Value]) -> list[Value]:
@@ -304,8 +306,8 @@ class _RowProgram:
             self.values[v] = view.join(x) if fold is None else x
 
     def _begin(self, v: Variable, view: "_View") -> Value:
-        """Return the array in which a loop makes a variable: the array that it replaces, split, or
-        a new one."""
+        """Make the array for a variable of a loop: the array that it replaces, split, or a new
+        one."""
         shape, dtype, old = type_of(v).shape, type_of(v).dtype, self.replaced.get(v)
         if v in self.folds:
             return jnp.full(shape, self.folds[v].first, dtype)
@@ -313,7 +315,7 @@ class _RowProgram:
 
 
 class _View(NamedTuple):
-    """An array as (devices, rows, …), of which each device has `rows` rows, a `size` at a time."""
+    """An array as (devices, rows, …): each device has `rows` rows, and a chunk `size` of them."""
 
     devices: int
     rows: int
@@ -339,12 +341,12 @@ class _View(NamedTuple):
         return x.reshape(self.devices * self.rows, *x.shape[2:])
 
     def cut(self, x: Value, start: Value, size: int) -> Value:
-        """Return rows of each device in a split array, one device after the other."""
+        """Return rows of each device in a split array, in the order of devices."""
         rows = lax.dynamic_slice_in_dim(x, start, size, 1)
         return rows.reshape(self.devices * size, *x.shape[2:])
 
     def put(self, x: Value, rows: Value, start: Value) -> Value:
-        """Return a split array with other rows, which go to its memory."""
+        """Return a split array with new rows, which go to its memory."""
         rows = memories.to_host(rows) if memories.is_on_host(x) else rows
         rows = rows.reshape(self.devices, -1, *x.shape[2:])
         return lax.dynamic_update_slice_in_dim(x, rows, start, 1)

@@ -5,13 +5,13 @@ A loss is traced for whole params, and its equations run on the shards that a de
 1. An operation on a param and literals, such as a cast, waits until the param is gathered.
 2. A jitted function and a `jax.checkpoint` run in the same way, with their gathers inside.
 3. A scan over stacked params takes the shards of all layers, and its body gathers its layer.
-4. Any other equation gathers the params that it reads.
+4. Each remaining equation gathers the params that it reads.
 
-The backward pass gathers a layer again, so that no device ever keeps all layers. All other values
-are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
+The backward pass gathers a layer again, so that no device ever keeps all layers. The remaining
+values are kept or recomputed as the loss says: an equation of a scan that reads a layer runs in a
 `jax.checkpoint` that keeps all values but gathered ones, and a checkpoint in the loss runs with the
 gathers inside and with the policy of its author. `scan_layers` recomputes each layer as a whole,
-and its scan has a backward pass of its own (`recomputed_scan.py`).
+and its scan has a special backward pass (`recomputed_scan.py`).
 """
 
 import dataclasses
@@ -85,13 +85,12 @@ class _Interpreter:
         return self.gather(read(values, jaxpr.outvars))
 
     def gather(self, operands: Iterable[Value]) -> list[Value]:
-        """Gather the whole value of each ShardedParam among the operands, and return all others
-        unchanged."""
+        """Gather the whole value of each ShardedParam among the operands."""
         return gather_params(operands, self.by_name)
 
     def run_equation(self, equation: Equation, *operands: Value) -> list[Value]:
         """Run an equation as JAX does if no operand is a ShardedParam, else let it wait, enter the
-        function inside of it, or gather what it reads."""
+        function inside of it, or gather its operands."""
         if not any(isinstance(x, ShardedParam) for x in operands):
             return bind(equation, *operands)
         if (waiting := _delay(equation, operands)) is not None:
@@ -107,7 +106,7 @@ class _Interpreter:
 
     def _run_scan(self, equation: Equation, scan: Scan, operands: Sequence[Value]) -> list[Value]:
         """Run a scan whose body gathers its layer of each stack that is divided within layers, and
-        gather all other sharded operands whole before it."""
+        gather the remaining sharded operands whole before it."""
         constants, init, elements = scan.split(operands)
         constants, init = self.gather(constants), self.gather(init)
         stacks: list[Value] = []
@@ -170,8 +169,7 @@ def _delay(equation: Equation, operands: Sequence[Value]) -> ShardedParam | None
 
 
 def _delay_first(equation: Equation, values: Environment) -> ShardedParam | None:
-    """Return `_delay` of an equation that reads one variable, a ShardedParam, and None for any
-    other equation."""
+    """Return `_delay` of an equation that reads one variable, a ShardedParam, else None."""
     reads = variables(equation.invars)
     if len(reads) == 1 and isinstance(values.get(reads[0]), ShardedParam):
         return _delay(equation, read(values, equation.invars))
@@ -192,9 +190,9 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:
-    """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy,
-    all of which the backward pass recomputes from its inputs. A layer that saves values on the host
-    is none."""
+    """Tell whether a scan's body is a layer of `scan_layers`, or one checkpoint without a policy:
+    the backward pass recomputes both from their inputs. A layer that saves values on the host is
+    none."""
     names = [primitives.name_of_value(e) for e in jaxpr.eqns]
     calls = [e for e, name in zip(jaxpr.eqns, names, strict=True) if name is None]
     if LAYER in names or len(calls) != 1:
@@ -261,7 +259,8 @@ def _has_checkpoint(equation: Equation) -> bool:
 
 
 def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a policy for a checkpoint that keeps what `policy` keeps, but no gathered array."""
+    """Return a policy for a checkpoint that keeps the results that `policy` keeps, except gathered
+    arrays."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
         return not primitives.is_composite(primitive, params, GATHERED) and policy(

@@ -59,7 +59,7 @@ class Operation:
     @classmethod
     def of(cls, equation: Equation) -> "Operation | None":
         """Return the operation if an equation is a transpose, a plain reshape, a cast or arithmetic
-        on one variable and literals, or None for any other equation."""
+        on one variable and literals, else None."""
         order, sizes = primitives.as_transpose(equation), primitives.as_reshape(equation)
         is_known = order is not None or sizes is not None or primitives.is_same_on_layers(equation)
         is_unary = len(variables(equation.invars)) == 1
@@ -133,8 +133,8 @@ class ShardedParam:
 
     @functools.cached_property
     def gathered_by_name(self) -> jax.Array:
-        """The whole value, under a name by which the policy of a checkpoint finds it."""
-        # A policy sees the equations inside of other calls, but only the name of a composite.
+        """The whole value, under a name that the policy of a checkpoint finds."""
+        # A policy sees the equations inside of a jitted call, but only the name of a composite.
         named = lax.composite(ShardedParam.gather, GATHERED)
         value = jax.custom_vjp(named)
 
@@ -170,18 +170,18 @@ class ShardedParam:
         return ShardedParam(shard, tuple(operations))
 
     def layer(self, array: jax.Array) -> "ShardedParam":
-        """Return one layer of what `divide_within_layers` returns, from its shard."""
+        """Return one layer of the result of `divide_within_layers`, from its shard."""
         return dataclasses.replace(self, shard=self.shard.layer(array))
 
 
 def is_sharded_param(x: object) -> bool:
-    """Tell whether `x` is a ShardedParam, a param of which this device has a shard."""
+    """Tell whether `x` is a ShardedParam, this device's shard of a param."""
     return isinstance(x, ShardedParam)
 
 
 def gather_params(operands: Iterable[Value], by_name: bool = False) -> list[Value]:
     """Gather the whole value of each ShardedParam among the operands, by name for checkpoints if
-    `by_name`, and return all others unchanged."""
+    `by_name`."""
     whole = []
     for x in operands:
         if isinstance(x, ShardedParam):

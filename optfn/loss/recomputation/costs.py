@@ -107,8 +107,8 @@ def _find_materialized(equations: Iterable[Equation], outputs: Iterable[Atom]) -
 def _find_sources(
     program: Equations, targets: Iterable[Variable], written: set[Variable]
 ) -> set[Variable]:
-    """Return the variables in `written`, and the inputs, from which fusions compute `targets`,
-    where a target in `written` is its own source."""
+    """Return the variables in `written`, and the inputs, that the fusions of `targets` read, where
+    a target in `written` stands for itself."""
     sources = set(targets)
     for equation in reversed(program.equations):
         for computed in sources.intersection(equation.outvars) - written:

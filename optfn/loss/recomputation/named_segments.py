@@ -85,7 +85,7 @@ class _Segment(NamedTuple):
 
 def _make_segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     """Return the segments of a program cut after its named values, each with the variables that it
-    reads, and its own that later segments or the result read."""
+    reads, and the variables that later segments or the result read of it."""
     runs = _split_at_names(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []

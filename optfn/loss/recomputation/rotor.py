@@ -105,7 +105,7 @@ class Rotor:
         return self._find_best(0, len(self.costs) - 1, self._to_units(budget))
 
     def predict_bytes(self, budget: float) -> float:
-        """Return the fewest bytes, by the table, with which a segmentation needs no more FLOPs than
+        """Return the fewest bytes, by the table, of a segmentation that needs no more FLOPs than
         the best one within `budget`."""
         flops = self.flops_by_memory[self._to_units(budget)]
         return int((self.flops_by_memory <= flops).argmax()) * self.unit

@@ -61,8 +61,7 @@ class Division(NamedTuple):
 
 
 def divisions_of(spec: PartitionSpec, names: Collection[Any]) -> list[Division]:
-    """Return the dimensions that a spec divides over some of `names`, each with these axes, and
-    leave out all other dimensions."""
+    """Return the dimensions that a spec divides over some of `names`, each with these axes."""
     entries = enumerate(restrict_spec(spec, names))
     return [Division(dimension, to_axes(entry)) for dimension, entry in entries if entry]
 
@@ -104,8 +103,8 @@ def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
 
 
 def vma_axes(names: Axes) -> Axes:
-    """Return the axes over which JAX tracks variation, of the bound axes `names`: a `shard_map`
-    with `check_vma=True` has bound them."""
+    """Return those of the bound axes `names` whose variation JAX tracks: a `shard_map` with
+    `check_vma=True` has bound them."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 

@@ -135,7 +135,7 @@ ONE_WORKER = Workers()
 
 
 def join_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
-    """Return the step's workers, or one worker if it passes none, with the wrapper's own axes
+    """Return the step's workers, or one worker if it passes none, with the axes of the wrapper
     added, or raise a ValueError if an axis is not bound.
 
     Args:

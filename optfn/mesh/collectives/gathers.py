@@ -31,8 +31,8 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def all_gather_shards(x: jax.Array, divisions: Iterable[Division]) -> jax.Array:
-    """Gather a whole array from its shards, one divided dimension after the other, or return x
-    unchanged without divisions."""
+    """Gather a whole array from its shards, one divided dimension at a time, or return x unchanged
+    without divisions."""
     for dimension, names in divisions:
         x = torus.all_gather_along(x, names, dimension)
     return x

@@ -61,10 +61,10 @@ def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
 
 def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
-    """Cast the real floating-point arrays of a tree to a dtype and return every other leaf
-    unchanged, or the whole tree if `dtype` is None.
+    """Cast the real floating-point arrays of a tree to a dtype, or return the tree unchanged if
+    `dtype` is None.
 
-    The other leaves are integers, complex numbers, rows and masked leaves.
+    Integers, complex numbers, rows and masked leaves stay as they are.
     """
 
     def cast(leaf: Leaf) -> Leaf:
@@ -76,8 +76,8 @@ def cast_floats(x: PyTree, dtype: DType | None) -> PyTree:
 
 
 def _cast_like(x: PyTree, like: PyTree) -> PyTree:
-    """Cast each array whose leaf in `like` is a floating-point array to the dtype of that leaf, and
-    return rows and all other leaves unchanged."""
+    """Cast each array whose leaf in `like` is a floating-point array to the dtype of that leaf, but
+    no rows."""
 
     def cast(leaf: Leaf, before: Leaf) -> Leaf:
         is_float = tree.is_inexact(before) and not isinstance(before, LeafKind)
@@ -106,7 +106,8 @@ def mean_over_workers(
       x: the gradients, a tree with the paths of the params.
       metrics: arrays that are whole on each device, such as the loss.
       workers: the workers; their axes may be a part of the axes of a step.
-      dtype: the dtype for adding and sending gradients; None: their own. Means have their own.
+      dtype: the dtype for adding and sending gradients; None: the gradients' dtype. The means have
+        the gradients' dtype in any case.
     """
     if dtype is not None:
         wide, metrics = mean_over_workers(cast_floats(x, dtype), metrics, workers)
@@ -134,7 +135,7 @@ def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> Py
     The axes may be worker axes or shard axes. The sum of integers has at least 32 bits. The mean of
     a row-sparse leaf has the rows of all devices. A PRNG key becomes the first device's key. Leaves
     of float0 are returned unchanged. Small leaves share one all-reduce. Gradients are added and
-    sent in `dtype`, or in their own if it is None.
+    sent in `dtype`, or in their dtype if it is None.
     """
     if not axis_name:
         return x
@@ -166,14 +167,14 @@ def mean_over_axes(x: PyTree, axis_name: Axes, dtype: DType | None = None) -> Py
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which integers or bools are summed, which is their own, or int32 if that
-    has fewer than 32 bits."""
+    """Return the dtype for sums of integers or bools: the dtype of x, or int32 if it has fewer than
+    32 bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf and worker 0's value of any other
-    leaf, or x unchanged without axes."""
+    """Return the mean over workers of each floating-point leaf and worker 0's value of each integer
+    or key, or x unchanged without axes."""
     if not axis_name:
         return x
     is_first = lax.axis_index(axis_name) == 0
@@ -213,8 +214,8 @@ def mean_scatter(
       mesh: the mesh of these axes.
       compressor: encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.
-      dtype: the dtype for adding and sending a real array without a compressor; None: its own. The
-        mean has the dtype of x.
+      dtype: the dtype for adding and sending a real array without a compressor; None: the dtype of
+        x. The mean has the dtype of x.
     """
     given = x.dtype
     if compressor is None:

@@ -22,7 +22,7 @@ def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of `fn` over the axes `names`, without axes that an enclosing
-    `shard_map` has bound. All other axes are left to the compiler.
+    `shard_map` has bound. The remaining axes are left to the compiler.
 
     If an enclosing `shard_map` has bound axes, the mesh comes from the context. The collectives in
     `fn` follow the torus of the mesh.
@@ -47,7 +47,7 @@ def shard_map(
 
 def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     """Return the product of the sizes of mesh axes, 1 for None, or raise a ValueError if the mesh
-    lacks an axis and a TypeError for what is no mesh or name.
+    lacks an axis and a TypeError for an argument of another type.
 
     Raises:
       TypeError: `mesh` is not a mesh, or `axis_name` not a name.

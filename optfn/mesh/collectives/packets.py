@@ -180,8 +180,7 @@ def all_gather_slices(
     """Send the packet of the slice that this worker owns to all workers, and return the decoded
     slices of all of them, the packet, and the states of `encode`.
 
-    Every worker decodes the packets, and so does the owner with its own packet: all workers get the
-    same bits.
+    Every worker decodes all packets, the owner too: all workers get the same bits.
 
     Args:
       owned: the slice of each array that a worker owns.
@@ -201,7 +200,7 @@ def mean_scatter_packets(
     x: jax.Array, dimension: int, names: Axes, compressor: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Send slices of an array as packets, and return this device's shard, along one dimension, of
-    the mean over devices of what they decode to, in the dtype of x.
+    the mean over devices of the decoded packets, in the dtype of x.
 
     Args:
       x: the array of each device.

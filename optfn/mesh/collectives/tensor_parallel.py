@@ -42,7 +42,7 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
     """
     names = mesh_axes.check_axis_names("axis_name", axis_name)
     mesh_axes.check_axes_bound("copy_to", names)
-    # Where JAX tracks variation, its own transpose of the mark is the sum.
+    # Where JAX tracks variation, JAX's transpose of the mark is the sum.
     if mesh_axes.vma_axes(names):
         return jax.tree.map(lambda leaf: mesh_axes.mark_varying(leaf, names), x)
     return _copy_to(names, x)
@@ -83,6 +83,6 @@ def _make_linear(forward: Function, backward: Function) -> Callable[[Axes, PyTre
     return fn
 
 
-# The two are transposes of each other.
+# Each is the transpose of its counterpart.
 _copy_to = _make_linear(lambda x, axes: x, lax.psum)
 _sum_over = _make_linear(lax.psum, lambda x, axes: x)

@@ -5,16 +5,15 @@ reduce-scatter starts with the last axis, and an all-gather with the first.
 
 On a TPU, XLA turns a reduce-scatter over two or more dimensions of the torus of chips into an
 all-reduce of the whole array. An all-gather suffers the same over three dimensions, or over two if
-its result is at most 16 MiB. So each collective here spans fewer dimensions, and several phases
-follow each other. Together they send the same bytes. A scatter divides along the outermost
-dimension first, and a gather joins along the innermost ones first, so that the array of a device
-stays contiguous.
+its result is at most 16 MiB. So each collective here spans fewer dimensions, and has several
+phases. Together they send the same bytes. A scatter divides along the outermost dimension first,
+and a gather joins along the innermost ones first, so that the array of a device stays contiguous.
 
 The last phase of a gather has nearly all bytes, so it is the one over two dimensions. On the sparse
 cores of v5p and v6e (`overlap_options`) it uses the links of both: half of the array goes along the
-first dimension and then the second, the rest the other way round. Where the step has these options,
-so does the first phase of a scatter, whose slices are stacked on a leading axis. In three
-dimensions both are one ring through all chips, which is no faster.
+first dimension and then the second, the rest in reverse order. Where the step has these options, so
+does the first phase of a scatter, whose slices are stacked on a leading axis. In three dimensions
+both are one ring through all chips, which is no faster.
 """
 
 import contextlib
@@ -38,8 +37,8 @@ class PhaseOfCollective(NamedTuple):
     """One phase of a hierarchical collective.
 
     axis: the mesh axis.
-    groups: for each group of devices that talk to each other, their numbers along the axis; None if
-      all devices along the axis are one group.
+    groups: for each group of devices that exchange, their numbers along the axis; None if all
+      devices along the axis are one group.
     """
 
     axis: Hashable
@@ -105,7 +104,7 @@ def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int
         pieces, along = _split_dimension(x, names[:i], dimension)
         most = _choose_most(pieces, name, along)
         if most > _SCATTERED:
-            # XLA would let a product write the stacked slices, for which it has slower loops.
+            # XLA would let a product write the stacked slices, with slower loops.
             pieces = lax.optimization_barrier(pieces)
         for number, phase in enumerate(phases(name, most)):
             is_stacked = most > _SCATTERED or (number > 0 and _is_ragged(pieces, phase, along))
@@ -154,10 +153,10 @@ def _reduce_scatter_stacked(x: jax.Array, phase: PhaseOfCollective, dimension: i
     """Sum x over each group of a phase and return this device's slice along a dimension, as
     `_reduce_scatter`, but with slices stacked on a leading axis.
 
-    Of other slices XLA for TPUs emits an all-reduce if they lie along the minor dimension, as the
-    slices of embedding rows do; and if their rows are no multiple of 8, a scatter of a padded
-    array, which does not run on sparse cores, and permutes. Slices of whole tiles are not stacked
-    on a TensorCore: a step of 70B would compute 6 % longer.
+    Of slices that are not stacked, XLA for TPUs emits an all-reduce if they lie along the minor
+    dimension, as the slices of embedding rows do; and if their rows are no multiple of 8, a scatter
+    of a padded array, which does not run on sparse cores, and permutes. On a TensorCore, slices of
+    whole tiles are not stacked: a step of 70B would compute 6 % longer.
     """
     axis, groups = phase
     shape = *x.shape[:dimension], _count_slices(phase), -1, *x.shape[dimension + 1 :]
@@ -197,7 +196,7 @@ def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
 @functools.lru_cache
 def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
     """Return one phase for the first `most` dimensions of the box of chips along an axis and one
-    for each other, or a single phase without such a box."""
+    for each further dimension, or a single phase without such a box."""
     # An AbstractMesh has no devices, and no torus that we could know.
     is_known = mesh is not None and not isinstance(mesh, AbstractMesh)
     sizes = find_box(mesh.devices, mesh.axis_names.index(axis)) if mesh and is_known else ()
@@ -213,14 +212,14 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
 
 
 def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring, and
-    return all other devices in their order.
+    """Sort the chips of TPUs along their torus, x fastest, if a dimension of it is a ring, else
+    return the devices in their order.
 
     JAX lists TPU chips by hosts, such as 2 × 2 of a torus of 16 × 16. In that order the first 16
     chips fill a square instead of a ring, and the groups of the next phase leave chips out and
     share links. In the order of the torus the groups of a phase are rings. Where all dimensions are
     open, hosts are better: 2 × 2 chips are a ring, and 4 in a line are none. A torus of unknown
-    chips counts as closed. Slices stay one after the other.
+    chips counts as closed. Each slice stays together.
     """
     if any(device.platform != "tpu" for device in devices):
         return list(devices)
@@ -238,7 +237,7 @@ def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 def find_box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     """Return the sizes above 1 of the box that TPU chips along a mesh axis fill, outermost
-    dimension first, or () for other devices and if they fill none.
+    dimension first, or () if they are no TPUs or fill no box.
 
     The devices may be in any order: the groups of each phase are then smaller boxes, and the
     compiler has native collectives for boxes.

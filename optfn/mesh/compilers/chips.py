@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The constants of a chip, with which `estimate_step` turns a schedule into seconds.
+    """The constants of a chip. With them `estimate_step` turns a schedule into seconds.
 
     Args:
       name: for messages.
@@ -22,8 +22,8 @@ class Chip:
         estimates nothing, as on a GPU: an instruction then takes the time of its FLOPs or of its
         bytes, whichever is longer.
       efficiency: the share of `flops` that products reach, where there is no clock.
-      ring_of: a dimension of the torus is closed to a ring if its length is a multiple of this;
-        others are open lines. None behind a switch.
+      ring_of: a dimension of the torus is closed to a ring if its length is a multiple of this,
+        else an open line. None behind a switch.
       torus: the lengths of the dimensions of the slice, () to read them from the devices.
       node: how many chips a switch joins, None for all of them.
       network: bytes a second between nodes in one direction, for each chip.
@@ -105,7 +105,7 @@ CHIPS = {
     "h100": _H100,
     "h200": dataclasses.replace(_H100, name="h200", hbm=4.8e12, memory=141e9),
 }
-# As `device.device_kind` names them. Other H100s, of PCIe and NVL, have other constants.
+# As `device.device_kind` names them. H100s of PCIe and NVL have different constants.
 _KINDS = {
     "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
     "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",

@@ -18,7 +18,7 @@ from optfn.core.types import Leaf
 PINNED_HOST = "pinned_host"
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
-# Bytes from which an array is large. A transfer has a latency, so smaller ones stay on the device.
+# The least bytes of a large array. A transfer has a latency, so smaller ones stay on the device.
 LARGE = 1 << 20
 
 
@@ -62,7 +62,7 @@ def type_on_device(x: Leaf) -> Any:
 def make_array(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[Any], np.ndarray]
 ) -> jax.Array:
-    """Return an array with a sharding, of which read(index) returns a shard.
+    """Return an array with a sharding, from read(index), which returns a shard.
 
     From JAX 0.10 to 0.12, `jax.make_array_from_callback` forgets the memory of a
     SingleDeviceSharding in the type of its result, and the next program that takes it ends the

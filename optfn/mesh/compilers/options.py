@@ -21,7 +21,7 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": _TRUE,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": _TRUE,
     # A gather over two dimensions of the torus sends a part of the array along one first, the rest
-    # along the other first, and so uses the links of both. Without it, it stays on the TensorCore.
+    # along the second first, and so uses the links of both. Without it, it stays on the TensorCore.
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": _TRUE,
     # So does a reduce-scatter, which runs in a second version of its program.
     _PLANE_SCATTERS: _TRUE,
@@ -52,8 +52,8 @@ _OVERLAP_OF_CHIP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 _OVERLAP_OF_GPUS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # XLA merges products of one operand, if one of them moves at most 64 MB, such as those of
-    # queries and keys. The merged product waits for the gathers of both params.
+    # XLA merges products of one operand, such as the products of queries and keys, if one of them
+    # moves at most 64 MB. The merged product waits for the gathers of both params.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 # The compiler options of the program that is traced.
@@ -61,8 +61,8 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar("options", default=MappingP
 
 
 def overlap_options(mesh: Mesh) -> dict[str, Any]:
-    """Return compiler options that hide more communication on GPUs and known TPUs, or {} for other
-    devices, and raise a TypeError for what is no mesh.
+    """Return compiler options that hide more communication on GPUs and known TPUs, or {} for
+    devices of any other kind, and raise a TypeError unless `mesh` is a mesh.
 
     Pass them to a step: `make_train_step(..., compiler_options=overlap_options(mesh))`. They are
     not the default, because nobody has run them on a chip. The following figures are inferred from
@@ -72,9 +72,9 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     * TPU v5p and v6e: gathers and reduce-scatters wait in the queue of the sparse cores, and use
       the links of two dimensions of the torus. On v5p:4x4x4 a step takes 470 ms for 694, on
       v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
-    * TPU v5e: reduce-scatters are fused with products, for which a kernel gets 32 MB of VMEM for
-      16. On v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of
-      compilation, and products of padded arrays, which take back half of the gain.
+    * TPU v5e: reduce-scatters are fused with products, and a kernel gets 32 MB of VMEM for 16. On
+      v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of compilation, and
+      products of padded arrays, which take back half of the gain.
     * GPUs: up to 4 collectives run at the same time, for 1, and products of one operand are not
       merged. On 8 H100 a step takes 243 ms for 252. Costs: 3 % more memory for temporaries, the
       buffers of several collectives at a time. Leave it out for two levels: on 64 H100 a step then
@@ -123,7 +123,7 @@ def drop_unknown_options(
     options: Mapping[str, Any] | None, device: jax.Device | None
 ) -> dict[str, Any] | None:
     """Return the options that the compiler of a device knows, found by compiling a scalar program,
-    warn of the others, and return None if none is left.
+    warn of unknown ones, and return None if none is left.
 
     For None or no options nothing is compiled. The names of dropped options are in one warning. The
     compiler alone has the list of its options, and names the first that it does not know.

@@ -108,8 +108,8 @@ def reduce_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
-    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉), in which entry i is bit i mod
-    32 and the bits behind the end are 0.
+    """Pack a mask into words along its last axis, uint32 (…, ⌈n/32⌉). Entry i is bit i mod 32 of
+    its word, and the bits behind the end are 0.
 
     On a TPU, whose rows have 128 lanes, a view with 32 entries in its last axis takes four times
     the memory. There the words are products of the mask and powers of two; these are exact, since
@@ -195,8 +195,8 @@ def barrier(values: T, *first: jax.Array) -> T:
     reads any.
 
     Without a barrier XLA interleaves updates with a loss that reads the same arrays, and keeps
-    copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that
-    vary over different axes get barriers of their own. A float0 passes through none.
+    copies of the arrays. All results of a barrier vary over the same mesh axes, so arrays that vary
+    over different axes get separate barriers. A float0 passes through none.
     """
 
     def kind(x: Leaf) -> Any:
@@ -263,7 +263,7 @@ def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
         return [lax.slice_in_dim(x, a, b, axis=-1) for a, b in itertools.pairwise(edges)]
 
     def dynamic(x: jax.Array) -> list[jax.Array]:
-        # The other branch never runs; it keeps XLA from knowing the starts.
+        # The second branch never runs; it keeps XLA from knowing the starts.
         starts = lax.cond(
             hide_constant(False),
             lambda: [jnp.int32(start + 1) for start in edges[:-1]],
@@ -345,7 +345,7 @@ def progression(shape: tuple[int, ...], start: jax.Array, step: int) -> jax.Arra
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round x to the precision of bfloat16, and return it in its own dtype.
+    """Round x to the precision of bfloat16, and return it in the dtype of x.
 
     XLA would drop two casts, there and back.
     """

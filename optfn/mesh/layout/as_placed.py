@@ -17,8 +17,8 @@ from optfn.mesh.layout.mesh_layout import Layout
 
 @dataclasses.dataclass(frozen=True)  # equal for equal specs, so that jit compiles once for them
 class AsPlaced(Layout):
-    """The layout in which params keep the PartitionSpecs of the arrays that the user passes. The
-    optimizer state follows these specs.
+    """The layout that keeps the PartitionSpecs of the params that the user passes. The optimizer
+    state follows these specs.
 
     specs: the path and the spec of each leaf; None if they are unknown, because the params are
       traced along axes that are left to the compiler.

@@ -3,7 +3,7 @@
 The whole step runs in one `shard_map` over the worker axes, if there are any; along shard axes only
 the objective does (`optfn/loss/objective.py`). The optimizer gets the mean gradient, the same on
 all workers. If its state says that it exchanges gradients itself (`per_worker.has_exchange`), it
-gets each worker's own gradient instead.
+gets each worker's gradient instead.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from optfn.mesh.collectives.mesh import count_devices, make_sharding
 from optfn.mesh.state import per_worker
 from optfn.mesh.state.placement import specs_over_workers
 
-# Bytes of the alignment at which a CPU device of JAX shares the memory of a NumPy array, and the
+# Bytes of the alignment that lets a CPU device of JAX share the memory of a NumPy array, and the
 # size below which JAX's second copy, of an unaligned one, takes less time than the aligned address.
 _ALIGNMENT, _UNALIGNED = 64, 1 << 18
 
 
-# What helps where a batch cannot be divided.
+# The remedies for a batch that cannot be divided.
 REMEDIES_OF_SIZE = (
     "Drop the batch (optfn.shuffled drops the remainder of an epoch), use another size, or pad it "
     "with examples of weight 0 and return the loss as an optfn.Mean"
@@ -121,7 +121,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 def copy_beside(batch: Batch, like: jax.Array) -> Batch:
     """Copy the NumPy arrays of a batch to the device of `like`, or on the host if `like` lies on
-    several or on a CPU, and return every other leaf unchanged."""
+    several or on a CPU."""
     copied = copy_host_arrays(batch)
     device = next(iter(like.devices()))
     # A step on a CPU reads the copy itself, and `device_put` takes longer than such a step.
@@ -134,8 +134,7 @@ def copy_beside(batch: Batch, like: jax.Array) -> Batch:
 
 
 def copy_host_arrays(batch: Batch) -> Batch:
-    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps, and return every
-    other leaf unchanged.
+    """Copy the NumPy arrays of a batch on the host, in the dtypes that JAX keeps.
 
     A loader may overwrite its buffer while the step still reads it, and JAX shares the memory of an
     aligned NumPy array on a CPU, `device_put(may_alias=False)` included (JAX 0.10 to 0.12,
@@ -161,8 +160,8 @@ def _copy_aligned(x: np.ndarray) -> np.ndarray:
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Copy an array to all devices of `placement`, also of other processes, and return a traced
-    array unchanged."""
+    """Copy an array to all devices of `placement`, in every process, and return a traced array
+    unchanged."""
     if checks.is_traced(x):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -194,8 +193,8 @@ def reduce_gradients(
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Average over the workers the metrics, and each gradient that differs between them.
 
-    A gradient skips the axes along which the loss has averaged it, or a transform exchanges it.
-    Gradients are added and sent in `dtype`, or in their own dtype if it is None. `averaged` has the
+    A gradient skips the axes of a mean in the loss, and the axes of a transform that exchanges it.
+    Gradients are added and sent in `dtype`, or in their dtype if it is None. `averaged` has the
     axes of each leaf's mean in the loss; None if the loss averages nothing.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
 order of the sum does not matter, so each device can sum over its shard. A single changed word
-always changes the sum. There are two such sums, so other changes go unnoticed with probability
+always changes the sum. There are two such sums, so further changes go unnoticed with probability
 2⁻⁶⁴.
 """
 
@@ -173,8 +173,8 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the mesh axes along which devices hold copies of a shard: the axes that its spec
-    leaves out."""
+    """Return the mesh axes whose devices hold copies of a shard: the axes that its spec leaves
+    out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 

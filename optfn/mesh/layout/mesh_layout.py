@@ -60,7 +60,7 @@ class ParamEntry:
       it so, else as `gradient_spec` says.
     stacked: the number of leading axes that count layers.
     is_table: whether its rows are divided, and the loss only looks them up.
-    mean_axes: the worker axes over which the gather of the leaf averages its gradient, in the
+    mean_axes: the worker axes of the mean that the gather of the leaf takes of its gradient, in the
       backward pass; without any, the step averages the gradient after the loss.
     """
 
@@ -86,12 +86,14 @@ class Layout:
     gather_compressor, reduce_compressor: for the params that are gathered, and for the gradients
       that are reduced, over the shard axes; None sends arrays as they are.
     tx: the optimizer, whose attributes of parameters say which leading axes count layers.
-    reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: their own.
+    reduce_dtype: the dtype for adding and sending gradients over the shard axes; None: the
+      gradients' dtype.
     compiler_axes: the data axes if the compiler divides the loss over them; none if each device
-      runs the loss on its own examples, inside `shard_map`.
-    mean_axes: the worker axes over which the loss averages the gradients of large divided leaves
-      (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
-    mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: their own.
+      runs the loss on its examples, inside `shard_map`.
+    mean_axes: the worker axes of the mean that the loss takes of the gradients of large divided
+      leaves (`ParamEntry.mean_axes`); none if the step averages all gradients after the loss.
+    mean_dtype: the dtype for adding and sending these gradients over `mean_axes`; None: the
+      gradients' dtype.
     state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
     """
 
@@ -107,7 +109,7 @@ class Layout:
     mean_axes: Axes = dataclasses.field(default=Axes(), kw_only=True)
     mean_dtype: DType | None = dataclasses.field(default=None, kw_only=True)
     state_memory: str | None = dataclasses.field(default=None, kw_only=True)
-    # What `describe` has found, by structure, shapes and dtypes of params.
+    # The results of `describe`, by structure, shapes and dtypes of params.
     _described: dict[Any, PyTree] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -119,7 +121,7 @@ class Layout:
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf's gradient and moments, as if it were no table.
-        Here it is the leaf's own spec."""
+        Here it is the leaf's spec."""
         return self.dense_param_specs(params)
 
     def mark_stacked(self, params: Params) -> Params:
@@ -135,8 +137,7 @@ class Layout:
 
     @property
     def inner_axes(self) -> Axes:
-        """The axes along which the devices of one worker lie, which are all axes of the mesh but
-        the worker axes."""
+        """The axes of the devices of one worker: all axes of the mesh but the worker axes."""
         return mesh_axes.exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
@@ -285,8 +286,7 @@ class Layout:
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions that a spec divides over shard axes, each with these axes, and
-        leave out all other dimensions."""
+        """Return the dimensions that a spec divides over shard axes, each with these axes."""
         return mesh_axes.divisions_of(spec, self.shard_axes)
 
     def average_later(self) -> "Layout":
@@ -305,7 +305,7 @@ class Layout:
 
     def pad_state(self, state: OptState, params: Params) -> OptState:
         """Wrap each array of a state whose layers devices cannot divide evenly in a Padded, with
-        zeros at the end, and return every other array unchanged.
+        zeros at the end.
 
         Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
@@ -337,7 +337,7 @@ class Layout:
 
     def group_of(self, params: Params) -> Devices | None:
         """Return the shard group of a worker, with the specs of its gradients, or None without
-        worker axes or if the mesh has no other axes."""
+        worker axes or if the mesh has no axes beside them."""
         if not (self.worker_axes and self.inner_axes):
             return None
         by_path = (
@@ -473,8 +473,8 @@ class Layout:
 
 
 class Replicated(Layout):
-    """The layout in which params and state are whole on every device of a worker. Only rows of
-    tables are divided."""
+    """The layout that keeps params and state whole on every device of a worker. Only rows of tables
+    are divided."""
 
 
 def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:

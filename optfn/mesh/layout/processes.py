@@ -43,14 +43,14 @@ def _include_all_processes(devices: Iterable[Any]) -> bool:
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Gather int32 values from each process, all of which must call it, into an array (processes,
-    len(values))."""
+    """Gather int32 values from each process into an array (processes, len(values)). All must call
+    it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def gather_texts(text: str) -> list[str]:
-    """Gather a text from each process, all of which must call it, in the order of the processes."""
+    """Gather a text from each process, in the order of the processes. All must call it."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
     # All processes must pass arrays of one shape.
@@ -61,8 +61,8 @@ def gather_texts(text: str) -> list[str]:
 
 
 def broadcast_bytes(source: int, content: bytes) -> bytes:
-    """Return in every process, all of which must call it, the content that process `source` passes,
-    and ignore the content of the others."""
+    """Return the content that process `source` passes, and ignore the content of the rest. All
+    processes must call it."""
     # The length goes as a quotient and a remainder, because a large file exceeds an int32.
     num_whole, rest = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
@@ -152,7 +152,7 @@ def _list_different(digests: np.ndarray) -> str:
 
 def _content(x: Leaf, most: int | None = None) -> bytes:
     """Return the bytes of a leaf, or of a key's data, at most the first `most` unless it is None,
-    or b"" if other processes hold shards of it."""
+    or b"" if this process lacks a shard of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return b""
     host = np.asarray(jax.random.key_data(x) if tree.is_key(x) else x)

@@ -100,7 +100,7 @@ def sharded(
     reduce_dtype: DType | None = None,
 ) -> Sharded:
     """Return the choice of how devices divide params and state, as `shard` of `make_train_step`, or
-    raise an error if its options do not fit each other.
+    raise an error if its options do not fit together.
 
     You need it if `shard="params"` or `shard="state"` alone does not say enough: which axes of the
     mesh divide, which matrices stay whole, or how many bits are sent.
@@ -188,8 +188,7 @@ Kind: TypeAlias = str | Specs | Sharded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """The layout in which params are whole on every device, and gradients and state are divided
-    (ZeRO-1).
+    """The layout that keeps params whole on every device, and divides gradients and state (ZeRO-1).
 
     It is the base of the ways that divide a leaf along a dimension that fits. They inherit how
     gradients and state are divided, and say how params are (`dense_param_specs`, `keeps_params`).
@@ -205,7 +204,7 @@ class ShardState(Layout):
     whole: Pattern | None = None
 
     def dense_gradient_specs(self, params: Params) -> PyTree:
-        """Return specs that divide each leaf of `whole` by layers and each other large
+        """Return specs that divide each leaf of `whole` by layers and each further large
         floating-point leaf along one dimension that fits, and P() for the rest.
 
         A leaf that `whole` selects is divided by layers even if it needs padding. Integers, small
@@ -224,7 +223,7 @@ class ShardState(Layout):
         Masked leaves are returned unchanged.
 
         by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
-        layers. Otherwise it is divided as any other leaf.
+        layers. Otherwise it is divided along a dimension that fits.
         """
         marked = self.mark_stacked(params)
         stacked = contents.count_stacked_axes(marked)
@@ -293,7 +292,7 @@ class ShardParams(ShardState):
 
     def dense_param_specs(self, params: Params) -> PyTree:
         """Return the specs that `dense_gradient_specs` gives, except that leaves whose layers would
-        need padding are divided like any other leaf."""
+        need padding are divided along a dimension that fits."""
         return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
@@ -331,7 +330,7 @@ def init_state(
     tx: optax.GradientTransformation, params: Params, mesh: Mesh, *, axis_name: AxisName = "data"
 ) -> OptState:
     """Return the state of `tx.init` on a mesh, with the arrays that workers keep for themselves
-    sharded over the workers and all others replicated.
+    sharded over the workers and the rest replicated.
 
     You need it only if you write a `shard_map`; `TrainStep.init` does the same. Each device stores
     only the per-worker arrays of its worker. In a run of several processes, each

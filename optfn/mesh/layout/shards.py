@@ -31,7 +31,7 @@ def _run_on_compiler_slices(
     `fn` itself if they divide nothing.
 
     The compiler's axes are the mesh axes besides data axes, such as an axis of tensor parallelism.
-    Without this, the compiler would gather the slices along its own axes before each collective.
+    Without this, the compiler would gather the slices along these axes before each collective.
 
     Args:
       spec: how the compiler's axes divide the array into slices; P() returns `fn` itself.
@@ -49,8 +49,8 @@ def _run_on_compiler_slices(
 
 
 def compiler_slices(spec: P, layout: Layout) -> P:
-    """Return the spec by which the compiler's axes divide an array, with None for a dimension that
-    data axes divide too.
+    """Return the spec of the compiler's axes for an array, with None for a dimension that data axes
+    divide too.
 
     If each slice of such a dimension were gathered along the data axes, its blocks would stand in
     another order.
@@ -86,8 +86,7 @@ def gather_shard(
       layout: how params are divided.
       step: the number of the training step, for the compressors of the layout; None sends the
         array as it is.
-      mean_axes: the worker axes over which the gradient is averaged too, in the layout's
-        `mean_dtype`.
+      mean_axes: the worker axes of a further mean of the gradient, in the layout's `mean_dtype`.
       counts: whether this device's cotangent counts in the mean, else zeros do; None if it does.
       dtype: the dtype of the result; the array is sent in it. None keeps the shard's. Packets are
         made of the array as it is, and the gradient is reduced in the dtype of the shard.
@@ -176,11 +175,11 @@ def scatter_gradients(
 
 def gather_new_params(params: Params, layout: Layout | None) -> Params:
     """Gather each new param that is whole in the layout, but whose update is divided evenly
-    (ZeRO-1), and return every other param unchanged.
+    (ZeRO-1).
 
     All params are returned unchanged without a layout or shard axes, or if the step is left to the
     compiler. Padded params are too: their gather is left to the compiler. This runs outside of
-    `shard_map`. On a TPU the compiler's own gather would be an all-reduce of the whole array.
+    `shard_map`. On a TPU the compiler would make the gather an all-reduce of the whole array.
     """
     if layout is None or not layout.shard_axes or layout.compiler_axes:
         return params

@@ -20,7 +20,7 @@ Specs: TypeAlias = PyTree
 
 def list_specs(specs: Specs) -> dict[Any, P]:
     """Map each pattern of a mapping, or each path of a tree, to its PartitionSpec, P() for None, or
-    raise a TypeError for what is no spec.
+    raise a TypeError for a value of another type.
 
     Of a NamedSharding only the spec counts.
 
@@ -42,8 +42,8 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
     ValueError if the specs do not fit params.
 
     A mapping whose keys are paths, or beginnings of paths, and together name all leaves, is read as
-    a tree, and any other mapping without nested values as patterns. Both readings agree unless a
-    key has characters that mean something else in a pattern, and then the key is a name.
+    a tree, and a mapping of another kind, without nested values, as patterns. Both readings agree
+    unless a key has characters that mean something else in a pattern, and then the key is a name.
 
     Raises:
       ValueError: the tree does not have the structure of params, or of a prefix of it; or a pattern
@@ -67,8 +67,8 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
 def _find_longest_prefixes(
     listed: Mapping[Any, P], params: Params
 ) -> tuple[dict[str, P], list[str], list[str]]:
-    """Return for each leaf the spec of the longest listed path that its own path begins with, and
-    the leaves and the listed paths that find no match.
+    """Return for each leaf the spec of the longest listed path that the leaf's path begins with,
+    and the leaves and the listed paths that find no match.
 
     Returns:
       The specs by path; the leaves without a spec, which masked leaves may lack; and the paths that
@@ -118,8 +118,8 @@ def check_specs(specs: Specs, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_workers_are_whole(specs: Specs, workers: Axes) -> None:
-    """Raise a ValueError if a spec divides a leaf over one of the axes of workers, along which each
-    device has whole leaves."""
+    """Raise a ValueError if a spec divides a leaf over one of the axes of workers: each worker has
+    whole leaves."""
     for path, spec in list_specs(specs).items():
         over_workers = [name for name in join_axes(*spec) if name in workers]
         if over_workers:
@@ -144,7 +144,7 @@ def _is_flat(specs: Specs) -> bool:
 
 def _to_spec(path: object, x: object) -> P:
     """Return an entry that is a PartitionSpec, the spec of a NamedSharding, or P() for a masked
-    leaf, and raise a TypeError for any other entry."""
+    leaf, or raise a TypeError."""
     if isinstance(x, NamedSharding):
         return x.spec
     if tree.is_masked(x):

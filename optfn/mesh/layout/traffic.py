@@ -82,7 +82,7 @@ def warn_if_nothing_compressed(state: OptState) -> None:
 
 def _find_exchanges(state: OptState) -> list[Any]:
     """Return the states of transforms that exchange and count steps, with both an `exchanged` mark
-    and a `step`, and leave out all others."""
+    and a `step`."""
 
     def is_counting(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

@@ -3,7 +3,7 @@ dtypes.
 
 NumPy saves an array of bfloat16 as raw bytes, and one of float8_e5m2 as a dtype that it cannot read
 again. So `encode_arrays` gives their bits as unsigned integers, and `DTYPES`, a JSON text as bytes,
-says of each array of such integers what it is: {"params/w": "bfloat16", "params/ids": "uint16"}.
+names the dtype of each array of such integers: {"params/w": "bfloat16", "params/ids": "uint16"}.
 """
 
 import json
@@ -69,7 +69,7 @@ class DecodedArrays(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the array
+    def __contains__(self, name: object) -> bool:  # Mapping's would read the array
         return name in self._mapping
 
 
@@ -89,8 +89,8 @@ def bits_dtype(dtype: DType) -> np.dtype:
 
 
 def view_as_bits(x: Leaf) -> Leaf:
-    """Return a host array of a dtype that NumPy lacks as its bits in unsigned integers, and any
-    other array unchanged."""
+    """Return a host array of a dtype that NumPy lacks as its bits in unsigned integers, else the
+    array itself."""
     return x.view(bits_dtype(x.dtype)) if isinstance(x, np.ndarray) and is_foreign(x.dtype) else x
 
 
@@ -147,7 +147,7 @@ def _find_lost(array: np.ndarray, made: np.ndarray) -> np.ndarray:
     if is_foreign(array.dtype) or array.dtype == np.bool_:
         array = array.astype(np.int8)
     if jnp.issubdtype(made.dtype, jnp.integer):
-        # NumPy compares Python's integers with those of any dtype exactly.
+        # NumPy compares Python's integers with integers of any dtype exactly.
         low, high = int(jnp.iinfo(made.dtype).min), int(jnp.iinfo(made.dtype).max)
         lost = (array < low) | (array > high)
     else:

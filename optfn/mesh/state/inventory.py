@@ -1,8 +1,8 @@
 """The inventory of a state: the name of each of its arrays, its parameter, and how workers keep it.
 
-Specs, shapes on a mesh, counts of workers, bytes of a parameter and conversions to other numbers of
-workers need the same facts about each array. An `Entry` has these facts beside the array, so code
-about states is a loop over entries and arrays.
+Specs, shapes on a mesh, counts of workers, bytes of a parameter and conversions to another number
+of workers need the same facts about each array. An `Entry` has these facts beside the array, so
+code about states is a loop over entries and arrays.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -112,7 +112,7 @@ def _has_worker_count(x: object) -> TypeGuard[Any]:
 
 def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, str]:
     """Map the path of each leaf whose rule needs whole matrices to the word that the rule's state
-    type declares, and leave out all other leaves.
+    type declares.
 
     Args:
       state: the state of an optimizer, however wrapped.
@@ -127,8 +127,8 @@ def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, s
 
 
 def find_compressed(state: OptState, params: Collection[str]) -> set[str]:
-    """Return the paths of the leaves of which an exchange keeps the part that it has not sent yet,
-    because it sends them compressed.
+    """Return the paths of the leaves that an exchange sends compressed, and so keeps the residual
+    of.
 
     Args:
       state: the state of an optimizer, however wrapped.

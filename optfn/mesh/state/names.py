@@ -88,7 +88,7 @@ def _fields_are_labels(node: PyTree) -> bool:
     """Tell whether the fields of a NamedTuple tell its states apart: it has several states, or has
     one and is no state itself, and its type is from another library than optfn and optax.
 
-    A state around one other state adds no word. Names of the states of optfn and optax must not
+    A state around a single state adds no word. Names of the states of optfn and optax must not
     depend on how they are wrapped.
     """
     if not hasattr(node, "_fields") or package(type(node).__module__) in ("optfn", "optax"):
@@ -176,8 +176,8 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
 
 
 def find_names_in_field(names: Iterable[str], field: str) -> dict[str, str]:
-    """Map the path within a field to the name, for all names in the field, all of which are in the
-    field "", and leave out all other names."""
+    """Map the path within a field to the name, for all names in the field. The field "" has all
+    names."""
     start = field and f"{field}/"
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 

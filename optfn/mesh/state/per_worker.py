@@ -9,13 +9,13 @@ guards, accumulation, the training step) asks the state:
 * Which arrays do all workers share, a slice on each? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
-  (`optfn.mesh.layout.traffic`). Over the other axes of the workers, the training step averages the
-  gradients first.
+  (`optfn.mesh.layout.traffic`). Over the remaining axes of the workers, the training step averages
+  the gradients first.
 * Which steps left params and state as they were? The int32 field `skipped` of a state counts them.
 * May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
   takes `row_updates=True`.
 
-A wrapper may enclose such a transform if its own state is right on every worker; its state type
+A wrapper may enclose such a transform if the wrapper's state is right on every worker; its type
 then has `@traits(passes_own_gradients=True)`.
 
 `state_dict` splits per-worker arrays of a packed buffer into arrays of its leaves. If they need an
@@ -75,7 +75,7 @@ def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """Arrays of a state that all workers share, and of which each worker keeps a slice.
+    """Arrays of a state that all workers share, a slice on each worker.
 
     `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
@@ -150,8 +150,7 @@ def find_nodes(kind: type, state: OptState) -> list[Any]:
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Replace each `Divided` node of a state by `fn` of it, and return all other nodes
-    unchanged."""
+    """Replace each `Divided` node of a state by `fn` of it."""
     is_divided = _is_instance_of(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
@@ -169,8 +168,8 @@ def join_exchange_axes(state: OptState) -> Axes:
 
 
 def has_per_worker_state(state: OptState) -> bool:
-    """Tell whether a state has per-worker arrays, for which a `PerWorker` without arrays, as
-    `accumulate` often has, does not count."""
+    """Tell whether a state has per-worker arrays. A `PerWorker` without arrays, as `accumulate`
+    often has, does not count."""
     return any(jax.tree.leaves(node) for node in find_nodes(PerWorker, state))
 
 
@@ -200,7 +199,7 @@ def find_exchange_axes(state: OptState, params: Params) -> list[Axes]:
     return [join_axes(*map(covered.get, names)) for names in names_of_leaves]
 
 
-# Wrappers of optax whose own state is the same on all workers.
+# Wrappers of optax whose state is the same on all workers.
 _KNOWN_WRAPPERS = (
     optax.MaskedState,
     optax.transforms.PartitionState,

@@ -60,7 +60,7 @@ def spec_over_workers(axis_name: AxisName, entry: Entry, x: Leaf) -> P:
 def state_specs(
     tx: optax.GradientTransformation, params: Params, *, axis_name: AxisName = "data"
 ) -> PyTree:
-    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` of your own, or
+    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` that you write, or
     raise a ValueError for an exchange in an unsafe wrapper.
 
     Args:
@@ -83,8 +83,8 @@ def state_specs(
 def widen_init(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Return an `init` for all workers of a mesh, which repeats per-worker arrays, pads sliced
-    ones, sets counts, and returns all others unchanged.
+    """Return an `init` for all workers of a mesh, which repeats per-worker arrays, pads sliced ones
+    and sets counts.
 
     Args:
       init: returns the state of one worker.
@@ -108,8 +108,8 @@ def widen_init(
 
 
 def keep_for_each_worker(opt_state: OptState, mapping: Mapping[str, Any]) -> OptState:
-    """Return a template in which arrays that all workers share are per-worker if `mapping` has one
-    for each, as it has counters after local steps that did not count on all workers."""
+    """Return a template whose shared arrays are per-worker if `mapping` has one for each worker, as
+    it has counters after local steps that did not count on all workers."""
     own = {str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))}
 
     def widen(entry: Entry, x: Leaf) -> PyTree:
@@ -171,8 +171,8 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Convert the per-worker arrays and counts of a mapping, return all other entries unchanged,
-    and raise a ValueError without per-worker arrays."""
+    """Convert the per-worker arrays and counts of a mapping, or raise a ValueError without
+    per-worker arrays."""
     names = [str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
@@ -205,7 +205,7 @@ def _rescale(pairs: Sequence[tuple[Entry, Leaf]], count: int) -> list[Any]:
     #      worker 0's. Codes are decoded, (N, n), averaged, and encoded, (n,).
     #   3. It is repeated for the new workers, (M·n, …), and num_workers is M.
     # A sliced array is cut from (N·⌈n/N⌉,) to (n,), and padded to (M·⌈n/M⌉,).
-    # Codes need their scales, which are an entry of their own.
+    # Codes need their scales, which are a separate entry.
     by_name = {entry.name: x for entry, x in pairs}
     old_count = _common_count([x for entry, x in pairs if entry.kept == "count"])
 
@@ -236,8 +236,7 @@ def _to_host(x: object) -> object:
 
 
 def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
-    """Return the names of fields `num_workers` in a state that has per-worker arrays, and leave out
-    all other names.
+    """Return the names of fields `num_workers` in a state that has per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
@@ -288,8 +287,8 @@ def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
 
 
 def _average_workers(by_worker: np.ndarray) -> np.ndarray:
-    """Return the mean of (workers, n, …) over the workers, taken in float64, in its own dtype, or
-    worker 0's array of integers and bools."""
+    """Return the mean of (workers, n, …) over the workers, computed in float64 and returned in the
+    dtype of the array, or worker 0's array of integers and bools."""
     if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
         return np.asarray(by_worker[0])
     wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64
@@ -302,8 +301,7 @@ def _repeat(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def place_on_host(shardings: PyTree, state: OptState) -> PyTree:
-    """Return the shardings of a state with the memory of the host for its large arrays, and
-    unchanged for all others.
+    """Return the shardings of a state with the memory of the host for its large arrays.
 
     Padded arrays stay on the device, where each step cuts the padding off.
 

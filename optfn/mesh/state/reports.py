@@ -101,7 +101,7 @@ def raise_lasting_flags(opt_state: OptState) -> None:
 
 def read_local(x: Any) -> np.ndarray[Any, Any]:
     """Return an array on the host, or only the shard or copy of this process's first device if
-    other processes hold parts of it."""
+    processes divide it."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
