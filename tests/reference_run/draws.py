@@ -94,7 +94,7 @@ def structures(rng):
     attrs = {} if is_foreign else attrs
     clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
     decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1), ("matrices", 0.2))
-    schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise")
+    schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise", "rises")
     if (
         chance(0.2)
         and "exchange" not in way
@@ -137,7 +137,7 @@ def structures(rng):
     if more:
         around = wrappers_of_workers(rng, more["outer"])
     if any(x[0] == "skip_spikes" for x in around) and chance(0.5):  # norms are divided by the rate
-        schedule = schedule or pick("linear_warmup", "piecewise")
+        schedule = schedule or pick("rises", "rises", "piecewise")
     if any(x[0] == "plateau" for x in around):
         schedule = None
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1

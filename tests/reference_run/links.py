@@ -23,6 +23,7 @@ SCHEDULES = {  # the i-th update that counts
     "inverse_time": lambda rate, i: rate / (1 + 0.5 * i / 2),
     "linear_warmup": lambda rate, i: rate * i / 3 if i < 3 else rate,
     "piecewise": lambda rate, i: rate if i < 2 else rate / 2,
+    "rises": lambda rate, i: rate / 5 if i < 3 else rate,
 }
 SQUARES = ("adam", "adamw", "rmsprop", "adagrad", "decayed_adagrad", "adadelta", "lamb", "ftrl")
 

@@ -119,6 +119,7 @@ _SCHEDULES = {
     "inverse_time": "optfn.schedules.inverse_time({rate}, 2, 0.5)",
     "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
     "piecewise": "optfn.schedules.piecewise([2], [{rate}, {rate} / 2])",
+    "rises": "optfn.schedules.piecewise([3], [{rate} / 5, {rate}])",
 }
 _AROUND = {
     "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
