@@ -157,9 +157,8 @@ def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
 def _share_newest(
     directory: Path, found: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has, or raise a ValueError if it is a
-    directory. A process without the file writes and reads a copy. a ValueError if it is a
-    directory.
+    """Return the newest checkpoint that any process has, or raise a ValueError if it is a directory
+    that some lack. A process without the file writes and reads a copy.
 
     Raises:
       ValueError: it is a directory that some processes cannot see.

@@ -142,7 +142,7 @@ def scale_by_adam(
     State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat=True is the form of §2, "efficiency", and of
-    fluid's documentation; the default is Algorithm 1, as in optax and torch.
+    fluid's documentation; eps_hat=False is Algorithm 1, as in optax and torch.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)

@@ -168,7 +168,7 @@ def numbers_of_rates(
     """Return by name, as floats, the rates of exactly this `kind`, by default those that were given
     as numbers, without traced ones.
 
-    Schedules, arrays and `reduce_on_plateau` determine the further kinds. If workers have different
+    Schedules, arrays and `reduce_on_plateau` set the remaining kinds. If workers have different
     rates, it is the largest of this process.
 
     Args:

@@ -127,8 +127,8 @@ def find_whole_matrices(state: OptState, params: Collection[str]) -> dict[str, s
 
 
 def find_compressed(state: OptState, params: Collection[str]) -> set[str]:
-    """Return the paths of the leaves that an exchange sends compressed, and so keeps the residual
-    of.
+    """Return the paths of the leaves whose residual an exchange keeps, because it sends them
+    compressed.
 
     Args:
       state: the state of an optimizer, however wrapped.
