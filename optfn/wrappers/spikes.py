@@ -16,13 +16,14 @@ from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.collectives.devices import join_workers
 from optfn.transforms.rates import largest_rate
 from optfn.wrappers.attributes import without_frozen
-from optfn.wrappers.uncounted import select_unless_skipped
+from optfn.wrappers.uncounted import drop_uncounted, select_unless_skipped
 
 
 @traits(
     link="reader",
     passes_own_gradients=True,
     passes_rows=True,
+    counts_weight=True,
     goes_on=("consecutive", "skipped"),
     reports={
         "consecutive": None,
@@ -99,7 +100,11 @@ def skip_spikes(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_spikes", state, SkipSpikesState)
+        weight = extra.get("weight")
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        # The norm is of the leaves that change: in a batch without weight, those that `accumulate`
+        # has summed in the calls before.
+        updates, inner_state, _ = drop_uncounted(updates, inner_state, state.inner_state, weight)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
         workers = join_workers("skip_spikes", axis_name, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
@@ -116,6 +121,9 @@ def skip_spikes(
         norms = jnp.where(counts, jnp.append(state.norms[1:], norm), state.norms)
         updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
         skipped = jnp.where(skip, core.next_step(state.skipped), state.skipped)
-        return updates, SkipSpikesState(consecutive, skipped, norm / median, norms, inner_state)
+        own = (consecutive, skipped, norm / median, norms)
+        if weight is not None:
+            own = optax.tree.where((weight == 0) & (norm == 0), state[:4], own)
+        return updates, SkipSpikesState(*own, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
