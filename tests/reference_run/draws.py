@@ -111,7 +111,7 @@ def structures(rng):
     compressor = None
     if "exchange" in way:
         compressor = pick("top_k(1.0)", *3 * ["top_k(0.3)"], "quantize(4)", "quantize(1)")
-        if chance(0.15):  # of other ranks, a factor of no use is replaced by fixed numbers
+        if chance(0.3):  # of other ranks, a factor of no use is replaced by fixed numbers
             compressor = pick("power_sgd(1)", "power_sgd(1)", "power_sgd(4)")
         if "grid" in way:
             compressor = "top_k(1.0)"
@@ -167,7 +167,7 @@ def structures(rng):
             "patience": None,
             "keep_best": False,
             "mode": pick("min", "max"),
-            "average": chance(0.5),
+            "average": chance(0.7),
             "values": None,
         },
         batches=[{"seed": 0, "weights": ONES}],
