@@ -1,7 +1,7 @@
 """The state of a training run, and checks, copies and shardings of the arrays that begin it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -139,12 +139,11 @@ def copy_repeated(state: TrainState) -> TrainState:
     return jax.tree.map(once, state)
 
 
-def copy_shared(values: PyTree, donated: PyTree) -> PyTree:
+def copy_shared(values: PyTree, donated: Sequence[Leaf]) -> PyTree:
     """Copy the arrays of a tree that a call donates too, since JAX refuses a buffer that a call
     donates and reads. Params of a target network are an example."""
     read = {id(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)}
-    # A batch of NumPy's needs no look at a state, which may have thousands of leaves.
-    shared = read and read.intersection(map(id, jax.tree.leaves(donated)))
+    shared = read and read.intersection(map(id, donated))
     if not shared:
         return values
     return jax.tree.map(lambda x: copy(x) if id(x) in shared else x, values)

@@ -401,7 +401,7 @@ class TrainStep:
         if self.layout is None:
             batch = parallel.copy_beside(batch, state.step)
         elif self.options.donate:
-            batch = copy_shared(batch, state)
+            batch = copy_shared(batch, jax.tree.leaves(state))
         self._placed = batch = self._split_batch(batch)
         return batch
 
