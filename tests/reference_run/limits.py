@@ -109,16 +109,13 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and not facts.guards
     further = p.clip or p.regularization or p.attrs
     more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
-    num_huge = sum(b.get("bad") == "huge" for b in p.batches) * (p.epochs or 1)
-    is_huge = num_huge > 0
+    is_huge = any(b.get("bad") == "huge" for b in p.batches)
     patterned = p.regularization is not None and p.regularization[0] == "matrices"
     return {
         "optax knows no attributes": facts.is_foreign and bool(further or "count" in p.leaves),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
         "huge gradients, but for a guard": is_huge and not takes_huge(p),
-        # The first moves the params so far that the loss of the second is beyond float32.
-        "huge gradients twice": num_huge > 1 and p.rule[0] not in SQUARES,
         "a clip of NaN": bad and (p.clip is not None or p.rule[0] == "ftrl"),
         "a decay by shape in a label": patterned and p.partition is not None,
         "an average of one label": bool(p.partition and p.names("ema")),
@@ -221,6 +218,7 @@ def knows_no_rows(rule) -> bool:
 
 
 def takes_huge(p: Program) -> bool:
-    """Tell whether a guard stands right around a rule, which may keep squares of gradients."""
-    guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite"
+    """Tell whether a guard stands right around a rule that keeps squares of gradients, which it then
+    skips; without squares the params go so far that the next loss is beyond float32."""
+    guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite" and p.rule[0] in SQUARES
     return guarded and p.dtype == "float32" and not p.clip and not p.partition
