@@ -218,7 +218,9 @@ def knows_no_rows(rule) -> bool:
 
 
 def takes_huge(p: Program) -> bool:
-    """Tell whether a guard stands right around a rule that keeps squares of gradients, which it then
-    skips; without squares the params go so far that the next loss is beyond float32."""
+    """Tell whether a guard right around a rule skips a huge gradient, because the rule keeps squares.
+
+    Without squares the params go so far that the next loss is beyond float32.
+    """
     guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite" and p.rule[0] in SQUARES
     return guarded and p.dtype == "float32" and not p.clip and not p.partition
