@@ -218,7 +218,7 @@ def knows_no_rows(rule) -> bool:
 
 
 def takes_huge(p: Program) -> bool:
-    """Tell whether a guard right around a rule skips a huge gradient, because the rule keeps squares.
+    """Tell whether a guard right around a rule skips a huge gradient, as the rule keeps squares.
 
     Without squares the params go so far that the next loss is beyond float32.
     """
