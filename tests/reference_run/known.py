@@ -66,6 +66,9 @@ def of_empty_calls(p: Program, facts: Facts) -> dict[str, bool]:
         "03 plateau in accumulate": accumulates and by_value,
         "11 counts of workers in local steps": p.local_steps > 1 and 0 in weights,
         "20 exchange of nothing": p.exchanges and is_empty,
+        "77 spikes of labels in an empty call": bool(p.partition and p.names("skip_spikes"))
+        and accumulates
+        and is_empty,
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
         "22 nested accumulations": nested and p.is_weighted,
         "24 model state of an empty call": p.model_state and accumulates and is_empty,
@@ -83,6 +86,7 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
         "01 first value NaN": plateaus and has_nan,
         "08 another drop_last": bool(facts.drops),
         "09 patience at the end": bool(e.get("patience")),
+        "78 a best state and a broken end": judges and facts.has_bad and len(p.parts) > 2,
         "10 evaluation at the end": judges and len(p.parts) > 1,
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
     }
@@ -94,6 +98,8 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
     by_shape = decays_by_shape(p)
     frozen, by_compiler = bool(frozen_of(p)), facts.has("compiler, microbatches")
     return {
+        "76 updates of masters in accumulate": p.dtype == "float32"
+        and bool(p.names("master_weights") and p.names("accumulate")),
         "12 a rule in packed attributes": packed and "matrices" in str(p.attrs),
         "15 rows of an example": p.rows > 1 and by_compiler,
         "28 labels of packed params": packed and p.partition is not None,
