@@ -17,12 +17,14 @@ from optfn.core.updates import apply_updates
 from optfn.transforms import codes
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.moved_params import error_of_moved, first_moved, raise_if_moved
+from optfn.wrappers.uncounted import drop_uncounted
 
 
 @traits(
     link="masters",
     passes_own_gradients=True,
     made_of_params={"master": ""},
+    counts_weight=True,
     reports={
         "moved": Report(
             "moved_param",
@@ -46,7 +48,12 @@ class MasterWeightsState(NamedTuple):
     moved: jax.Array
 
 
-@traits(link="masters", passes_own_gradients=True, made_of_params={"remainder": None})
+@traits(
+    link="masters",
+    passes_own_gradients=True,
+    made_of_params={"remainder": None},
+    counts_weight=True,
+)
 class MasterWeights32State(NamedTuple):
     """State of `master_weights(bits=32)`: 2 bytes per narrow parameter, and the inner state."""
 
@@ -54,7 +61,12 @@ class MasterWeights32State(NamedTuple):
     inner_state: OptState
 
 
-@traits(link="masters", passes_own_gradients=True, made_of_params={"remainder": None})
+@traits(
+    link="masters",
+    passes_own_gradients=True,
+    made_of_params={"remainder": None},
+    counts_weight=True,
+)
 class MasterWeights24State(NamedTuple):
     """State of `master_weights(bits=24)`: 1 byte per narrow parameter, step, and inner state."""
 
@@ -160,7 +172,10 @@ def master_weights(
         tree.check_same_structure("master_weights", "the state", kept, "params", params)
         # The inner optimizer sees masters as its params, so decay and norms are exact too.
         wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)
-        updates, inner_state = inner.update(updates, inner_state, wide, **extra)
+        updates, new = inner.update(updates, inner_state, wide, **extra)
+        # A master stays where its update is dropped, and moves where it counts: in a batch without
+        # weight, with the leaves that an `accumulate` of one label has summed before.
+        updates, inner_state, _ = drop_uncounted(updates, new, inner_state, extra.get("weight"))
         numbers = form.advance(numbers, kept, params)
         # A training step, which passes `value_fn`, reads the number in the state and stops.
         if bits is None and "value_fn" not in extra:

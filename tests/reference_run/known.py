@@ -66,7 +66,9 @@ def of_empty_calls(p: Program, facts: Facts) -> dict[str, bool]:
         "03 plateau in accumulate": accumulates and by_value,
         "11 counts of workers in local steps": p.local_steps > 1 and 0 in weights,
         "20 exchange of nothing": p.exchanges and is_empty,
-        "77 spikes of labels in an empty call": bool(p.partition and p.names("skip_spikes"))
+        "77 spikes or masters of labels in an empty call": bool(
+            p.partition and p.names("skip_spikes", "master_weights")
+        )
         and accumulates
         and is_empty,
         "21 labels and an empty call": bool(p.partition) and accumulates and is_empty,
