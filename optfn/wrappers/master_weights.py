@@ -175,14 +175,20 @@ def master_weights(
         updates, new = inner.update(updates, inner_state, wide, **extra)
         # A master stays where its update is dropped, and moves where it counts: in a batch without
         # weight, with the leaves that an `accumulate` of one label has summed before.
-        updates, inner_state, _ = drop_uncounted(updates, new, inner_state, extra.get("weight"))
+        weight = extra.get("weight")
+        updates, inner_state, dropped = drop_uncounted(updates, new, inner_state, weight)
         numbers = form.advance(numbers, kept, params)
         # A training step, which passes `value_fn`, reads the number in the state and stops.
         if bits is None and "value_fn" not in extra:
             raise_if_moved(kept, *numbers)
 
         def move(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
-            return (u, k) if tree.is_masked(k) else form.write(p, w, *numbers)
+            if tree.is_masked(k):
+                return u, k
+            u, new = form.write(p, w, *numbers)
+            if dropped is not None:  # the distance from a param to its master is no update
+                u = jnp.where(dropped & (w == form.read(p, k)), -0.0, u)
+            return u, new
 
         after = apply_updates(wide, updates)
         updates, kept = tree.map_to(2, move, kept, params, updates, after)
