@@ -295,4 +295,5 @@ def make_local_steps(
             "axes, shard=sharded(..., axis=)"
         )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)
+    outer = optax.with_extra_args_support(outer)
+    return LocalSteps(options.local_steps, tx, outer, layout, options.tables)

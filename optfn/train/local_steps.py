@@ -24,7 +24,8 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
-from optfn.leaves import tensors
+from optfn.leaves import patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.dependence import find_dependent_leaves
 from optfn.loss.microbatches import combine_microbatches, scan_batch
 from optfn.mesh.collectives.devices import Workers
@@ -35,6 +36,7 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.state import reports
 from optfn.mesh.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
 from optfn.mesh.state.reports import reduce_over_round
+from optfn.tables.rows import Rows
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import copy_counts
@@ -69,12 +71,14 @@ class LocalSteps(NamedTuple):
     tx: the optimizer of the local steps; each worker has a separate state.
     outer: the optimizer that takes the pseudo-gradients.
     layout: how params lie on the mesh, and the axes of the workers.
+    tables: the leaves whose gradients are rows, as a pattern of paths.
     """
 
     steps: int
     tx: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
     layout: Layout
+    tables: Pattern | None = None
 
     def init(self, params: Params) -> InnerAndOuter:
         """Return the state of one worker at step 0, with each leaf that may vary in a PerWorker, or
@@ -86,7 +90,7 @@ class LocalSteps(NamedTuple):
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
         one = jnp.ones((), jnp.int32)
-        inner = LocalState(one, _wrap_varying(state, find_varying(self.tx, params)))
+        inner = LocalState(one, _wrap_varying(state, find_varying(self.tx, params, self.tables)))
         return InnerAndOuter(inner, self.outer.init(params))
 
     def round(self, local_step: StepFn) -> StepFn:
@@ -140,7 +144,8 @@ class LocalSteps(NamedTuple):
         """Return the state with a copy for each worker of all that differs between workers if
         local steps without weight do not count, or unchanged if it has these copies."""
         local = state.opt_state.inner
-        found = copy_counts(find_varying(self.tx, state.params, True), local.inner_state)
+        found = find_varying(self.tx, state.params, self.tables, weighted=True)
+        found = copy_counts(found, local.inner_state)
         varies, nodes = jax.tree.leaves(found), _nodes(local.inner_state)
         if all(_is_own(node) for node, own in zip(nodes, varies, strict=True) if own):
             return state
@@ -227,16 +232,30 @@ def _is_readable(x: jax.Array) -> bool:
 
 
 def find_varying(
-    tx: optax.GradientTransformationExtraArgs, params: Params, weighted: bool = False
+    tx: optax.GradientTransformationExtraArgs,
+    params: Params,
+    tables: Pattern | None = None,
+    *,
+    weighted: bool = False,
 ) -> PyTree:
     """Tell for each leaf of `tx`'s state whether it may vary between workers in a round.
 
     A leaf may vary if the update computes it from gradients, params, or a leaf that may vary; with
-    `weighted`, also if an update without weight leaves it as it was.
+    `weighted`, also if an update without weight leaves it as it was. The gradients of `tables` are
+    rows, and a state may depend on which rows these are.
     """
+    names = patterns.match_names(tables, params, "tables")
+
+    def make_gradient(place: tree.Place, p: Leaf) -> Leaf:
+        """Return an array that depends on p, to stand for its gradient."""
+        if not tree.is_inexact(p):
+            return numerics.float0_zeros(p.shape)
+        if str(place) not in names:
+            return 1.0 * p
+        return Rows(jnp.full(len(p), jnp.sum(p).real > 0, jnp.int32), 1.0 * p, len(p))
 
     def update(params: Params, state: OptState) -> OptState:
-        grads = jax.tree.map(_make_gradient, params)
+        grads = tree.map_named(make_gradient, params)
         # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
@@ -267,12 +286,6 @@ def trace_update(
     if weighted or find_nodes(AccumulateState, state):
         extra["weight"] = loss
     return tx.update(grads, state, params, **extra)
-
-
-def _make_gradient(p: Leaf) -> Leaf:
-    """Return an array that depends on p, to stand for its gradient, or a float0 for an integer
-    leaf."""
-    return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
 def _check_inner(

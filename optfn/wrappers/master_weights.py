@@ -182,19 +182,35 @@ def master_weights(
         if bits is None and "value_fn" not in extra:
             raise_if_moved(kept, *numbers)
 
-        def move(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
-            if tree.is_masked(k):
-                return u, k
-            u, new = form.write(p, w, *numbers)
-            if dropped is not None:  # the distance from a param to its master is no update
-                u = jnp.where(dropped & (w == form.read(p, k)), -0.0, u)
-            return u, new
-
         after = apply_updates(wide, updates)
+        move = _make_move(form, numbers, dropped)
         updates, kept = tree.map_to(2, move, kept, params, updates, after)
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _make_move(
+    form: MasterForm, numbers: Sequence[jax.Array], dropped: jax.Array | None
+) -> Callable[..., tuple[Leaf, Leaf]]:
+    """Return the function of a leaf, from what is stored, p, u and the new master to u and what is
+    stored then.
+
+    Args:
+      form: how masters are stored.
+      numbers: the numbers of this step.
+      dropped: whether an update may have been dropped; None if each counts.
+    """
+
+    def move(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+        if tree.is_masked(k):
+            return u, k
+        u, new = form.write(p, w, *numbers)
+        if dropped is not None:  # the distance from a param to its master is no update
+            u = jnp.where(dropped & (w == form.read(p, k)), -0.0, u)
+        return u, new
+
+    return move
 
 
 def _check_x64(wide_dtype: np.dtype[Any]) -> None:

@@ -28,12 +28,20 @@ def refusal(p: Program) -> str:
         return "would differ between workers"
     if p.stages and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
-    # What sums gradients in front of the rule makes them dense.
-    sparse = Facts(p).has("tables") and not p.names("accumulate", "trace")
-    if sparse and decays_by_shape(p, *TABLES):
+    if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
         return "takes no row-sparse gradients"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
+
+
+def sparse_of(p: Program) -> list[str]:
+    """Return the tables whose gradients are rows: what sums them in front of a rule makes them
+    dense."""
+    tables, partition = TABLES.keys() & {*p.leaves}, p.partition or {"leaves": (), "links": ()}
+    if not Facts(p).has("tables") or any(x[0] in ("accumulate", "trace") for x in p.links):
+        return []
+    sums = any(x[0] == "accumulate" for x in partition["links"])
+    return [k for k in tables if not (sums and k in partition["leaves"])]
 
 
 def decays_by_shape(p: Program, *names: str) -> bool:

@@ -179,7 +179,7 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
     return {
         "narrow params have masters": is_narrow and not p.names("master_weights"),
         "rounding decides": is_narrow and bool(judges or more or tuple(p.rule) not in SMOOTH_RULES),
-        "a remainder beside a wide param": "bits=32" in str(p.links) and not is_narrow,
+        "a remainder beside a wide param": "bits=" in str(p.links) and not is_narrow,
     }
 
 
@@ -194,7 +194,7 @@ def of_tables(p: Program, facts: Facts) -> dict[str, bool]:
     is_dense = decays or has_zeros or p.names("accumulate", "trace") or not all(ways)
     return {
         "no table to look up": any(ways) and not p.has_tables,
-        "a rule that knows no rows": any(ways) and knows_no_rows(p.rule),
+        "a rule that does not say what it does with rows": any(ways) and says_no_rows(p.rule),
         "a lazy rule sees all rows": bool(is_lazy) and bool(is_dense),
     }
 
@@ -211,10 +211,9 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
     }
 
 
-def knows_no_rows(rule) -> bool:
-    """Tell whether a rule has no say in rows: optax's, muon, and FTRL unless it is lazy or not."""
-    is_open = rule[0] == "ftrl" and "lazy" not in rule[1]
-    return rule[0].startswith("optax.") or rule[0] == "muon" or is_open
+def says_no_rows(rule) -> bool:
+    """Tell whether a rule is FTRL that is neither lazy nor not."""
+    return rule[0] == "ftrl" and "lazy" not in rule[1]
 
 
 def takes_huge(p: Program) -> bool:

@@ -85,13 +85,40 @@ class Rule:
             return np.stack([row[0] for row in rows]), after
         if not p.size:
             return p, state
-        plain = {k: x for k, x in options.items() if k != "lazy"}
-        new, after = RULES[name](p, g, state, self.count, lr, **plain)
-        if k in TABLES and options.get("lazy"):  # rows that no example looks up stay
-            is_seen = np.any(g != 0, 1, keepdims=True)
-            new = np.where(is_seen, new, p)
-            after = {i: np.where(is_seen, x, state.get(i, 0.0)) for i, x in after.items()}
-        return new, after
+        if k in TABLES and "tables" in self.p.way:
+            return self.step_table(p, g, state, lr)
+        return RULES[name](p, g, state, self.count, lr, **without_lazy(options))
+
+    def step_table(self, p, g, state, lr):
+        """Return a table after a step of the rule, and its state."""
+        (name, options), t = self.p.rule, self.count
+        late, before, more = 0.0, state, {}
+        if options.get("lazy") == "exact":
+            late, before = catch_up(state, t, p)
+            more = {"last": t + 0 * p}
+        new, after = RULES[name](p, g, before, t, lr, **without_lazy(options))
+        if not options.get("lazy"):
+            return new, after
+        # Rows that no example looks up stay.
+        is_seen = np.any(g != 0, 1, keepdims=True)
+        after = {i: np.where(is_seen, x, state.get(i, 0.0)) for i, x in (after | more).items()}
+        return np.where(is_seen, new - lr * late, p), after
+
+
+def without_lazy(options):
+    """Return the arguments of a rule without that for rows."""
+    return {k: x for k, x in options.items() if k != "lazy"}
+
+
+def catch_up(state, t, p):
+    """Return the sum of Adam's directions in the steps that rows have missed, with one correction
+    of the bias, and the state after these steps."""
+    m, v, last = (state.get(k, 0 * p) for k in ("mu", "nu", "last"))
+    n, r = t - 1 - last, 0.9 / 0.999**0.5
+    total = r * (1 - r**n) / (1 - r)  # of rⁱ for i = 1 … n
+    middle = np.maximum(last + 1 / (1 - r) - n * r**n / np.maximum(1 - r**n, 1e-30), 1)
+    late = m * np.sqrt(1 - 0.999**middle) / (1 - 0.9**middle) / (np.sqrt(v) + 1e-8)
+    return total * late, {"mu": 0.9**n * m, "nu": 0.999**n * v}
 
 
 def decay(p, kind, coeff):
@@ -125,12 +152,17 @@ class Exchange:
     """Workers send their own gradients, along the leading axis, by a compressor, and keep the rest.
 
     Scalars, and leaves wider than float32, are sent whole. If a gradient is not finite, all get 0.
+    By parts each worker owns a slice of a leaf: it sends the mean of this slice to all, compressed
+    once more, and keeps the rest.
     """
 
     def __init__(self, program, inner, compressor):
-        self.inner, self.residual, self.factors, self.has_kept = inner, {}, {}, False
+        self.inner, self.has_kept = inner, False
+        self.residual, self.factors, self.published = {}, {}, {}
         self.is_wide = program.dtype == "float64"
         self.frozen, self.compressor = frozen_of(program), compressor
+        self.compress = COMPRESSORS.get(compressor.removesuffix(BY_PARTS))
+        self.by_parts = compressor.endswith(BY_PARTS)
         # Rows are sent as they are, unless an accumulation has made them dense.
         is_sparse = "tables" in program.way and not program.names("accumulate")
         self.passed = TABLES if is_sparse else {}
@@ -140,23 +172,28 @@ class Exchange:
             return self.inner.update(mean_of_workers(g), p, w, value)
         if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
             return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
-        before, sent = (self.residual, self.factors), dict(g)
+        before, means = (self.residual, self.factors, self.published), mean_of_workers(g)
         for k in g:
             is_passed = k in self.passed or k in self.frozen or self.is_wide
             if p[k].ndim and p[k].size and not is_passed:
                 total = (g[k] + self.residual.get(k, 0)).astype(np.float32)
-                sent[k] = self.send(k, total).astype(np.float64)
-                self.residual = self.residual | {k: total - sent[k]}
+                sent = self.send(k, total).astype(np.float64)
+                self.residual = self.residual | {k: total - sent}
                 self.has_kept |= bool(np.any(self.residual[k]))
-        u = self.inner.update(mean_of_workers(sent), p, w, value)
+                mean = sent.mean(0)
+                means[k] = self.publish(k, mean) if self.by_parts else mean
+        u = self.inner.update(means, p, w, value)
         if u == SKIPPED:
-            self.residual, self.factors = before
+            self.residual, self.factors, self.published = before
         return u
 
     def send(self, k, total):
         """Return what the workers send of a leaf, along the leading axis."""
-        if self.compressor in COMPRESSORS:
-            return np.stack(list(map(COMPRESSORS[self.compressor], total)))
+        if self.by_parts:
+            sent = [np.stack(list(map(self.compress, slices_of(x)))).ravel() for x in total]
+            return np.stack(sent)[:, : total[0].size].reshape(total.shape)
+        if self.compress:
+            return np.stack(list(map(self.compress, total)))
         if total.ndim < 3:  # power_sgd sends vectors whole
             return total
         rank, first = int(self.compressor[-2]), jax.random.key(0)
@@ -165,7 +202,20 @@ class Exchange:
         self.factors = self.factors | {k: q}
         return sent
 
+    def publish(self, k, mean):
+        """Return what the owners of slices send of the mean of a leaf."""
+        owned = slices_of(mean) + self.published.get(k, 0)
+        sent = np.stack([self.compress(x.astype(np.float32)) for x in owned]).astype(np.float64)
+        self.published = self.published | {k: owned - sent}
+        return sent.ravel()[: mean.size].reshape(mean.shape)
 
+
+def slices_of(x):
+    """Return equal slices of an array, one for each worker, the last ones with zeros at the end."""
+    return np.pad(x.ravel(), (0, -x.size % WORKERS)).reshape(WORKERS, -1)
+
+
+BY_PARTS = ', route="parts"'
 COMPRESSORS = {
     "top_k(1.0)": lambda x: x,
     "top_k(0.3)": lambda x: top_k(x, 0.3),

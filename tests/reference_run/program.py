@@ -26,7 +26,8 @@ class Program:
     stages: how many stages of a pipeline the model has, each with "w" and "b"; 0 for no pipeline.
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
-    compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`.
+    compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`, and
+      perhaps `links.BY_PARTS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, and the links around that.

@@ -13,15 +13,17 @@ class Way:
     """How a run is divided: options of the step as Python, its workers and microbatches.
 
     exchanging: how many workers exchange gradients by the optimizer.
-    pipeline: options of the pipeline as Python, "" without one; virtual: its stages on a device.
+    stages: how many devices a pipeline takes; virtual: its stages on each; pipeline: its other
+        options as Python.
     """
 
     options: str = ""
     workers: int = 0
     microbatches: int = 1
     exchanging: int = 1
-    pipeline: str = ""
+    stages: int = 0
     virtual: int = 1
+    pipeline: str = ""
 
     @property
     def devices(self):
@@ -36,8 +38,7 @@ class Way:
 
 _MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
 _HOST = 'state_memory="pinned_host"'
-_STAGES, _VIRTUAL = "mesh=stages_of({0}), num_microbatches={1}", ", virtual_stages=2"
-_GPIPE = f'{_VIRTUAL}, schedule="gpipe", stash="input"'
+_GPIPE = 'schedule="gpipe", stash="input"'
 _TABLES, _DIVIDED = 'tables="[tu]"', "shard_tables=True"
 WAYS = {
     "one": Way(),
@@ -80,27 +81,21 @@ WAYS = {
     "divided tables, microbatches": Way(f"{_MESH}, {_TABLES}, {_DIVIDED}, microbatches=2", 4, 2),
     "divided tables, state": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="state"', 4),
     "divided tables, params": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="params"', 4),
-    "pipeline": Way("", 0, 4, pipeline=_STAGES.format(4, 4)),
-    "pipeline, zb": Way("", 0, 4, pipeline=_STAGES.format(4, 4) + ', schedule="zb"'),
-    "pipeline, gpipe": Way("", 0, 4, pipeline=_STAGES.format(2, 4) + _GPIPE, virtual=2),
-    "pipeline, virtual": Way("", 0, 2, pipeline=_STAGES.format(2, 2) + _VIRTUAL, virtual=2),
-    "pipeline, data": Way(
-        "", 2, 2, pipeline=_STAGES.format(2, 2) + _VIRTUAL + ', data_axis="data"', virtual=2
-    ),
-    "pipeline, packed": Way("packed=True", 0, 4, pipeline=_STAGES.format(4, 4)),
-    "pipeline, host": Way(_HOST, 0, 4, pipeline=_STAGES.format(4, 4)),
+    "pipeline": Way("", 0, 4, stages=4),
+    "pipeline, zb": Way("", 0, 4, stages=4, pipeline='schedule="zb"'),
+    "pipeline, gpipe": Way("", 0, 4, stages=2, virtual=2, pipeline=_GPIPE),
+    "pipeline, virtual": Way("", 0, 2, stages=2, virtual=2),
+    "pipeline, data": Way("", 2, 2, stages=2, virtual=2, pipeline='data_axis="data"'),
+    "pipeline, packed": Way("packed=True", 0, 4, stages=4),
+    "pipeline, host": Way(_HOST, 0, 4, stages=4),
     "pipeline, workers": Way(
-        'mesh=stages, shard={"stages/.*": P(None, "stage")}',
-        2,
-        2,
-        pipeline=_STAGES.format(2, 2) + _VIRTUAL,
-        virtual=2,
+        'mesh=stages, shard={"stages/.*": P(None, "stage")}', 2, 2, stages=2, virtual=2
     ),
     "pipeline, workers, data": Way(
         'mesh=stages, shard={"stages/w": P("stage", None, "data"), "stages/b": P("stage")}',
         2,
         2,
-        pipeline=_STAGES.format(4, 2),
+        stages=4,
     ),
     "mesh, tables, exchange": Way(f"{_MESH}, {_TABLES}", 4, 1, 4),
     "mesh, tables, microbatches, exchange": Way(f"{_MESH}, {_TABLES}, microbatches=2", 4, 2, 4),
@@ -319,12 +314,22 @@ def pipeline_text(p: Program, way: str) -> str:
         for i in range(p.stages)
     ]
     shared = ", ".join(f"{k!r}: {array_text(x)}" for k, x in params.items() if k not in STACKED)
-    more = f", virtual_stages={like.virtual}" if like.virtual > 1 else ""
+    virtual = like.virtual if like.virtual > 1 else None
+    made = call(
+        "pipeline_value_and_grad",
+        "stage_fn",
+        "loss_fn",
+        *([like.pipeline] if like.pipeline else []),
+        mesh="stages",
+        num_microbatches=like.microbatches,
+        virtual_stages=virtual,
+        embed="embed",
+    )
+    blocks = call("stack_stages", "blocks", mesh="stages", virtual_stages=virtual)
     options = f", {like.options}" if like.options else ""
-    pipeline = like.pipeline
-    count = int(pipeline.split("stages_of(")[1].split(")")[0])
-    pipeline = pipeline.replace(f"stages_of({count})", "stages")
-    shape, names = ((2, count), ("data", "stage")) if like.workers else ((count,), ("stage",))
+    shape, names = (like.stages,), ("stage",)
+    if like.workers:
+        shape, names = (2, *shape), ("data", *names)
     return f"""
 {inspect.getsource(model.errors)}
 def embed(inputs, shared):
@@ -342,11 +347,11 @@ def loss_fn(h, targets, shared):
     return {result}
 
 stages = Mesh(np.array(jax.devices()[:{math.prod(shape)}]).reshape{shape}, {names})
-value_and_grad = pipeline_value_and_grad(stage_fn, loss_fn, {pipeline}, embed=embed)
+value_and_grad = {made}
 tx = {optimizer_text(p, way)}
 step = optfn.make_train_step(None, tx, value_and_grad=value_and_grad{options})
 blocks = [{", ".join(stages)}]
-start = step.init(PipelineParams(stack_stages(blocks, mesh=stages{more}), {{{shared}}}))"""
+start = step.init(PipelineParams({blocks}, {{{shared}}}))"""
 
 
 _KILLED = '''
