@@ -29,7 +29,7 @@ def refusal(p: Program) -> str:
     if p.stages and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
-        return "takes no row-sparse gradients"
+        return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
 
