@@ -31,7 +31,7 @@ test: $(VENV)/.$(EXTRA) ## test the library; TESTS="tests/rules -k lamb" chooses
 	VENV=$(VENV) .ci/test $(OPTIONS) $(TESTS)
 
 # Whole programs: of the documentation, examples, benchmarks, pictures, the wheel, processes, faults.
-test-product: $(VENV)/.test ## test docs, examples, benchmarks, pictures, the wheel, processes
+test-product: $(VENV)/.test ## test drawn programs, docs, examples, benchmarks, the wheel, processes
 	$(MAKE) test TESTS=tests/product
 
 # Programs of others that take an optimizer of optax: all that tests/clients.py lists.
@@ -39,7 +39,7 @@ outside: ## test programs that take an optimizer of optax; 9 GB of packages
 	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
 
 # All values of the grids of which `make test` runs a part, each test on the newest JAX of which CI runs
-# a half, 4,080 properties, all faults, a soak, steps compiled for 512 devices, and programs of others.
+# a third, 4,080 properties, all faults, a soak, steps compiled for 512 devices, and programs of others.
 nightly: ## test whole grids, properties, faults, soak, scale, outside; over an hour
 	$(MAKE) test test-product OPTIONS=--nightly
 	.ci/test-newer --cases 1

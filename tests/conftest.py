@@ -32,10 +32,10 @@ def pytest_addoption(parser):
         "--cases", type=int, metavar="K", help="run at most the first K cases of each test"
     )
     parser.addoption(
-        "--half",
+        "--third",
         type=int,
-        choices=(0, 1),
-        help="run every second test, from the first (0) or from the second (1) on",
+        choices=(0, 1, 2),
+        help="run every third test, from the first (0), second (1) or third (2) on",
     )
 
 
@@ -60,17 +60,17 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("quick_compiler"):
         marked("optimized")
     places, seen = {}, collections.Counter()
-    half, most = config.getoption("half"), config.getoption("cases")
+    third, most = config.getoption("third"), config.getoption("cases")
 
-    def is_of_the_other_half(item):
-        return places.setdefault(test_of(item), len(places)) % 2 != half
+    def is_of_another_third(item):
+        return places.setdefault(test_of(item), len(places)) % 3 != third
 
     def is_beyond(item):
         seen[test_of(item)] += 1
         return seen[test_of(item)] > most
 
-    if half is not None:
-        leave_out(is_of_the_other_half, config, items)
+    if third is not None:
+        leave_out(is_of_another_third, config, items)
     if most is not None:
         leave_out(is_beyond, config, items)
 
