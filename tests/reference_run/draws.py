@@ -60,6 +60,7 @@ TABLE_RULES = [
 EXCHANGING = [way for way in WAYS if "exchange" in way for _ in range(1 if "grid" in way else 3)]
 LOCAL = [way for way in WAYS if "local" in way]
 USUAL = [way for way in WAYS if way not in (*EXCHANGING, *LOCAL)]
+USUAL += [way for way in USUAL if "tables" in way]
 ATTRS = [
     {"trainable": False},
     {"trainable": False},
@@ -82,7 +83,7 @@ def structures(rng):
     leaves = ["w", "b", "s"] + ["empty"] * (chance(0.15) and not in_stages)
     if "tables" in way:
         leaves += pick(["t"], ["t", "u"], ["u"])
-        rule = pick(*TABLE_RULES) if chance(0.4) else rule
+        rule = pick(*TABLE_RULES) if chance(0.5) else rule
         while limits.says_no_rows(rule) or (rule[0].startswith("optax.") and chance(0.8)):
             rule = pick(*RULES)  # most of another library's are refused
     if "exchange" not in way and "local" not in way and "tables" not in way and chance(0.1):
@@ -123,6 +124,8 @@ def structures(rng):
             compressor = "top_k(1.0)"
         elif chance(0.3):
             rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
+    if rule[1].get("lazy") and chance(0.7):  # what makes rows dense is known to be left out
+        attrs, decay, links, partition = {}, None, [x for x in links if x[0] != "trace"], None
     more = {}
     if "local" in way:
         master = ["master_weights", "jnp.float64"]
@@ -142,10 +145,15 @@ def structures(rng):
     around = [*links, *masters, *wrappers(rng, rule)]
     if more:
         around = wrappers_of_workers(rng, more["outer"])
-    if any(x[0] == "skip_spikes" for x in around) and chance(0.5):  # norms are divided by the rate
+    if rule[1].get("lazy") and chance(0.7):
+        around = [x for x in around if x[0] not in ("accumulate", "trace")]
+    # Norms are divided by the rate.
+    if any(x[0] == "skip_spikes" for x in around) and rule not in DGC and chance(0.5):
         schedule = schedule or pick("rises", "rises", "piecewise")
     if any(x[0] == "plateau" for x in around):
         schedule = None
+    kinds = {x[0] for x in around}
+    averages_sums = "accumulate" in kinds and not kinds.isdisjoint(limits.AVERAGES)
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = "local" not in way and not in_stages and dtype != "bfloat16"
     return Program(
@@ -158,9 +166,9 @@ def structures(rng):
         attrs=attrs,
         partition=partition,
         dtype=dtype,
-        loss=pick("plain", "mean", "mean", "mean"),
+        loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
         aux=chance(0.3) and not in_stages and dtype != "bfloat16",
-        model_state=chance(0.3) and WAYS[way].microbatches == 1 and plain,
+        model_state=chance(0.6 if averages_sums else 0.3) and WAYS[way].microbatches == 1 and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
         rate=limits.NARROW_RATE if dtype == "bfloat16" else 0.05,
