@@ -74,7 +74,9 @@ def is_train_state(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) -> Iterator[None]:
+def name_foreign_state(
+    state: TrainState, init: Callable[[TrainState], OptState]
+) -> Iterator[None]:
     """Turn any error inside into a TypeError if another optimizer has made the state, and otherwise
     raise it unchanged.
 
@@ -83,13 +85,14 @@ def name_foreign_state(state: TrainState, init: Callable[[Params], OptState]) ->
 
     Args:
       state: the state of the call inside.
-      init: the optimizer's function.
+      init: the function that makes the optimizer's state for the params and the model state of
+        a state.
     """
     try:
         yield
     except Exception as error:
         try:
-            fresh = jax.eval_shape(init, state.params)
+            fresh = jax.eval_shape(init, state)
         except Exception:  # an init for bound axes
             raise error from None
         known = {name for name, _ in arrays_with_names(fresh)}

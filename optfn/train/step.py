@@ -212,6 +212,12 @@ class TrainStep:
 
         return place_state(state)
 
+    def _init_like(self, state: TrainState) -> OptState:
+        """Return the optimizer's state before the first step for the params and the model state of
+        a state."""
+        opt_state = (self.local or self.tx).init(state.params)
+        return self._add_statistics(opt_state, state.model_state, lambda x: x)
+
     def _add_statistics(
         self, opt_state: OptState, model_state: PyTree, place: Callable[[PyTree], PyTree]
     ) -> OptState:
@@ -341,7 +347,7 @@ class TrainStep:
             state, metrics = self.compiled(*arguments)
         except Exception:
             with (
-                name_foreign_state(state, (self.local or self.tx).init),
+                name_foreign_state(state, self._init_like),
                 name_refused_constraints(lambda: self.compiled.trace(*arguments).jaxpr),
             ):
                 raise

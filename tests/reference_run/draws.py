@@ -157,7 +157,7 @@ def structures(rng):
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = "local" not in way and not in_stages and dtype != "bfloat16"
     return Program(
-        stages=4 if in_stages else 0,
+        stages=4 if in_stages or (not partition and chance(0.15)) else 0,
         rows=1 if in_stages else rows,
         way=way,
         compressor=compressor,
@@ -287,7 +287,7 @@ def ways_on(rng, p):
                     if "exchange" not in k
                     and ("local" in k) == (each > 1)
                     and (p.has_tables or "tables" not in k)
-                    and ("pipeline" in k) == bool(p.stages)
+                    and ("pipeline" in k) == p.is_pipeline
                 )
             )
         if chance(0.4) and not isinstance(p.loader, str):

@@ -26,7 +26,7 @@ def refusal(p: Program) -> str:
     """
     if p.exchanges and p.names("trace"):
         return "would differ between workers"
-    if p.stages and p.names("loss_scale"):
+    if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
         return "put optfn.sparse.densify() before it"

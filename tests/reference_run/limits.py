@@ -205,8 +205,13 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
     more = p.aux or p.model_state or p.key or p.pass_step or p.partition or p.local_steps > 1
     by_shape = "matrices" in str((p.regularization, p.attrs))
     return {
-        "a pipeline has stages": any(x != bool(p.stages) for x in ways),
-        "a pipeline has a loss alone": bool(p.stages and (more or p.rows > 1)),
+        "a pipeline has stages": any(ways) and not (p.stages and all(ways)),
+        "a pipeline has a loss alone": any(ways) and bool(more or p.rows > 1),
+        "gradients of asgd keep their virtual stages": len({WAYS[x].virtual for x in facts.ways})
+        > 1
+        and p.rule[0] == "asgd",
+        "labels of stacked layers": bool(p.stages and p.partition),
+        "what is sent of stacked layers": bool(p.stages) and p.exchanges,
         "a rule by shape sees stages": bool(p.stages) and by_shape,
     }
 

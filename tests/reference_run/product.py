@@ -92,6 +92,8 @@ def whole(params):
     if isinstance(params, PipelineParams):
         stages = jax.device_get(unstack_stages(params.stages))
         params = {k: np.stack([x[k] for x in stages]) for k in STACKED} | params.shared
+    if "stages" in params:
+        params = {k: x for k, x in params.items() if k != "stages"} | params["stages"].layers
     return {k: np.asarray(x) for k, x in params.items()}
 
 
@@ -100,8 +102,10 @@ def template(p: Program):
     params = first_params(p)
     if not p.stages:
         return params
-    stages = [{k: params[k][i] for k in STACKED} for i in range(p.stages)]
     shared = {k: x for k, x in params.items() if k not in STACKED}
+    if not p.is_pipeline:
+        return shared | {"stages": optfn.Stacked({k: params[k] for k in STACKED})}
+    stages = [{k: params[k][i] for k in STACKED} for i in range(p.stages)]
     return PipelineParams(stack_stages(stages), shared)
 
 

@@ -23,7 +23,8 @@ class Program:
     aux, model_state, key, pass_step: whether the loss gives or takes these.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
-    stages: how many stages of a pipeline the model has, each with "w" and "b"; 0 for no pipeline.
+    stages: how many stages of a pipeline the model has, or stacked layers, each with "w" and "b"; 0
+      for a single layer.
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
     compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`, and
@@ -81,6 +82,11 @@ class Program:
         """Return the links of these names, those of a part of the params among them."""
         inner = self.partition["links"] if self.partition else []
         return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the stages are those of a pipeline."""
+        return "pipeline" in self.way
 
     @property
     def exchanges(self) -> bool:

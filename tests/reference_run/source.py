@@ -135,13 +135,20 @@ import collections, os, signal, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
 from jax.sharding import Mesh, PartitionSpec as P
-from optfn.distributed import exchange, power_sgd, quantize, top_k
+from optfn.distributed import exchange, power_sgd, quantize, scan_layers, top_k
 from optfn.distributed import PipelineParams, pipeline_value_and_grad, stack_stages
 jax.config.update("jax_enable_x64", True)
 nan = np.nan
 """
 
 
+HIDDEN = """
+def layer(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+def hidden(params, x):
+    return scan_layers(layer, params["stages"], x)
+"""
 # Small arrays go to the host too, in several chunks.
 ON_HOST = """\
 from optfn.loss.jaxprs import row_loops
@@ -167,20 +174,21 @@ def rule_text(p: Program, way: str) -> str:
     if name == "dgc_momentum":
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
     attrs = {path_of(p, k): attr_text(x) for k, x in p.attrs.items()}
-    listed = "{" + ", ".join(f"{k!r}: {x}" for k, x in attrs.items()) + "}"
     return call(
         f"optfn.{name}",
         rate,
         **options,
         grad_clip=p.clip and clip_text(p.clip),
         regularization=p.regularization and decay_text(p.regularization),
-        param_attrs=attrs and listed,
+        param_attrs=attrs and dict_text(attrs),
     )
 
 
 def path_of(p: Program, name: str) -> str:
     """Return the path of a leaf."""
-    return f"{'stages' if name in STACKED else 'shared'}/{name}" if p.stages else name
+    if p.stages and name in STACKED:
+        return f"stages/{name}"
+    return f"shared/{name}" if p.is_pipeline else name
 
 
 def clip_text(clip):
@@ -268,8 +276,9 @@ def array_text(x) -> str:
 
 def step_text(p: Program, way: str) -> str:
     """Return the text that makes the step and its first state: what is compiled once."""
-    params = ", ".join(f"{k!r}: {array_text(x)}" for k, x in first_params(p).items())
-    options = WAYS[way].options
+    params, options = params_text(p), WAYS[way].options
+    if p.stages:
+        options = options.replace('"w": P("data")', '"stages/w": P(None, "data")')
     flags = {
         "has_aux": p.aux,
         "model_state": p.model_state,
@@ -279,9 +288,10 @@ def step_text(p: Program, way: str) -> str:
     }
     mean = f"np.zeros(4, {p.dtype!r})"
     state = f', {{"mean": {mean}, "seen": np.int32(0)}}' if p.model_state else ""
-    if p.stages:
+    if p.is_pipeline:
         return pipeline_text(p, way)
-    lines = [inspect.getsource(x) for x in (model.hidden, model.outputs, model.errors)]
+    hidden = HIDDEN if p.stages else inspect.getsource(model.hidden)
+    lines = [hidden, *map(inspect.getsource, (model.outputs, model.errors))]
     lines += [loss_text(p), ""]
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
@@ -296,7 +306,19 @@ def step_text(p: Program, way: str) -> str:
         "step = "
         + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
     ]
-    return "\n".join([*lines, f"start = step.init({{{params}}}{state})"])
+    return "\n".join([*lines, f"start = step.init({params}{state})"])
+
+
+def params_text(p: Program) -> str:
+    """Return the text of the params that a program begins with."""
+    texts = {k: array_text(x) for k, x in first_params(p).items()}
+    layers = dict_text({k: texts.pop(k) for k in STACKED}) if p.stages else ""
+    return dict_text(texts | ({"stages": f"optfn.Stacked({layers})"} if layers else {}))
+
+
+def dict_text(texts) -> str:
+    """Return the text of a dict, from that of its values."""
+    return "{" + ", ".join(f"{k!r}: {x}" for k, x in texts.items()) + "}"
 
 
 def pipeline_text(p: Program, way: str) -> str:
@@ -309,11 +331,8 @@ def pipeline_text(p: Program, way: str) -> str:
         "optfn.Mean(jnp.sum(used * each), jnp.sum(used))" if p.is_weighted else "jnp.mean(each)"
     )
     params, like = first_params(p), WAYS[way]
-    stages = [
-        "{" + ", ".join(f"{k!r}: {array_text(params[k][i])}" for k in STACKED) + "}"
-        for i in range(p.stages)
-    ]
-    shared = ", ".join(f"{k!r}: {array_text(x)}" for k, x in params.items() if k not in STACKED)
+    stages = [dict_text({k: array_text(params[k][i]) for k in STACKED}) for i in range(p.stages)]
+    shared = dict_text({k: array_text(x) for k, x in params.items() if k not in STACKED})
     virtual = like.virtual if like.virtual > 1 else None
     made = call(
         "pipeline_value_and_grad",
@@ -351,7 +370,7 @@ value_and_grad = {made}
 tx = {optimizer_text(p, way)}
 step = optfn.make_train_step(None, tx, value_and_grad=value_and_grad{options})
 blocks = [{", ".join(stages)}]
-start = step.init(PipelineParams({blocks}, {{{shared}}}))"""
+start = step.init(PipelineParams({blocks}, {shared}))"""
 
 
 _KILLED = '''
@@ -387,10 +406,10 @@ def data_text(p: Program) -> str:
     if isinstance(p.loader, list | tuple):
         _, size, seed, drop_last = p.loader
         lines += ["arrays = tuple(map(np.concatenate, zip(*batches)))"]
-        if p.stages:
+        if p.is_pipeline:
             lines += ["arrays = (arrays[0], arrays[2]), arrays[1:]"]
         lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
-    elif p.stages:
+    elif p.is_pipeline:
         lines += ["batches = [((x, w), (y, w)) for x, y, w in batches]"]
     if p.evaluate and p.evaluate["values"]:
         lines += [
