@@ -88,6 +88,8 @@ def structures(rng):
             rule = pick(*RULES)  # most of another library's are refused
     if "exchange" not in way and "local" not in way and "tables" not in way and chance(0.1):
         dtype, rule = "bfloat16", pick(*limits.SMOOTH_RULES)
+    elif dtype == "float32" and chance(0.1):
+        rule = pick(*limits.NARROW_MOMENTS)
     is_foreign = rule[0].startswith("optax.")
     leaves += ["count"] * (
         chance(0.15) and not is_foreign and not in_stages and dtype != "bfloat16"
@@ -152,10 +154,11 @@ def structures(rng):
         schedule = schedule or pick("rises", "rises", "piecewise")
     if any(x[0] == "plateau" for x in around):
         schedule = None
+    is_rounded = dtype == "bfloat16" or "moment_dtype" in rule[1]
     kinds = {x[0] for x in around}
     averages_sums = "accumulate" in kinds and not kinds.isdisjoint(limits.AVERAGES)
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
-    plain = "local" not in way and not in_stages and dtype != "bfloat16"
+    plain = "local" not in way and not in_stages and not is_rounded
     return Program(
         stages=4 if in_stages or (not partition and chance(0.15)) else 0,
         rows=1 if in_stages else rows,
@@ -167,11 +170,11 @@ def structures(rng):
         partition=partition,
         dtype=dtype,
         loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
-        aux=chance(0.3) and not in_stages and dtype != "bfloat16",
+        aux=chance(0.3) and not in_stages and not is_rounded,
         model_state=chance(0.6 if averages_sums else 0.3) and WAYS[way].microbatches == 1 and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
-        rate=limits.NARROW_RATE if dtype == "bfloat16" else 0.05,
+        rate=limits.NARROW_RATE if is_rounded else 0.05,
         schedule=schedule,
         clip=None if is_foreign else clip,
         regularization=None if is_foreign else decay,

@@ -18,6 +18,13 @@ SMOOTH_RULES = [
     ("optax.sgd", {}),
     ("optax.adamw", {"eps": 0.1}),
 ]
+NARROW_MOMENTS = [
+    ("adam", {"eps": 0.1, "moment_dtype": "bfloat16"}),
+    ("adam", {"eps": 0.1, "moment_dtype": "int8"}),
+    ("adamw", {"eps": 0.1, "moment_dtype": "int8"}),
+    ("momentum", {"momentum": 0.9, "moment_dtype": "bfloat16"}),
+    ("adamax", {"eps": 0.1, "moment_dtype": "bfloat16"}),
+]
 NARROW_RATE = 0.01
 WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 AVERAGES = ("ema", "model_average")
@@ -167,18 +174,24 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
 
 
 def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
-    """Return which limits of bfloat16 params a program does not keep.
+    """Return which limits of bfloat16 params, and of moments in 8 or 16 bits, a program does not
+    keep.
 
-    Nothing may turn the rounding of their gradients into another decision.
+    Nothing may turn their rounding into another decision.
     """
     e, is_narrow = p.evaluate, p.dtype == "bfloat16"
+    rounds, is_smooth = p.is_rounded, tuple(p.rule) in SMOOTH_RULES or "moment_dtype" in p.rule[1]
+    ways = [WAYS[name] for name in facts.ways]
+    in_chunks = p.rule[1].get("moment_dtype") == "int8"
     is_chosen = bool(e) and not e["values"] and (e["keep_best"] or e["patience"])
     judges = p.names("skip_spikes", "plateau") or is_chosen
     more = p.aux or p.model_state or p.exchanges or p.local_steps > 1
     more = more or p.rate > NARROW_RATE or "count" in p.leaves
     return {
         "narrow params have masters": is_narrow and not p.names("master_weights"),
-        "rounding decides": is_narrow and bool(judges or more or tuple(p.rule) not in SMOOTH_RULES),
+        "rounding decides": rounds and bool(judges or more or not is_smooth),
+        "chunks of 8 bits stay as they are": in_chunks
+        and len({(way.virtual, "packed" in way.options) for way in ways}) > 1,
         "a remainder beside a wide param": "bits=" in str(p.links) and not is_narrow,
     }
 

@@ -87,7 +87,7 @@ class Rule:
             return p, state
         if k in TABLES and "tables" in self.p.way:
             return self.step_table(p, g, state, lr)
-        return RULES[name](p, g, state, self.count, lr, **without_lazy(options))
+        return RULES[name](p, g, state, self.count, lr, **exact(options))
 
     def step_table(self, p, g, state, lr):
         """Return a table after a step of the rule, and its state."""
@@ -96,7 +96,7 @@ class Rule:
         if options.get("lazy") == "exact":
             late, before = catch_up(state, t, p)
             more = {"last": t + 0 * p}
-        new, after = RULES[name](p, g, before, t, lr, **without_lazy(options))
+        new, after = RULES[name](p, g, before, t, lr, **exact(options))
         if not options.get("lazy"):
             return new, after
         # Rows that no example looks up stay.
@@ -105,9 +105,9 @@ class Rule:
         return np.where(is_seen, new - lr * late, p), after
 
 
-def without_lazy(options):
-    """Return the arguments of a rule without that for rows."""
-    return {k: x for k, x in options.items() if k != "lazy"}
+def exact(options):
+    """Return the arguments of a rule without those for rows and the dtype of moments."""
+    return {k: x for k, x in options.items() if k not in ("lazy", "moment_dtype")}
 
 
 def catch_up(state, t, p):

@@ -94,6 +94,11 @@ class Program:
         return bool(self.compressor) or self.rule[0] == "dgc_momentum"
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether params or moments are in 8 or 16 bits."""
+        return self.dtype == "bfloat16" or "moment_dtype" in self.rule[1]
+
+    @property
     def batch_dtype(self) -> str:
         """The dtype of the batches, so that bfloat16 params meet float32 inputs."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
