@@ -32,7 +32,7 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.shards import gather_new_params
 from optfn.mesh.state.per_worker import find_nodes, has_exchange, may_give_rows
 from optfn.mesh.state.reports import collect_reports
-from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
+from optfn.train.state import UPDATE_SCOPE, TrainState
 from optfn.transforms.rates import collect_rates
 from optfn.wrappers.accumulation import AccumulateState
 from optfn.wrappers.attributes import mask_frozen
@@ -78,39 +78,6 @@ def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
     return rng
 
 
-def make_worker_step(
-    make_objective: Callable[[Layout | None, bool], Objective],
-    tx: optax.GradientTransformationExtraArgs,
-    key_of: KeyOf | None,
-    axes: Axes,
-    layout: Layout | None = None,
-    reduce_dtype: DType | None = None,
-    state_memory: str | None = None,
-) -> StepFn:
-    """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
-
-    With several workers it must run where their axes are bound, inside `shard_map`.
-
-    Args:
-      make_objective: returns the loss and its gradients for a layout, and for whether the optimizer
-        takes the mean of several gradients.
-      tx: the optimizer.
-      key_of: returns the key of a step; None if the loss takes none.
-      axes: the mesh axes of the workers; none if there is only one.
-      layout: how params are divided over the mesh.
-      reduce_dtype: the dtype for averaging gradients over the workers; None: the gradients' dtype.
-      state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
-    """
-
-    worker = _WorkerStep(make_objective, tx, key_of, axes, layout, reduce_dtype, state_memory)
-
-    # JAX names the compiled program after this function, which profiles show.
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        return worker.run(state, batch)
-
-    return step
-
-
 class _Needs(NamedTuple):
     """The demands of an optimizer's state on the step around its update.
 
@@ -144,16 +111,28 @@ def _ask(opt_state: OptState) -> _Needs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _WorkerStep:
-    """The step of one worker, in stages. The fields are the arguments of `make_worker_step`."""
+class WorkerStep:
+    """The step of one worker, in stages.
+
+    With several workers it must run where their axes are bound, inside `shard_map`.
+
+    make_objective: returns the loss and its gradients for a layout, and for whether the optimizer
+      takes the mean of several gradients.
+    tx: the optimizer.
+    key_of: returns the key of a step; None if the loss takes none.
+    axes: the mesh axes of the workers; none if there is only one.
+    layout: how params are divided over the mesh.
+    reduce_dtype: the dtype for averaging gradients over the workers; None: the gradients' dtype.
+    state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
+    """
 
     make_objective: Callable[[Layout | None, bool], Objective]
     tx: optax.GradientTransformationExtraArgs
     key_of: KeyOf | None
     axes: Axes
-    layout: Layout | None
-    reduce_dtype: DType | None
-    state_memory: str | None
+    layout: Layout | None = None
+    reduce_dtype: DType | None = None
+    state_memory: str | None = None
 
     @functools.cached_property
     def later(self) -> Layout | None:
@@ -161,7 +140,8 @@ class _WorkerStep:
         keeps its descriptions of params."""
         return self.layout and self.layout.average_later()
 
-    def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    # JAX names the compiled program after this function, which profiles show.
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics, from this worker's part of the batch."""
         # 1. The batch and all keys are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
