@@ -14,6 +14,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
+from optfn.core.printing import list_changed_fields
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.interop.calls import iterate_links
 from optfn.leaves import contents, nodes, packed, patterns
@@ -75,12 +76,7 @@ class ParamAttr:
             core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
-        given = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                given.append(f"{field.name}={value!r}")
-        return f"ParamAttr({', '.join(given)})"
+        return f"ParamAttr({', '.join(list_changed_fields(self))})"
 
 
 def _check_factor(name: str, of: str, factor: object) -> None:
