@@ -36,9 +36,8 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
     known = list(itertools.chain(*leaf_names(tree)))
     if callable(pattern):
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
-    return _match_regex(pattern, {*known, *_find_packed_names(tree)}, tree, argument).intersection(
-        known
-    )
+    among = {*known, *_find_packed_names(tree)}
+    return _match_regex(pattern, among, tree, argument).intersection(known)
 
 
 def _match_regex(
