@@ -131,11 +131,8 @@ def write_checkpoint(
     and return the path."""
     check_leaves("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
-    if not isinstance(history, Mapping | None):
-        raise TypeError(
-            "save_checkpoint: history must be a mapping from names to arrays; "
-            f"got {checks.show(history)}"
-        )
+    wanted = "a mapping from names to arrays"
+    checks.instance("save_checkpoint: history", history, Mapping | None, wanted)
     for name, value in (("sharded", sharded), ("background", background)):
         if value is not None:
             checks.flag(name, value)

@@ -158,11 +158,8 @@ def _compare_key(name: str, leaf: Leaf, mapping: Mapping[str, Any]) -> str:
 def _check_format(mapping: Mapping[str, Any]) -> None:
     """Raise a TypeError unless `mapping` is a Mapping, and a ValueError if its version is newer
     than VERSION, while one without a version is accepted."""
-    if not isinstance(mapping, Mapping):
-        raise TypeError(
-            "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
-            f"of state_dict or numpy.load; got {checks.show(mapping)}"
-        )
+    wanted = "a mapping from names to arrays, such as the result of state_dict or numpy.load"
+    checks.instance("load_state_dict: mapping", mapping, Mapping, wanted)
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(

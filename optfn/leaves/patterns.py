@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -106,16 +107,13 @@ def matches(pattern: Pattern | None, name: str) -> bool:
     return pattern is None or re.fullmatch(pattern, name) is not None
 
 
-def check_pattern(argument: str, pattern: object) -> Pattern | None:
+def check_pattern(argument: str, pattern: Any) -> Pattern | None:
     """Return `pattern` if it is a pattern or None, or raise a TypeError or a ValueError that names
     `argument` otherwise."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
         return pattern
-    if not isinstance(pattern, str):
-        raise TypeError(
-            f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
-            f"got {checks.show(pattern)}"
-        )
+    wanted = "a regular expression of leaf paths or a function path -> bool"
+    checks.instance(argument, pattern, str, wanted)
     try:
         re.compile(pattern)
     except re.error as error:

@@ -180,8 +180,7 @@ def pipeline_value_and_grad(
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
     """Raise a TypeError unless `mesh` is a mesh, and a ValueError unless `axis_name` and
     `data_axis`, which may be None, are two different axes of it."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
+    checks.instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
         if name not in mesh.axis_names and not (argument == "data_axis" and name is None):
             names = tree.list_names(mesh.axis_names)

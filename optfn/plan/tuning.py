@@ -162,8 +162,7 @@ def tune(
     """
     tx = core.check_transform("tune: tx", tx)
     check_split("tune", params)
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"tune: mesh must be a jax.sharding.Mesh of devices; got {mesh!r}")
+    checks.instance("tune: mesh", mesh, Mesh, "a jax.sharding.Mesh of devices")
     measure = None if measure is None else checks.count("tune: measure", measure)
     data_axes = join_axes((options or {}).get("data_axis", "data"))
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes

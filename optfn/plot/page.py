@@ -74,8 +74,7 @@ def report(
       TypeError, ValueError: `history` is not the history of a run.
     """
     series = check_history(history)
-    if not isinstance(about, Mapping | None):
-        raise TypeError(f"about must be a mapping from names; got {checks.show(about)}")
+    checks.instance("about", about, Mapping | None, "a mapping from names")
     facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"} | dict(about or {})
     body = [
         f"<h1>{escape(title)}</h1>",

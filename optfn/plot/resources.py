@@ -60,8 +60,7 @@ def tuning(tuning: Tuning, *, ax: "Axes | None" = None) -> "Axes":
       TypeError: it is something else.
       ValueError: the time of no way is known.
     """
-    if not isinstance(tuning, Tuning):
-        raise TypeError(f"tuning must be a Tuning; got {checks.show(tuning)}")
+    checks.instance("tuning", tuning, Tuning, "a Tuning")
     rows = [row for row in tuning.rows if row.is_usable]
     if not rows:
         raise ValueError(f"the time of no way is known:\n{tuning}")
@@ -155,6 +154,5 @@ def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
       plan: a result of `optfn.distributed.plan`; `plan.draw` draws the same.
       ax: where to draw; None for a new figure.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan; got {checks.show(plan)}")
+    checks.instance("plan", plan, Plan, "a Plan")
     return plan.draw(ax)

@@ -323,10 +323,8 @@ def over_batches(
     >>> evaluate(jnp.array(2.0))
     1.5
     """
-    if not callable(fn):
-        raise TypeError(f"over_batches: fn must be a function (params, batch); got {fn!r}")
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"over_batches: batches must be an iterable; got {checks.show(batches)}")
+    checks.instance("over_batches: fn", fn, Callable, "a function (params, batch)")
+    checks.instance("over_batches: batches", batches, Iterable, "an iterable")
     if isinstance(batches, Iterator):
         raise ValueError(
             "over_batches: each evaluation iterates over batches again, so pass a list or a "

@@ -94,22 +94,17 @@ ParamAttrs = Mapping[str, ParamAttr]
 DEFAULT = ParamAttr()
 
 
-def check_param_attrs(param_attrs: object) -> ParamAttrs:
+def check_param_attrs(param_attrs: Any) -> ParamAttrs:
     """Return `param_attrs` as a dict, {} for None, or raise a TypeError unless it maps patterns of
     paths to ParamAttrs."""
     if param_attrs is None:
         return {}
-    if not isinstance(param_attrs, Mapping):
-        raise TypeError(
-            "param_attrs must be a mapping from a pattern of paths to a ParamAttr; "
-            f"got {checks.show(param_attrs)}"
-        )
+    wanted = "a mapping from a pattern of paths to a ParamAttr"
+    checks.instance("param_attrs", param_attrs, Mapping, wanted)
     for pattern, attr in param_attrs.items():
-        if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"param_attrs: a pattern must be a regular expression; got {pattern!r}")
+        checks.instance("param_attrs: a pattern", pattern, str | re.Pattern, "a regular expression")
         patterns.check_pattern("param_attrs", pattern)
-        if not isinstance(attr, ParamAttr):
-            raise TypeError(f"param_attrs[{pattern!r}] must be a ParamAttr; got {attr!r}")
+        checks.instance(f"param_attrs[{pattern!r}]", attr, ParamAttr, "a ParamAttr")
     return dict(param_attrs)
 
 

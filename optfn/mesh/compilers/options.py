@@ -91,8 +91,7 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     >>> optfn.distributed.overlap_options(optfn.distributed.data_mesh(1))  # on a CPU
     {}
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"overlap_options: mesh must be a jax.sharding.Mesh; got {mesh!r}")
+    checks.instance("overlap_options: mesh", mesh, Mesh, "a jax.sharding.Mesh")
     device = mesh.devices.flat[0]
     if device.platform in ("gpu", "cuda"):
         return dict(_OVERLAP_OF_GPUS)
