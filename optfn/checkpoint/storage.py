@@ -68,7 +68,7 @@ class Backend(Protocol):
         """Remove a checkpoint, finished or not."""
 
 
-def to_path(directory: Any) -> Path:
+def to_path(directory: str | os.PathLike[str]) -> Path:
     """Return a directory as an absolute Path without "..", or an address with "://" as a path of
     etils, and raise a TypeError for anything else. The program may change its working directory
     during a run."""

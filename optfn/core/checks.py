@@ -149,9 +149,9 @@ def count(
     return int(value)
 
 
-def instance(name: str, value: T, kinds: Any, wanted: str) -> T:
+def instance(name: str, value: object, kinds: Any, wanted: str) -> Any:
     """Return `value` if it is an instance of `kinds`, as for `isinstance`, else raise a TypeError
-    that it must be what `wanted` says."""
+    that it must be `wanted`, such as "a mapping"."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}; got {show(value)}")
     return value

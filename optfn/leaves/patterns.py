@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -107,7 +106,7 @@ def matches(pattern: Pattern | None, name: str) -> bool:
     return pattern is None or re.fullmatch(pattern, name) is not None
 
 
-def check_pattern(argument: str, pattern: Any) -> Pattern | None:
+def check_pattern(argument: str, pattern: Pattern | None) -> Pattern | None:
     """Return `pattern` if it is a pattern or None, or raise a TypeError or a ValueError that names
     `argument` otherwise."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):

@@ -165,7 +165,9 @@ class Evaluator:
         params = _select_params(state, self.options.evaluate_average)
         result = self.options.evaluate(to_logical(unpack(params)), *model_state)
         named = _find_parts("evaluate", result, lambda: 1)
-        values = {"evaluation" + (f"/{k}" if k else ""): _divide(*x) for k, x in named.items()}
+        values = {
+            "evaluation" + (f"/{k}" if k else ""): _divide_by_weight(*x) for k, x in named.items()
+        }
         if self.key in values:
             return values
         is_needed = _ranks_states(self.options) or self.has_plateau
@@ -384,7 +386,7 @@ def _check_num_examples(batch: Batch) -> int:
     return count
 
 
-def _divide(total: float, weight: float) -> float:
+def _divide_by_weight(total: float, weight: float) -> float:
     """Return total / weight, NaN for 0/0."""
     return total / weight if weight else math.nan
 
@@ -419,5 +421,5 @@ def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[st
         raise ValueError(f"over_batches: fn must return the same keys for each batch; got {keys}")
     means = {}
     for key in first:
-        means[key] = _divide(*map(sum, zip(*(row[key] for row in rows), strict=True)))
+        means[key] = _divide_by_weight(*map(sum, zip(*(row[key] for row in rows), strict=True)))
     return means[""] if list(means) == [""] else means

@@ -438,7 +438,7 @@ class TrainStep:
             x for x in flags if is_set or not x.is_lasting or reports.is_ready(x.value)
         )
 
-    def check_state(self, state: Any) -> None:
+    def check_state(self, state: TrainState) -> None:
         """Raise a TypeError or a ValueError if this step does not take a state, as a call would."""
         checks.instance("state", state, TrainState, "a TrainState, such as step.init(params)")
         if is_packed(state.params) != self.options.packed:

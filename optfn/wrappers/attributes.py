@@ -94,18 +94,18 @@ ParamAttrs = Mapping[str, ParamAttr]
 DEFAULT = ParamAttr()
 
 
-def check_param_attrs(param_attrs: Any) -> ParamAttrs:
+def check_param_attrs(param_attrs: object) -> ParamAttrs:
     """Return `param_attrs` as a dict, {} for None, or raise a TypeError unless it maps patterns of
     paths to ParamAttrs."""
     if param_attrs is None:
         return {}
     wanted = "a mapping from a pattern of paths to a ParamAttr"
-    checks.instance("param_attrs", param_attrs, Mapping, wanted)
-    for pattern, attr in param_attrs.items():
+    given: ParamAttrs = checks.instance("param_attrs", param_attrs, Mapping, wanted)
+    for pattern, attr in given.items():
         checks.instance("param_attrs: a pattern", pattern, str | re.Pattern, "a regular expression")
         patterns.check_pattern("param_attrs", pattern)
         checks.instance(f"param_attrs[{pattern!r}]", attr, ParamAttr, "a ParamAttr")
-    return dict(param_attrs)
+    return dict(given)
 
 
 def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
