@@ -153,7 +153,7 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     found: list[str] = []
     # JAX knows nothing of transparent nodes, so a walk stops at each and goes on inside it.
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        name = "/".join(key_name(key) for key in keys)
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
         if is_transparent(node):
             found.extend(join(name, path) for path in paths(inner_tree(node), is_leaf))
         elif isinstance(node, variable) and not is_masked(node):
@@ -201,15 +201,6 @@ def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
 def join(*words: str) -> str:
     """Join words by "/" to a path, without empty words."""
     return "/".join(filter(None, words))
-
-
-def key_name(key: object) -> str:
-    """Return one key of a JAX key path as a word: a dict's key, a position, or an attribute."""
-    # Of DictKey and FlattenedIndexKey, SequenceKey, and GetAttrKey.
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def list_names(names: Sequence[str], most: int = 20) -> str:
