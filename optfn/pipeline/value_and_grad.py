@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.loss.mean import is_mean, nonzero
@@ -255,7 +255,7 @@ class _Pipeline:
         loss, (stage_gradients, shared_gradients) = run(*arguments)
         grads = wrap_stacked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
-            grads = PipelineParams(grads, placement.build_gradient_tree(shared, shared_gradients))
+            grads = PipelineParams(grads, leafwise.build_gradients(shared, shared_gradients))
         return loss, grads
 
     def _run_on_device(

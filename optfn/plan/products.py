@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from optfn.loss.jaxprs.flops import count_pairs
-from optfn.plan.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
+from optfn.plan.hlo import (
+    BITS,
+    Array,
+    Computation,
+    Instruction,
+    Program,
+    read_arrays,
+    read_integers,
+)
 
 # The compilers mark an operation that runs again in the backward pass in its name.
 _RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
@@ -25,13 +33,13 @@ def find_products(program: Program, x: Instruction, home: Computation) -> Iterat
     that it calls."""
     for body, y in [(home, x), *program.inside(x)]:
         if y.opcode == "dot":
-            contracted = _read_integers(y.attribute("lhs_contracting_dims"))
+            contracted = read_integers(y.attribute("lhs_contracting_dims"))
             flops = _dot_flops(y, body, contracted)
         elif y.opcode == "convolution":
             flops = _convolution_flops(y, body)
         elif y.opcode == "custom-call" and is_gemm(y):
             found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', y.attributes)
-            flops = _dot_flops(y, body, _read_integers(found[1] if found else ""))
+            flops = _dot_flops(y, body, read_integers(found[1] if found else ""))
         else:
             continue
         bits = BITS[_operand_array(y, body, 0).dtype]
@@ -90,7 +98,3 @@ def _read_window(window: str, i: int, size: int, moves: int) -> int:
 
 def _operand_array(x: Instruction, home: Computation, i: int) -> Array:
     return read_arrays(home[x.operands[i]].shape)[0]
-
-
-def _read_integers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))
