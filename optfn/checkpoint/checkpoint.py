@@ -419,26 +419,23 @@ def restore_checkpoint(
       ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
         params of the template differ from the run's.
     """
-    found = restore_newest(directory, template, strict=strict, only=only)
+    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
+    found = restore_newest(directory, loader)
     if found is not None and only is None:
         warn_of_rates(template, found[0], "call optfn.set_learning_rate")
     return found
 
 
 def restore_newest(
-    directory: str | os.PathLike[str],
-    template: PyTree,
-    *,
-    strict: bool = True,
-    only: Pattern | None = None,
+    directory: str | os.PathLike[str], loader: Loader
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Restore as `restore_checkpoint` does, or return None without a checkpoint, but never warn
-    that learning rates differ."""
+    """Restore into the template of a loader as `restore_checkpoint` does, or return None without a
+    checkpoint, but never warn that learning rates differ."""
     wait_for_writes()
     place = to_path(directory)
-    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
-    check_leaves("restore_checkpoint: template", template)
-    found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
+    check_leaves("restore_checkpoint: template", loader.template)
+    is_shared = processes.has_state_on_all_processes(loader.template)
+    found = find_newest(place, loader.load, is_shared)
     return None if found is None else loader.warn_of_changes(*found)
 
 
