@@ -17,7 +17,7 @@ import optax
 
 from optfn import core
 from optfn.checkpoint.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
-from optfn.checkpoint.changes import Changes, misfits
+from optfn.checkpoint.changes import Changes
 from optfn.checkpoint.directory import OrbaxDirectory, is_directory_default
 from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.finiteness import may_keep_last_loss
@@ -308,7 +308,9 @@ def load_params(
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
         chosen = [x for x in changes.new if matches(loader.only, x)]
-        if wrong := misfits(chosen, [x for x in changes.dropped if matches(loader.only, x)]):
+        if wrong := tree.list_misfits(
+            chosen, [x for x in changes.dropped if matches(loader.only, x)]
+        ):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
         return loader, (state, history, Changes([], [], []))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.checkpoint.changes import Changes, Misfit, misfits
+from optfn.checkpoint.changes import Changes, Misfit
 from optfn.checkpoint.masters import convert_masters
 from optfn.checkpoint.packed_state import (
     is_packed_or_padded,
@@ -381,7 +381,7 @@ def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str])
     is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
-    return misfits(missing, extra)
+    return tree.list_misfits(missing, extra)
 
 
 def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:

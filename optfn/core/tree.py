@@ -215,6 +215,13 @@ def list_words(words: Sequence[str], most: int) -> str:
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 
 
+def list_misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Return the clauses "missing …" and "not expected …" with the names of each list, leaving out
+    the clause of an empty list."""
+    found = {"missing": missing, "not expected": unexpected}
+    return [f"{word} {list_names(names)}" for word, names in found.items() if names]
+
+
 def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference: PyTree) -> None:
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
@@ -230,7 +237,6 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     found, expected = paths(tree), paths(reference)
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
-    lists = {"missing": missing, "not expected": extra}
-    where = "; ".join(f"{word} {list_names(absent)}" for word, absent in lists.items() if absent)
+    where = "; ".join(list_misfits(missing, extra))
     where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")
