@@ -307,10 +307,9 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        chosen = [x for x in changes.new if matches(loader.only, x)]
-        if wrong := tree.list_misfits(
-            chosen, [x for x in changes.dropped if matches(loader.only, x)]
-        ):
+        both = changes.new, changes.dropped
+        lists = ([x for x in names if matches(loader.only, x)] for names in both)
+        if wrong := tree.list_misfits(*lists):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
         return loader, (state, history, Changes([], [], []))
@@ -325,11 +324,10 @@ def load_params(
             raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
         found = place, read(place)
     at, (loader, loaded) = found
-    state = loader.warn_of_changes(at, loaded)[0]
-    values, statistics = state.params, state.model_state
+    (_, values, opt_state, statistics), _ = loader.warn_of_changes(at, loaded)
     if average:
-        values = averaged_params(state.opt_state, values)
-        statistics = averaged_model_state(state.opt_state, statistics, None)
+        values = averaged_params(opt_state, values)
+        statistics = averaged_model_state(opt_state, statistics, None)
     return values if model_state is None else (values, statistics)
 
 
