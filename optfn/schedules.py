@@ -497,6 +497,5 @@ def lambda_decay(learning_rate: Number, lr_lambda: Callable[[Any], Any]) -> Sche
       lr_lambda: a function of the step (int32) that returns a factor.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
-    if not callable(lr_lambda):
-        raise TypeError(f"lr_lambda must be a function of the step; got {lr_lambda!r}")
+    checks.instance("lr_lambda", lr_lambda, Callable, "a function of the step")
     return lambda step: lr * jnp.asarray(lr_lambda(step)).astype(numerics.scalar_dtype())

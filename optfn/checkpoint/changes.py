@@ -32,13 +32,6 @@ class Changes:
         return "; ".join(f"{word}: {tree.list_names(x) or 'nothing'}" for word, x in names.items())
 
 
-def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
-    """Return the clauses "missing …" and "not expected …" with the names of each list, leaving out
-    the clause of an empty list."""
-    found = {"missing": missing, "not expected": superfluous}
-    return [f"{word} {tree.list_names(names)}" for word, names in found.items() if names]
-
-
 class Misfit(ValueError):
     """Raised if names (strict) or shapes do not fit."""
 

@@ -17,7 +17,7 @@ import optax
 
 from optfn import core
 from optfn.checkpoint.background import STARTS_THREADS_AT_EXIT, start_write, wait_for_writes
-from optfn.checkpoint.changes import Changes, misfits
+from optfn.checkpoint.changes import Changes
 from optfn.checkpoint.directory import OrbaxDirectory, is_directory_default
 from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.finiteness import may_keep_last_loss
@@ -131,11 +131,8 @@ def write_checkpoint(
     and return the path."""
     check_leaves("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
-    if not isinstance(history, Mapping | None):
-        raise TypeError(
-            "save_checkpoint: history must be a mapping from names to arrays; "
-            f"got {checks.show(history)}"
-        )
+    wanted = "a mapping from names to arrays"
+    checks.instance("save_checkpoint: history", history, Mapping | None, wanted)
     for name, value in (("sharded", sharded), ("background", background)):
         if value is not None:
             checks.flag(name, value)
@@ -310,8 +307,9 @@ def load_params(
         if average:
             loader = _with_average(loader, path, average, is_chosen)
         state, history, changes = loader.load(path)
-        chosen = [x for x in changes.new if matches(loader.only, x)]
-        if wrong := misfits(chosen, [x for x in changes.dropped if matches(loader.only, x)]):
+        both = changes.new, changes.dropped
+        lists = ([x for x in names if matches(loader.only, x)] for names in both)
+        if wrong := tree.list_misfits(*lists):
             hint = "" if only is not None else ". To load some of them, pass only="
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}{hint}")
         return loader, (state, history, Changes([], [], []))
@@ -326,11 +324,10 @@ def load_params(
             raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
         found = place, read(place)
     at, (loader, loaded) = found
-    state = loader.warn_of_changes(at, loaded)[0]
-    values, statistics = state.params, state.model_state
+    (_, values, opt_state, statistics), _ = loader.warn_of_changes(at, loaded)
     if average:
-        values = averaged_params(state.opt_state, values)
-        statistics = averaged_model_state(state.opt_state, statistics, None)
+        values = averaged_params(opt_state, values)
+        statistics = averaged_model_state(opt_state, statistics, None)
     return values if model_state is None else (values, statistics)
 
 
@@ -422,26 +419,23 @@ def restore_checkpoint(
       ValueError: there are checkpoints, but none can be loaded; `only` matches no name; or frozen
         params of the template differ from the run's.
     """
-    found = restore_newest(directory, template, strict=strict, only=only)
+    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
+    found = restore_newest(directory, loader)
     if found is not None and only is None:
         warn_of_rates(template, found[0], "call optfn.set_learning_rate")
     return found
 
 
 def restore_newest(
-    directory: str | os.PathLike[str],
-    template: PyTree,
-    *,
-    strict: bool = True,
-    only: Pattern | None = None,
+    directory: str | os.PathLike[str], loader: Loader
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Restore as `restore_checkpoint` does, or return None without a checkpoint, but never warn
-    that learning rates differ."""
+    """Restore into the template of a loader as `restore_checkpoint` does, or return None without a
+    checkpoint, but never warn that learning rates differ."""
     wait_for_writes()
     place = to_path(directory)
-    loader = Loader(template, checks.flag("strict", strict), check_pattern("only", only))
-    check_leaves("restore_checkpoint: template", template)
-    found = find_newest(place, loader.load, processes.has_state_on_all_processes(template))
+    check_leaves("restore_checkpoint: template", loader.template)
+    is_shared = processes.has_state_on_all_processes(loader.template)
+    found = find_newest(place, loader.load, is_shared)
     return None if found is None else loader.warn_of_changes(*found)
 
 

@@ -44,7 +44,8 @@ def read_directory(
       ValueError: an array cannot be read; in a run of several processes that divide an array, it is
         raised in all of them.
     """
-    is_shared = any(_is_multiprocess(x) for x in templates.values())
+    arrays = (x for x in templates.values() if isinstance(x, jax.Array))
+    is_shared = not all(x.is_fully_addressable for x in arrays)
     found, error = {}, None
     try:
         found = _read_all(path, templates, is_read)
@@ -57,11 +58,6 @@ def read_directory(
     if error is not None:
         raise error
     return found
-
-
-def _is_multiprocess(x: Leaf) -> bool:
-    """Tell whether an array has shards outside this process."""
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def _read_all(

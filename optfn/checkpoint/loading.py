@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.checkpoint.changes import Changes, Misfit, misfits
+from optfn.checkpoint.changes import Changes, Misfit
 from optfn.checkpoint.masters import convert_masters
 from optfn.checkpoint.packed_state import (
     is_packed_or_padded,
@@ -158,11 +158,8 @@ def _compare_key(name: str, leaf: Leaf, mapping: Mapping[str, Any]) -> str:
 def _check_format(mapping: Mapping[str, Any]) -> None:
     """Raise a TypeError unless `mapping` is a Mapping, and a ValueError if its version is newer
     than VERSION, while one without a version is accepted."""
-    if not isinstance(mapping, Mapping):
-        raise TypeError(
-            "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
-            f"of state_dict or numpy.load; got {checks.show(mapping)}"
-        )
+    wanted = "a mapping from names to arrays, such as the result of state_dict or numpy.load"
+    checks.instance("load_state_dict: mapping", mapping, Mapping, wanted)
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(
@@ -384,7 +381,7 @@ def _list_errors(state: OptState, changes: Changes, shown: Callable[[str], str])
     is_report = make_report_test(state)
     missing = [shown(name) for name in changes.new if not is_report(name)]
     extra = [shown(name) for name in changes.dropped if not is_report(name)]
-    return misfits(missing, extra)
+    return tree.list_misfits(missing, extra)
 
 
 def _unpack_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:

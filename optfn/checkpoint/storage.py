@@ -68,14 +68,11 @@ class Backend(Protocol):
         """Remove a checkpoint, finished or not."""
 
 
-def to_path(directory: object) -> Path:
+def to_path(directory: str | os.PathLike[str]) -> Path:
     """Return a directory as an absolute Path without "..", or an address with "://" as a path of
     etils, and raise a TypeError for anything else. The program may change its working directory
     during a run."""
-    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-        raise TypeError(
-            f"the directory of checkpoints must be a path; got {checks.show(directory)}"
-        )
+    checks.path("the directory of checkpoints", directory)
     if not is_remote(directory):
         path = Path(directory).absolute()
         # tensorstore takes no ".."; links are left alone otherwise.

@@ -164,8 +164,7 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
         return {re.compile(".*", re.DOTALL): _check_compressor("compressor", choice)}
     checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
-        if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
+        checks.instance("compressor: a pattern", pattern, str | re.Pattern, "a regular expression")
         patterns.check_pattern("compressor", pattern)
         if compressor is not None:
             compressor = _check_compressor(f"compressor[{pattern!r}]", compressor)

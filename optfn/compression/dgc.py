@@ -9,7 +9,7 @@ over workers.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -223,19 +223,18 @@ def _accumulate_and_send(
     updates: Updates,
     state: DeepGradientCompressionState,
     params: Params,
-    *,
-    row_updates: bool = False,
-    workers: Workers = ONE_WORKER,
-    weight: jax.Array | None = None,
-    **extra: object,
+    **extra: Any,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     """Run the update of one worker on whole arrays, or on the shards of each device if the worker
     has several devices, which return no Rows even with `row_updates`."""
-    del extra
+    workers: Workers = extra.get("workers", ONE_WORKER)
     options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
-    run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    return on_shards.update_on_shards(run, updates, state, params, weight, workers.group)
+    row_updates = extra.get("row_updates", False) and workers.group is None
+    run = partial(_accumulate_and_send_shards, options, row_updates)
+    return on_shards.update_on_shards(
+        run, updates, state, params, extra.get("weight"), workers.group
+    )
 
 
 def _accumulate_and_send_shards(

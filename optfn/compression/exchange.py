@@ -240,16 +240,15 @@ def _average_dense(
     updates: Updates,
     state: ExchangeDenseState,
     params: Params | None = None,
-    *,
-    workers: Workers = ONE_WORKER,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     """Return the plain mean of each leaf over workers, and the state unchanged, or raise an error
     if the state is of another transform or a gradient is already averaged."""
-    del params, extra
+    del params
     errors.check_state("exchange", state, ExchangeDenseState)
     agreement.check_worker_gradients("exchange", leafwise.keep_inexact(updates), options.axis_name)
-    return mean_over_workers(updates, (), workers._replace(axes=options.axis_name))[0], state
+    workers = extra.get("workers", ONE_WORKER)._replace(axes=options.axis_name)
+    return mean_over_workers(updates, (), workers)[0], state
 
 
 def _init_residuals(options: _Options, params: Params) -> ExchangeState:
@@ -281,19 +280,16 @@ def _mean_of_packets(
     updates: Updates,
     state: ExchangeState,
     params: Params | None = None,
-    *,
-    workers: Workers = ONE_WORKER,
-    row_updates: bool = False,
-    weight: jax.Array | None = None,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     """Return the means over workers as directions, and the next state, with the leaves of packed
     buffers exchanged one by one and packed again."""
-    del params, extra
+    del params
     # Rows cannot be part of a flat buffer.
     has_buffers = any(map(nodes.is_packed, jax.tree.leaves(updates, is_leaf=nodes.is_packed)))
-    group = workers.group
-    row_updates = row_updates and group is None and not has_buffers
+    workers: Workers = extra.get("workers", ONE_WORKER)
+    group, weight = workers.group, extra.get("weight")
+    row_updates = extra.get("row_updates", False) and group is None and not has_buffers
     options = dataclasses.replace(
         options, group=group, row_updates=row_updates, in_own_loop=not workers.axes
     )

@@ -94,15 +94,10 @@ def _cast_or_mask(x: Leaf, dtype: DType | None) -> Leaf:
 
 
 def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update in the parameter's dtype, or the update of a frozen leaf if it is masked,
-    and raise a ValueError if its shape is not the gradient's."""
-    fits = tree.is_array(u) and u.shape == g.shape
-    return numerics.cast(u, p.dtype) if fits else _replace_masked(name, new, u, g, p)
-
-
-def _replace_masked(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a frozen leaf, such as −0.0 or an integer zero, for a masked update `u`,
-    and raise a ValueError if `u` is not masked."""
+    """Return an update in the parameter's dtype, or the update of a frozen leaf, such as −0.0 or an
+    integer zero, if it is masked, and raise a ValueError if its shape is not the gradient's."""
+    if tree.is_array(u) and u.shape == g.shape:
+        return numerics.cast(u, p.dtype)
     if not tree.is_masked(u):
         raise errors.update_error(name, new, u, g)
     return frozen_update(g, p)

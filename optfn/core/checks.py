@@ -149,17 +149,23 @@ def count(
     return int(value)
 
 
+def instance(name: str, value: object, kinds: Any, wanted: str) -> Any:
+    """Return `value` if it is an instance of `kinds`, as for `isinstance`, else raise a TypeError
+    that it must be `wanted`, such as "a mapping"."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}; got {show(value)}")
+    return value
+
+
 def flag(name: str, value: object) -> bool:
     """Return `value` as a bool if it is a Python or NumPy bool, else raise a TypeError. It must be
     static, because the program depends on it."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {show(value)}")
-    return bool(value)
+    return bool(instance(name, value, bool | np.bool_, "True or False"))
 
 
 def check_signature(
     name: str,
-    function: object,
+    function: Any,
     arguments: Sequence[str],
     keywords: Iterable[str] = (),
     hint: str = "",
@@ -169,8 +175,7 @@ def check_signature(
 
     The error about the arguments ends with `hint`.
     """
-    if not callable(function):
-        raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
+    instance(name, function, Callable, f"a function ({', '.join(arguments)})")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # one of C, which does not tell

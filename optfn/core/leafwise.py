@@ -4,7 +4,7 @@ Rules are elementwise; numbers of a whole tensor, such as its norm, are computed
 (`optfn.leaves.tensors`). A leaf is an array, or a `LeafKind`, whose method `apply` does it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -197,6 +197,17 @@ def zeros_like(
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return jax.tree.map(zeros, params)
+
+
+def build_gradients(params: Params, gradients: Iterable[jax.Array]) -> Updates:
+    """Put the gradients of inexact leaves, and float0 for integer leaves, into a tree like
+    `params`."""
+    remaining = iter(gradients)
+
+    def gradient(p: Leaf) -> Leaf:
+        return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
+
+    return jax.tree.map(gradient, params)
 
 
 def keep_inexact(params: Params) -> Params:

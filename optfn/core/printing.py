@@ -1,5 +1,6 @@
 """Calls as text, as `repr` shows them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,3 +21,9 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return (
         f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
     )
+
+
+def list_changed_fields(x: Any) -> list[str]:
+    """Return the fields of a dataclass that differ from their defaults as "name=value"."""
+    values = ((field, getattr(x, field.name)) for field in dataclasses.fields(x))
+    return [f"{field.name}={value!r}" for field, value in values if value != field.default]

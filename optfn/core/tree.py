@@ -153,7 +153,7 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     found: list[str] = []
     # JAX knows nothing of transparent nodes, so a walk stops at each and goes on inside it.
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        name = "/".join(key_name(key) for key in keys)
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
         if is_transparent(node):
             found.extend(join(name, path) for path in paths(inner_tree(node), is_leaf))
         elif isinstance(node, variable) and not is_masked(node):
@@ -203,15 +203,6 @@ def join(*words: str) -> str:
     return "/".join(filter(None, words))
 
 
-def key_name(key: object) -> str:
-    """Return one key of a JAX key path as a word: a dict's key, a position, or an attribute."""
-    # Of DictKey and FlattenedIndexKey, SequenceKey, and GetAttrKey.
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
 def list_names(names: Sequence[str], most: int = 20) -> str:
     """Return at most `most` names in quotes for an error, followed by their count if there are
     more."""
@@ -222,6 +213,13 @@ def list_words(words: Sequence[str], most: int) -> str:
     """Join at most `most` words by commas, followed by their count if there are more."""
     shown = ", ".join(words[:most])
     return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
+
+
+def list_misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Return the clauses "missing …" and "not expected …" with the names of each list, leaving out
+    the clause of an empty list."""
+    found = {"missing": missing, "not expected": unexpected}
+    return [f"{word} {list_names(names)}" for word, names in found.items() if names]
 
 
 def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference: PyTree) -> None:
@@ -239,7 +237,6 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     found, expected = paths(tree), paths(reference)
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
-    lists = {"missing": missing, "not expected": extra}
-    where = "; ".join(f"{word} {list_names(absent)}" for word, absent in lists.items() if absent)
+    where = "; ".join(list_misfits(missing, extra))
     where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

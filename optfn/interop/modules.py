@@ -32,7 +32,7 @@ def _iterate_nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
     for keys, x in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, kind)
     ):
-        yield "/".join(map(tree.key_name, keys)), x
+        yield jax.tree_util.keystr(keys, simple=True, separator="/"), x
 
 
 def _check_nnx(name: str, params: Params) -> None:

@@ -69,9 +69,7 @@ class Packed:
         self.frozen = tuple(frozen)
         self.layout = layout
 
-    def tree_flatten_with_keys(
-        self,
-    ) -> tuple[list[tuple[jax.tree_util.DictKey, Leaf]], PackedLayout]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Leaf]], PackedLayout]:
         """Return the children with their keys, and the layout."""
         names = [buffer.dtype for buffer in self.layout.buffers]
         names += [self.layout.paths[i] for i in self.layout.frozen]

@@ -1,7 +1,7 @@
 """pack and unpack: a tree of arrays as one flat buffer per dtype, and back."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
@@ -34,8 +35,8 @@ from optfn.mesh.compilers import xla
 #                     0 and 2. The derivative joins their cotangents, as step 2 does.
 #   4. take_subset {2}: the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its
 #                     number and path, so that patterns find it.
-#   5. fill           from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
-#                     the subset's offset advances with chosen spans only.
+#   5. fill           from left to right, [0:3] of the whole buffer, then [0:6] of the subset's,
+#                     which consists of the chosen spans alone.
 
 
 def make_packed_layout(params: Params) -> PackedLayout:
@@ -245,11 +246,6 @@ def _split_buffer(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
     return _split_leaves(buffer, x)
 
 
-def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
-    """Return the leaves of a buffer, without residuals."""
-    return _split_buffer(buffer, x), None
-
-
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
     """Return the cotangent of a buffer: the cotangents of its leaves, joined."""
     del residual
@@ -257,7 +253,8 @@ def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> 
     return (x,)
 
 
-_split_buffer.defvjp(_forward, _backward)
+# Without residuals: the derivative is linear.
+_split_buffer.defvjp(lambda buffer, x: (_split_buffer(buffer, x), None), _backward)
 _compiled_pieces = jax.jit(_split_buffer, static_argnums=0)
 
 
@@ -315,12 +312,12 @@ def fill(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
     return Packed(buffers, list(frozen.values()), whole.layout)
 
 
-def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
-    """Yield (is chosen, number of elements) for each group of neighbours that are all chosen, or
-    all not."""
-    sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
-    for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
-        yield is_chosen, sum(size for _, size in group)
+def _find_spans(buffer: BufferLayout, chosen: frozenset[int]) -> tuple[list[bool], list[int]]:
+    """Return for each group of neighbours that are all chosen, or all not, whether they are, and
+    their number of elements."""
+    runs = buffer.run_of_leaves
+    groups = [(k, [*group]) for k, group in itertools.groupby(runs, chosen.__contains__)]
+    return [k for k, _ in groups], [sum(runs[i].size for i in group) for _, group in groups]
 
 
 def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
@@ -328,12 +325,8 @@ def _select_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> L
     is masked or all are chosen."""
     if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
-    pieces, start = [], 0
-    for is_chosen, size in _spans(buffer, chosen):
-        if is_chosen:
-            pieces.append(x[start : start + size])
-        start += size
-    return jnp.concatenate(pieces)
+    are_chosen, sizes = _find_spans(buffer, chosen)
+    return jnp.concatenate([*itertools.compress(lax.split(x, sizes), are_chosen)])
 
 
 def _fill_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, whole: Leaf) -> Leaf:
@@ -342,11 +335,7 @@ def _fill_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, whol
         return whole
     if chosen.issuperset(buffer.leaves):
         return new
-    pieces, start, new_start = [], 0, 0
-    for is_chosen, size in _spans(buffer, chosen):
-        array, at = (new, new_start) if is_chosen else (whole, start)
-        pieces.append(array[at : at + size])
-        start += size
-        if is_chosen:
-            new_start += size
-    return jnp.concatenate(pieces)
+    are_chosen, sizes = _find_spans(buffer, chosen)
+    new_pieces = iter(lax.split(new, [*itertools.compress(sizes, are_chosen)]))
+    pieces = zip(are_chosen, lax.split(whole, sizes), strict=True)
+    return jnp.concatenate([next(new_pieces) if is_chosen else x for is_chosen, x in pieces])

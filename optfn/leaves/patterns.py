@@ -36,9 +36,8 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
     known = list(itertools.chain(*leaf_names(tree)))
     if callable(pattern):
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
-    return _match_regex(pattern, {*known, *_find_packed_names(tree)}, tree, argument).intersection(
-        known
-    )
+    among = {*known, *_find_packed_names(tree)}
+    return _match_regex(pattern, among, tree, argument).intersection(known)
 
 
 def _match_regex(
@@ -107,16 +106,13 @@ def matches(pattern: Pattern | None, name: str) -> bool:
     return pattern is None or re.fullmatch(pattern, name) is not None
 
 
-def check_pattern(argument: str, pattern: object) -> Pattern | None:
+def check_pattern(argument: str, pattern: Pattern | None) -> Pattern | None:
     """Return `pattern` if it is a pattern or None, or raise a TypeError or a ValueError that names
     `argument` otherwise."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
         return pattern
-    if not isinstance(pattern, str):
-        raise TypeError(
-            f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
-            f"got {checks.show(pattern)}"
-        )
+    wanted = "a regular expression of leaf paths or a function path -> bool"
+    checks.instance(argument, pattern, str, wanted)
     try:
         re.compile(pattern)
     except re.error as error:

@@ -79,8 +79,7 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["table"].num_rows
     ([3, 5, 3], 1000)
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function (params, *args); got {checks.show(loss_fn)}")
+    checks.instance("loss_fn", loss_fn, Callable, "a function (params, *args)")
     pattern = patterns.check_pattern("tables", tables)
     if pattern is None:
         raise TypeError("tables must be a pattern of the paths of leaves; got None")

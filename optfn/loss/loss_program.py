@@ -94,9 +94,11 @@ class LossProgram:
                 return x
             _check_table(str(place), x)
             # In a shard, negative ids would count from its end.
-            table = x if self._owners is None else _divided_table_shape(x, self._owners)
-            check_num_rows(f"table {str(place)!r} has", table.shape[0])
-            return table
+            rows = x.shape[0] if self._owners is None else count_rows(self._owners, x)
+            check_num_rows(f"table {str(place)!r} has", rows)
+            return (
+                x if self._owners is None else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+            )
 
         traced = tree.map_named(enter, whole)
         # Lookups are found among equations outside of calls, so jitted functions are inlined for
@@ -208,11 +210,6 @@ def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
 def _whole_shape(x: Leaf) -> Leaf:
     """Return the shape and dtype of the whole array of a ShardedParam, or the leaf itself."""
     return x.shard.whole_type() if isinstance(x, ShardedParam) else x
-
-
-def _divided_table_shape(shard: Leaf, owners: Devices) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a whole table from the shard of a device."""
-    return jax.ShapeDtypeStruct((count_rows(owners, shard), *shard.shape[1:]), shard.dtype)
 
 
 def _check_table(path: str, leaf: Leaf) -> None:

@@ -15,8 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import tree
-from optfn.core.checks import show
+from optfn.core import checks, tree
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.loss.jaxprs.sharded import LAYER
 from optfn.loss.jaxprs.sharded_param import ShardedParam
@@ -237,8 +236,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
       ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
     """
-    if not callable(fn):
-        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {show(fn)}")
+    checks.instance("scan_layers: fn", fn, Callable, "a function (layer, x) -> x")
     if isinstance(stacked, list):
         raise TypeError(
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "

@@ -101,7 +101,7 @@ class Engine:
         activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
         # Only shapes: no stage runs before the first tick.
         stash = jax.eval_shape(self.model.forward, item, weights, activation)[1]
-        loss, _, cotangent, context = jax.eval_shape(
+        (loss, _), cotangent, context = jax.eval_shape(
             self.model.backward, item, weights, stash, select_inexact_leaves(activation)
         )
         sums = Gradient(
@@ -147,7 +147,7 @@ class Engine:
         index, chunk, forward_k = plan.backward_order(k)
         task = self._make_task(index, chunk, valid)
         stash = _take(carry.stash, forward_k % plan.stash_slots)
-        loss, shared_gradient, cotangent, context = self.model.backward(
+        (loss, shared_gradient), cotangent, context = self.model.backward(
             task.item, task.weights, stash, carry.cotangent
         )
         sums = carry.gradient

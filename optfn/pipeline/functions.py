@@ -51,12 +51,8 @@ class UserFunctions(NamedTuple):
             raise TypeError(
                 f"stage_fn must be a function (params, x) -> x or a list of them; got {stage_fn!r}"
             )
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be a function (outputs, targets) -> loss; got {loss_fn!r}"
-            )
-        if embed is not None and not callable(embed):
-            raise TypeError(f"embed must be a function inputs -> x; got {embed!r}")
+        checks.instance("loss_fn", loss_fn, Callable, "a function (outputs, targets) -> loss")
+        checks.instance("embed", embed, Callable | None, "a function inputs -> x")
         if embed is not None and not callable(stage_fn):
             raise ValueError(
                 "embed belongs to equal stages; in a list of stage functions the first one embeds"

@@ -34,8 +34,8 @@ Index: TypeAlias = int | jax.Array
 Activation: TypeAlias = PyTree
 # (outputs, target, shared weights) -> the loss, a scalar or a `Mean`
 StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], Any]
-# Backward: (loss, gradient of the loss with respect to shared weights, cotangent, context)
-BackwardResult: TypeAlias = tuple[PyTree, Leaves, Activation, Context]
+# Backward, like that of a `Stage`: ((loss, its gradient of the shared weights), cotangent, context)
+BackwardResult: TypeAlias = tuple[tuple[PyTree, Leaves], Activation, Context]
 
 
 class WorkItem(NamedTuple):
@@ -79,8 +79,8 @@ class Model(NamedTuple):
       leaves.
     loss: the shape and dtype of the loss, or of both numbers of a `Mean`.
     forward: (item, weights, activation) -> (activation, stash)
-    backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
-      shared weights, cotangent, context); the loss is 0 in all stages but the last.
+    backward: (item, weights, stash, cotangent) -> ((loss, gradient of the loss with respect to the
+      shared weights), cotangent, context); the loss is 0 in all stages but the last.
     weight_gradient: (item, weights, context) -> Gradient
     """
 
@@ -141,8 +141,8 @@ def check_loss(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) 
 
 def _differentiate_loss(
     loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
-) -> tuple[PyTree, Leaves, Leaves]:
-    """Return (loss, gradient of shared, cotangent of y), the last two for inexact leaves only, of
+) -> tuple[tuple[PyTree, Leaves], Leaves]:
+    """Return ((loss, gradient of shared), cotangent of y), the last two for inexact leaves only, of
     the total for a `Mean`, and 0 if its weight is 0."""
 
     def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> tuple[jax.Array, PyTree]:
@@ -155,11 +155,11 @@ def _differentiate_loss(
         select_inexact_leaves(y), select_inexact_leaves(shared)
     )
     if weight is None:
-        return loss, gradient, cotangent
+        return (loss, gradient), cotangent
     gradient, cotangent = jax.tree.map(
         lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g), (gradient, cotangent)
     )
-    return Mean(loss, weight.astype(loss.dtype)), gradient, cotangent
+    return (Mean(loss, weight.astype(loss.dtype)), gradient), cotangent
 
 
 def _make_zero_loss(loss: PyTree, shared: Params) -> tuple[PyTree, Leaves]:
@@ -203,15 +203,13 @@ def make_homogeneous_model(
     ) -> BackwardResult:
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             # With a cond only the last stage computes the loss; in inner ones it may be NaN.
-            loss, shared_gradient, cotangent = lax.cond(
+            return lax.cond(
                 item.stage == num_stages - 1,
                 lambda: _differentiate_loss(loss_fn, y, item.target, weights.shared),
-                lambda: (*_make_zero_loss(like, weights.shared), received),
+                lambda: (_make_zero_loss(like, weights.shared), received),
             )
-            return (loss, shared_gradient), cotangent
 
-        (loss, shared_gradient), cotangent, context = stage.backward(weights, stash, item.key, seed)
-        return loss, shared_gradient, cotangent, context
+        return stage.backward(weights, stash, item.key, seed)
 
     def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
         del item
@@ -351,13 +349,11 @@ class _RavelledStages:
         """Run the backward of stage i on the received cotangent, or of the last stage on the loss,
         and return it ravelled, with zeros as the cotangent of stage 0."""
         stash = buffers.unravel(stash, self.stashes[i])
-        loss, shared_gradient, cotangent, context = self._backward(
-            i, item, weights, stash, received
-        )
+        loss, cotangent, context = self._backward(i, item, weights, stash, received)
         # Don't pass on the cotangent of the model's input.
         passed_on = buffers.ravel(cotangent if i else None, self.cotangent_lengths)
         ravelled_context = buffers.ravel(context, self.context_lengths)
-        return loss, shared_gradient, list(passed_on.values()), ravelled_context
+        return loss, list(passed_on.values()), ravelled_context
 
     def _backward(
         self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
@@ -367,18 +363,12 @@ class _RavelledStages:
 
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
             if i == self.last:
-                loss, gradient, cotangent = _differentiate_loss(
-                    self.loss_fn, y, item.target, weights.shared
-                )
-                return (loss, gradient), cotangent
+                return _differentiate_loss(self.loss_fn, y, item.target, weights.shared)
             no_loss = _make_zero_loss(self.loss, weights.shared)
             ravelled = dict(zip(self.cotangent_lengths, received, strict=True))
             return no_loss, buffers.unravel(ravelled, select_inexact_leaves(self.inputs[i + 1]))
 
-        (loss, shared_gradient), cotangent, context = self.stages[i].backward(
-            self._unravel_weights(i, weights), stash, item.key, seed
-        )
-        return loss, shared_gradient, cotangent, context
+        return self.stages[i].backward(self._unravel_weights(i, weights), stash, item.key, seed)
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
         """Compute the gradient of stage i's weights from its context, and return it in buffers of

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import jax
 
 from optfn.core import checks
+from optfn.core.printing import list_changed_fields
 from optfn.interop import packages
 
 if TYPE_CHECKING:
@@ -182,12 +183,8 @@ class Plan:
 
     def __repr__(self) -> str:
         """Return the call of `plan` that made it, without default arguments."""
-        arguments = [repr(self.num_stages), repr(self.num_microbatches)]
-        for field in dataclasses.fields(self)[2:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                arguments.append(f"{field.name}={value!r}")
-        return f"plan({', '.join(arguments)})"
+        options = list_changed_fields(self)[2:]  # without the two that have no default
+        return f"plan({', '.join([f'{self.num_stages}', f'{self.num_microbatches}', *options])})"
 
     def __str__(self) -> str:
         """Draw the schedule as text: a line per stage, a column per tick and kind of work."""

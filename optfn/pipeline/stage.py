@@ -9,6 +9,7 @@ inexact leaves of its tree; integer leaves have none.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +19,7 @@ from optfn.core import tree
 from optfn.core.types import Params, PyTree
 from optfn.loss.jaxprs.equations import Equations, Value, bindings, read, shapes_of, variables
 from optfn.loss.jaxprs.primitives import Variable
-from optfn.loss.jaxprs.pullback import Key, StageFn, pullback
+from optfn.loss.jaxprs.pullback import Key, Pullback, StageFn, pullback
 from optfn.pipeline.split_scans import split_scans
 
 # A gradient or a cotangent: one array for each inexact leaf.
@@ -47,13 +48,22 @@ def input_stashing_stage(fn: StageFn) -> Stage:
     """Return a stage that saves only its input x, and runs again in backward, which computes the
     weight gradient too."""
 
-    def forward(weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
-        return fn(weights, x, key), x
+    return _make_unsplit_stage(
+        lambda weights, x, key: (fn(weights, x, key), x), partial(pullback, fn)
+    )
+
+
+def _make_unsplit_stage(
+    forward: Callable[[Params, PyTree, Key], tuple[PyTree, Stash]],
+    restore: Callable[[Params, Stash, Key], tuple[PyTree, Pullback]],
+) -> Stage:
+    """Return a stage whose backward computes the weight gradient too, by the pullback that
+    restore(weights, stash, key) -> (y, pullback) returns."""
 
     def backward(
         weights: Params, stash: Stash, key: Key, seed: Seed
     ) -> tuple[PyTree, Leaves, Context]:
-        y, pull = pullback(fn, weights, stash, key)
+        y, pull = restore(weights, stash, key)
         aux, cotangent = seed(y)
         gradient, cotangent = pull(cotangent)
         return aux, cotangent, gradient
@@ -79,16 +89,12 @@ def residual_stashing_stage(
     """
     program = _ResidualProgram(fn, weights, x, key, keep_output)
 
-    def backward(
-        weights: Params, stash: Stash, key: Key, seed: Seed
-    ) -> tuple[PyTree, Leaves, Context]:
+    def restore(weights: Params, stash: Stash, key: Key) -> tuple[PyTree, Pullback]:
         del key  # residuals that depend on it are in the stash
         y, residuals = program.restore(weights, stash)
-        aux, cotangent = seed(y)
-        gradient, cotangent = program.pull(residuals, cotangent)
-        return aux, cotangent, gradient
+        return y, partial(program.pull, residuals)
 
-    return Stage(program.forward, backward, lambda weights, context: context)
+    return _make_unsplit_stage(program.forward, restore)
 
 
 def make_split_backward_stage(
@@ -209,7 +215,7 @@ class _SplitPullback:
         unsplit = Equations(stage.pull, shapes_of(stage.residuals), cotangent)
         _, targets = jax.tree.unflatten(unsplit.structure, unsplit.outputs)
         # Effects may order equations that share no variable. Then backward runs all of them.
-        ordered = unsplit.has_effects
+        ordered = any(e.effects for e in unsplit.equations)
         self.program = program = unsplit if ordered else split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
         # 1. Backward runs the equations of the cotangent of x.

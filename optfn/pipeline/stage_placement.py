@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import numerics, tree
+from optfn.core import leafwise, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.loss.jaxprs.pullback import select_inexact_leaves
 from optfn.mesh.collectives import axes as mesh_axes
@@ -86,15 +86,6 @@ class StagePlacement:
         """Return the PartitionSpecs of the floating-point leaves alone, which have gradients.
         Integers and masked leaves are left out."""
         return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
-
-    def build_gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Put the gradients of inexact leaves, and float0 for integer leaves, into a tree like
-        `params`."""
-        remaining = iter(gradients)
-        return jax.tree.map(
-            lambda x: next(remaining) if tree.is_inexact(x) else numerics.float0_zeros(x.shape),
-            params,
-        )
 
 
 class StackedStages(StagePlacement):
@@ -194,7 +185,7 @@ class StackedStages(StagePlacement):
         else:
             gradients = self.reshard_explicit_axes(gradients, P())
             gradients = [g.reshape(-1, *g.shape[2:]) for g in gradients]
-        return self.build_gradient_tree(stages, gradients)
+        return leafwise.build_gradients(stages, gradients)
 
     def _is_folded(self, stages: Params) -> bool:
         """Tell whether leaves are (v, p, …) instead of (p·v, …), by two `Stacked` around them or a
@@ -300,7 +291,7 @@ class ListedStages(StagePlacement):
         placed = jax.tree.map(
             self._place_gradient, found, list(map(self._inexact_specs, stages, self._specs(stages)))
         )
-        return type(stages)(map(self.build_gradient_tree, stages, placed))
+        return type(stages)(map(leafwise.build_gradients, stages, placed))
 
     @property
     def _further_axes(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.loss.mean import is_mean, nonzero
@@ -180,8 +180,7 @@ def pipeline_value_and_grad(
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
     """Raise a TypeError unless `mesh` is a mesh, and a ValueError unless `axis_name` and
     `data_axis`, which may be None, are two different axes of it."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
+    checks.instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
         if name not in mesh.axis_names and not (argument == "data_axis" and name is None):
             names = tree.list_names(mesh.axis_names)
@@ -256,7 +255,7 @@ class _Pipeline:
         loss, (stage_gradients, shared_gradients) = run(*arguments)
         grads = wrap_stacked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
-            grads = PipelineParams(grads, placement.build_gradient_tree(shared, shared_gradients))
+            grads = PipelineParams(grads, leafwise.build_gradients(shared, shared_gradients))
         return loss, grads
 
     def _run_on_device(

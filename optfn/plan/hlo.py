@@ -287,5 +287,5 @@ def split_tuple(shape: str) -> list[str]:
 
 
 def read_integers(text: str) -> tuple[int, ...]:
-    """Return the integers of a list such as "4,8", or () for an empty text."""
-    return tuple(int(x) for x in text.split(",") if x)
+    """Return the integers ≥ 0 of a list such as "4,8" or "{4,8}", or () for an empty text."""
+    return tuple(map(int, re.findall(r"\d+", text)))

@@ -12,8 +12,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optfn import core
-from optfn.core import numerics, tree
-from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree
+from optfn.core import leafwise, tree
+from optfn.core.types import Batch, DType, OptState, Params, PyTree
 from optfn.interop.modules import check_split
 from optfn.leaves import patterns
 from optfn.leaves.packed import pack
@@ -269,9 +269,8 @@ def _count_gradients(
         undivided = restrict_spec(spec, exclude_axes(join_axes(*spec), layout.data_axes))
         whole = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
         whole //= count_devices(layout.mesh, join_axes(*undivided))
-        is_held_by_layers = entry.path in layers
-        layer = layers.get(entry.path, 0)
-        total += layer + whole // layout.num_shards if is_held_by_layers else whole
+        layer = layers.get(entry.path)
+        total += whole if layer is None else layer + whole // layout.num_shards
     return total
 
 
@@ -288,12 +287,7 @@ def _trace_gradients(
     extended = optax.with_extra_args_support(tx)
 
     def update(arrays: list[jax.Array], state: OptState, params: Params) -> PyTree:
-        remaining = iter(arrays)
-
-        def gradient(p: Leaf) -> Leaf:
-            return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
-
-        grads = jax.tree.map(gradient, params)
+        grads = leafwise.build_gradients(params, arrays)
         return trace_update(extended, grads, state, params, jnp.zeros(()))
 
     arrays = [p for _, p in named]

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from optfn.loss.jaxprs.flops import count_pairs
-from optfn.plan.hlo import BITS, Array, Computation, Instruction, Program, read_arrays
+from optfn.loss.jaxprs.primitives import Window
+from optfn.plan.hlo import (
+    BITS,
+    Array,
+    Computation,
+    Instruction,
+    Program,
+    read_arrays,
+    read_integers,
+)
 
 # The compilers mark an operation that runs again in the backward pass in its name.
 _RECOMPUTED = re.compile(r"rematted_computation|\.remat\b")
@@ -25,13 +34,13 @@ def find_products(program: Program, x: Instruction, home: Computation) -> Iterat
     that it calls."""
     for body, y in [(home, x), *program.inside(x)]:
         if y.opcode == "dot":
-            contracted = _read_integers(y.attribute("lhs_contracting_dims"))
+            contracted = read_integers(y.attribute("lhs_contracting_dims"))
             flops = _dot_flops(y, body, contracted)
         elif y.opcode == "convolution":
             flops = _convolution_flops(y, body)
         elif y.opcode == "custom-call" and is_gemm(y):
             found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', y.attributes)
-            flops = _dot_flops(y, body, _read_integers(found[1] if found else ""))
+            flops = _dot_flops(y, body, read_integers(found[1] if found else ""))
         else:
             continue
         bits = BITS[_operand_array(y, body, 0).dtype]
@@ -56,11 +65,8 @@ def _convolution_flops(x: Instruction, home: Computation) -> float:
     A batch of products is a convolution with holes or padding, so only pairs of a kernel's place
     and an entry count, none with a hole or with padding.
     """
-    lhs, rhs, result = (
-        _operand_array(x, home, 0),
-        _operand_array(x, home, 1),
-        read_arrays(x.shape)[0],
-    )
+    lhs, rhs = _operand_array(x, home, 0), _operand_array(x, home, 1)
+    result = read_arrays(x.shape)[0]
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", x.attribute("dim_labels"))
     if labels is None:
         raise ValueError(f"estimate_step: dimensions of another form in the convolution {x.name}")
@@ -81,16 +87,10 @@ def _read_window(window: str, i: int, size: int, moves: int) -> int:
         found = re.search(rf"\b{name}=(\S+)", window)
         return found[1].split("x")[i] if found else default
 
-    return count_pairs(
-        size, moves, int(setting("size", "1")), stride=int(setting("stride", "1")),
-        low=int(setting("pad", "0_0").split("_")[0]), hole=int(setting("lhs_dilate", "1")),
-        apart=int(setting("rhs_dilate", "1")),
-    )  # fmt: skip
+    kernel, stride, apart = (int(setting(name, "1")) for name in ("size", "stride", "rhs_dilate"))
+    low, hole = int(setting("pad", "0_0").split("_")[0]), int(setting("lhs_dilate", "1"))
+    return count_pairs(Window(size, moves, kernel, stride, low, hole, apart))
 
 
 def _operand_array(x: Instruction, home: Computation, i: int) -> Array:
     return read_arrays(home[x.operands[i]].shape)[0]
-
-
-def _read_integers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))

@@ -265,13 +265,11 @@ class _ScheduleWalk:
 
     def work(self, x: Instruction) -> None:
         """Add the compute of a start: of the computations that it calls, or else of itself."""
-        if x.opcode == "fusion-start":
+        if x.opcode == "fusion-start" or not x.called:
             self.compute(x)
-        elif x.called:
-            for name in x.called:
-                self.clocks.loop(_ScheduleWalk(self.schedule, name).totals(), 1)
-        else:
-            self.compute(x)
+            return
+        for name in x.called:
+            self.clocks.loop(_ScheduleWalk(self.schedule, name).totals(), 1)
 
     def visit_update(self, x: Instruction) -> None:
         """Start the collectives that a sparse core has loaded, unless they are on their way."""

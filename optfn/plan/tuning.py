@@ -19,7 +19,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.interop.modules import check_split
-from optfn.leaves.contents import count_stacked_axes
+from optfn.leaves.contents import runs_by_name
 from optfn.mesh.collectives.axes import Axes, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.compilers.memories import PINNED_HOST
@@ -162,8 +162,7 @@ def tune(
     """
     tx = core.check_transform("tune: tx", tx)
     check_split("tune", params)
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"tune: mesh must be a jax.sharding.Mesh of devices; got {mesh!r}")
+    checks.instance("tune: mesh", mesh, Mesh, "a jax.sharding.Mesh of devices")
     measure = None if measure is None else checks.count("tune: measure", measure)
     data_axes = join_axes((options or {}).get("data_axis", "data"))
     workers = count_devices(mesh, data_axes)  # raises unless the mesh has these axes
@@ -215,11 +214,9 @@ def _find_matrices(shared: TuneArguments) -> str:
     there are none or the optimizer needs the axes of a mesh."""
     with contextlib.suppress(Exception):
         state = jax.eval_shape(shared.tx.init, shared.params)
-        stacked = dict(
-            zip(tree.paths(shared.params), count_stacked_axes(shared.params), strict=True)
-        )
+        runs = runs_by_name(shared.params)
         found = find_whole_matrices(state, tree.paths(shared.params))
-        return "|".join(re.escape(path) for path in found if stacked[path])
+        return "|".join(re.escape(path) for path in found if runs[path].stacked)
     return ""
 
 

@@ -1,6 +1,6 @@
 """Pictures of functions of the step: schedules, and the ramp of Deep Gradient Compression."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -58,10 +58,7 @@ def _check_schedules(
         schedules = {repr(schedule): schedule for schedule in schedules}
     named = check_mapping("schedules", schedules)
     for name, schedule in named.items():
-        if not callable(schedule):
-            raise TypeError(
-                f"schedules[{name!r}] must be a function of the step; got {checks.show(schedule)}"
-            )
+        checks.instance(f"schedules[{name!r}]", schedule, Callable, "a function of the step")
     return named
 
 

@@ -37,7 +37,7 @@ def style_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Ax
 
 
 def check_mapping(
-    argument: str, values: Mapping[str, T], kind: type[T] | None = None
+    argument: str, values: Mapping[str, T], kind: type[T | object] = object
 ) -> dict[str, T]:
     """Return a mapping from names as a dict, or raise a ValueError if it is empty, and a TypeError
     if it is no mapping or has a value of another class.
@@ -45,17 +45,13 @@ def check_mapping(
     Args:
       argument: the name of the argument, for errors.
       values: the value of the argument.
-      kind: the class that the values must be of; None for any.
+      kind: the class that the values must be of; `object` for any.
     """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{argument} must be a mapping from names; got {checks.show(values)}")
+    checks.instance(argument, values, Mapping, "a mapping from names")
     if not values:
         raise ValueError(f"{argument} must not be empty")
     for name, value in values.items():
-        if kind is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{argument}[{name!r}] must be a {kind.__name__}; got {checks.show(value)}"
-            )
+        checks.instance(f"{argument}[{name!r}]", value, kind, f"a {kind.__name__}")
     return {str(name): value for name, value in values.items()}
 
 

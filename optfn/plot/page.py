@@ -18,7 +18,7 @@ import numpy as np
 from optfn._version import __version__
 from optfn.core import checks
 from optfn.interop import packages
-from optfn.plot.run import RunHistory, check_history
+from optfn.plot.run import RunHistory, check_history, find_points
 from optfn.plot.run import history as draw_history
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def report(
       TypeError, ValueError: `history` is not the history of a run.
     """
     series = check_history(history)
-    if not isinstance(about, Mapping | None):
-        raise TypeError(f"about must be a mapping from names; got {checks.show(about)}")
+    checks.instance("about", about, Mapping | None, "a mapping from names")
     facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"} | dict(about or {})
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -136,8 +135,7 @@ def _summarize_series(series: RunHistory, local_steps: int) -> list[tuple[str, .
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
         if name == "evaluation_step" or not values.size:
             continue
-        entries = local_steps * np.arange(1, values.size + 1)
-        steps = series["evaluation_step"] if name.startswith("evaluation") else entries
+        steps, _ = find_points(series, name, local_steps)
         finite = np.flatnonzero(np.isfinite(values))
         extremes = ["–"] * 4
         if finite.size:

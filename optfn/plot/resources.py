@@ -39,11 +39,7 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
         text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent per step"
         ax.text(x, y, text, va="center", fontsize="small")
     # Room for the text behind the longest bar; matplotlib warns of an axis of length 0.
-    ax.set(xlabel=f"{unit} on each device", xlim=(0, 1.35 * end.max() or 1))
-    ax.grid(visible=False, axis="y")
-    ax.invert_yaxis()  # matplotlib puts the first bar at the bottom
-    ax.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    return ax
+    return _label_bars(ax, f"{unit} on each device", 1.35 * end.max() or 1)
 
 
 def tuning(tuning: Tuning, *, ax: "Axes | None" = None) -> "Axes":
@@ -60,8 +56,7 @@ def tuning(tuning: Tuning, *, ax: "Axes | None" = None) -> "Axes":
       TypeError: it is something else.
       ValueError: the time of no way is known.
     """
-    if not isinstance(tuning, Tuning):
-        raise TypeError(f"tuning must be a Tuning; got {checks.show(tuning)}")
+    checks.instance("tuning", tuning, Tuning, "a Tuning")
     rows = [row for row in tuning.rows if row.is_usable]
     if not rows:
         raise ValueError(f"the time of no way is known:\n{tuning}")
@@ -80,11 +75,17 @@ def tuning(tuning: Tuning, *, ax: "Axes | None" = None) -> "Axes":
     names = [describe_way(row.way) for row in rows]
     if len({row.batch_size for row in rows}) > 1:
         names = [f"{x}, batch {row.batch_size}" for x, row in zip(names, rows, strict=True)]
-    ax.set(xlabel="ms of a step", xlim=(0, 1.15 * steps.max()))
     ax.set_yticks(places, names)
+    return _label_bars(ax, "ms of a step", 1.15 * steps.max())
+
+
+def _label_bars(ax: "Axes", label: str, end: float) -> "Axes":
+    """Label the axis of horizontal bars, which ends at `end`, with the first bar at the top and the
+    legend above it."""
+    ax.set(xlabel=label, xlim=(0, end))
     ax.grid(visible=False, axis="y")
     ax.invert_yaxis()  # matplotlib puts the first bar at the bottom
-    ax.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    ax.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 
@@ -155,6 +156,5 @@ def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
       plan: a result of `optfn.distributed.plan`; `plan.draw` draws the same.
       ax: where to draw; None for a new figure.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan; got {checks.show(plan)}")
+    checks.instance("plan", plan, Plan, "a Plan")
     return plan.draw(ax)

@@ -54,10 +54,10 @@ def losses(
         return _compare_losses(cast("Mapping[str, RunHistory]", history), local_steps, ax)
     series = check_history(cast("RunHistory", history))
     ax = style_axes(ax)
-    draw_curve(ax, *_points(series, "loss", local_steps), "training batch")
+    draw_curve(ax, *find_points(series, "loss", local_steps), "training batch")
     found = [name for name in _OF_LOSS if name in series]
     for name in found:
-        ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
+        ax.plot(*find_points(series, name, local_steps), "o-", markersize=4, label="evaluation")
     scale_axis(ax, *(series[name] for name in ("loss", *found)))
     ax.set(xlabel="step", ylabel="loss")
     if found:
@@ -74,7 +74,7 @@ def _compare_losses(
     colors = packages.optional_module("matplotlib", "plot").colormaps["viridis"]
     for i, (name, series) in enumerate(named.items()):
         color = colors(0.9 * i / max(len(named) - 1, 1))
-        draw_curve(ax, *_points(series, "loss", local_steps), name, color=color)
+        draw_curve(ax, *find_points(series, "loss", local_steps), name, color=color)
     scale_axis(ax, *(series["loss"] for series in named.values()))
     ax.set(xlabel="step", ylabel="loss")
     if len(named) > 6:  # beside the curves, which would be below
@@ -106,7 +106,7 @@ def _draw_by_label(
     ax, start = style_axes(ax), f"{word}/"
     found = [name for name in series if name.startswith(start)]
     for name in found:
-        draw_curve(ax, *_points(series, name, local_steps), name.removeprefix(start))
+        draw_curve(ax, *find_points(series, name, local_steps), name.removeprefix(start))
     scale_axis(ax, *(series[name] for name in found))
     ax.set(xlabel="step", ylabel=_WORDS[word])
     ax.legend(frameon=False)
@@ -126,7 +126,7 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
     ax = style_axes(ax)
     for name, label in NORMS.items():
         if name in series:
-            steps, norm = _points(series, name, local_steps)
+            steps, norm = find_points(series, name, local_steps)
             draw_curve(ax, steps, np.where(norm > 0, norm, np.nan), label)
     ax.set(xlabel="step", ylabel="norm", yscale="log")
     ax.legend(frameon=False, ncols=3)
@@ -187,10 +187,10 @@ def _draw_series(
     ax = style_axes(ax)
     label = _WORDS.get(name, name)
     if name.startswith("evaluation/"):
-        ax.plot(*_evaluation(series, name), "o-", markersize=4)
+        ax.plot(*find_points(series, name, local_steps), "o-", markersize=4)
         scale_axis(ax, series[name])
     else:
-        draw_curve(ax, *_points(series, name, local_steps), label)
+        draw_curve(ax, *find_points(series, name, local_steps), label)
     ax.set_xlabel("step")
     # The names of users may have a $.
     ax.set_ylabel(label.removeprefix("aux/").removeprefix("evaluation/"), parse_math=False)
@@ -225,11 +225,8 @@ def check_history(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     return series
 
 
-def _points(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
+def find_points(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps after which a series was recorded, and its values."""
     y = series[name]
-    return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y
-
-
-def _evaluation(series: RunHistory, name: str) -> tuple[np.ndarray, np.ndarray]:
-    return series["evaluation_step"], series[name]
+    steps = checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1)
+    return (series["evaluation_step"] if name.startswith("evaluation") else steps), y

@@ -141,7 +141,9 @@ class Remaining:
         self.tokens, self.checksum = drawn.tokens, drawn.checksum
         return drawn.batch
 
-    def _draw_next(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> list[_Drawn]:
+    def _draw_next(
+        self, place: Callable[[Batch], Batch] = lambda batch: batch
+    ) -> list[_Drawn | Exception]:
         """Draw the next batch, place it, and return it as a list of one, or as an empty list at the
         end of the batches.
 
@@ -162,7 +164,7 @@ class Remaining:
 
     def _look_ahead(self) -> bool:
         """Draw the next batch, unless one is drawn already, and tell whether there is one."""
-        self._ahead = self._ahead or [*self._draw_next()]
+        self._ahead = self._ahead or self._draw_next()
         return bool(self._ahead)
 
     def read_ahead(self, place: Callable[[Batch], Batch]) -> None:
@@ -171,19 +173,20 @@ class Remaining:
 
         The run may end before.
         """
-        if self._ahead or self.is_finished or self.given == self.most:
-            return
-        self._mark_position()
-        try:
-            self._ahead = [*self._draw_next(place)]
-        except Exception as error:
-            self._ahead = [error]
+        if not (self.is_finished or self.given == self.most):
+            self._draw_ahead(place)
 
-    def _mark_position(self) -> None:
-        """Record the iterator's position before a batch is drawn ahead, which a checkpoint must not
-        skip, or do nothing without checkpoints."""
+    def _draw_ahead(self, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        """Draw the next batch, or keep the error of it, unless it is drawn already, and record the
+        iterator's position before, which a checkpoint must not skip."""
+        if self._ahead:
+            return
         if self._is_saved:
             self._before_ahead = self._position()
+        try:
+            self._ahead = self._draw_next(place)
+        except Exception as error:
+            self._ahead = [error]
 
     def _resume_iterator(self, found: Position) -> Iterator[Batch] | None:
         """Return a new iterator restored at a saved position, or None if it has no `set_state`, or
@@ -260,12 +263,7 @@ class Remaining:
         if self.is_finished:
             return not isinstance(self.batches, Sized) or self.used % len(self.batches) == 0
         self._skip_used()
-        if not self._ahead:
-            self._mark_position()
-            try:
-                self._ahead = [*self._draw_next()]
-            except Exception as error:
-                self._ahead = [error]
+        self._draw_ahead()
         if not self._ahead:
             return True
         following = self._ahead[0]

@@ -164,11 +164,14 @@ class Evaluator:
         model_state = () if state.model_state is None else (self._select_model_state(state),)
         params = _select_params(state, self.options.evaluate_average)
         result = self.options.evaluate(to_logical(unpack(params)), *model_state)
-        named = _numbers_by_key("evaluate", result)
-        values = {"evaluation" + (f"/{k}" if k else ""): x for k, x in named.items()}
+        named = _find_parts("evaluate", result, lambda: 1)
+        values = {
+            "evaluation" + (f"/{k}" if k else ""): _divide_by_weight(*x) for k, x in named.items()
+        }
         if self.key in values:
             return values
-        if self._needs_monitor or self.options.monitor is not None:
+        is_needed = _ranks_states(self.options) or self.has_plateau
+        if is_needed or self.options.monitor is not None:
             if not isinstance(result, Mapping):
                 raise ValueError(
                     f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
@@ -189,12 +192,6 @@ class Evaluator:
             return state.model_state
         name = average if isinstance(average, str) else None
         return averaged_model_state(state.opt_state, state.model_state, name)
-
-    @property
-    def _needs_monitor(self) -> bool:
-        """Whether evaluations are compared, by `patience`, `keep_best` or a plateau, so that one
-        number must be monitored."""
-        return _ranks_states(self.options) or self.has_plateau
 
     def _record(self, n: int, value: float, *, is_extra: bool = False) -> None:
         """Record the value of step n, as the best if it is better, and else as one without
@@ -288,11 +285,7 @@ def _read_average(state: TrainState, average: Average) -> Params:
 
 
 def _check_number(who: str, key: str, value: Any) -> float:
-    """Return as a float the scalar that `who` returned, or the quotient of a `Mean`, NaN without
-    weight, and raise a TypeError for anything else."""
-    if is_mean(value):
-        total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
-        return total / weight if weight else math.nan
+    """Return as a float the scalar that `who` returned, and raise a TypeError for anything else."""
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
@@ -332,10 +325,8 @@ def over_batches(
     >>> evaluate(jnp.array(2.0))
     1.5
     """
-    if not callable(fn):
-        raise TypeError(f"over_batches: fn must be a function (params, batch); got {fn!r}")
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"over_batches: batches must be an iterable; got {checks.show(batches)}")
+    checks.instance("over_batches: fn", fn, Callable, "a function (params, batch)")
+    checks.instance("over_batches: batches", batches, Iterable, "an iterable")
     if isinstance(batches, Iterator):
         raise ValueError(
             "over_batches: each evaluation iterates over batches again, so pass a list or a "
@@ -352,7 +343,15 @@ def over_batches(
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
             placed = _place_beside(arguments, batch)
-            rows.append(_find_parts(compiled(*arguments, placed), batch))
+            result = compiled(*arguments, placed)
+            if isinstance(result, tuple) and not is_mean(result):
+                raise TypeError(
+                    "over_batches: fn must return a number or a dict of numbers; got a tuple. For "
+                    "a loss_fn that returns (loss, aux) or (loss, model_state), pass "
+                    "lambda *arguments: loss_fn(*arguments)[0]"
+                )
+            count = functools.partial(_check_num_examples, batch)
+            rows.append(_find_parts("over_batches: fn", result, count))
         return _average_rows(rows)
 
     return evaluate
@@ -387,30 +386,24 @@ def _check_num_examples(batch: Batch) -> int:
     return count
 
 
-def _numbers_by_key(who: str, result: object) -> dict[str, float]:
-    """Return the values that a function returned as floats by key, a single value under the key "",
-    or raise a TypeError if one is no number."""
-    named = result if isinstance(result, Mapping) else {"": result}
-    return {str(key): _check_number(who, str(key), value) for key, value in named.items()}
+def _divide_by_weight(total: float, weight: float) -> float:
+    """Return total / weight, NaN for 0/0."""
+    return total / weight if weight else math.nan
 
 
-def _find_parts(result: object, batch: Batch) -> dict[str, tuple[float, float]]:
-    """Return (total, weight) by key for each value that `fn` returned, where the weight of a plain
-    number is the count of examples of the batch."""
-    who = "over_batches: fn"
-    if isinstance(result, tuple) and not is_mean(result):
-        raise TypeError(
-            f"{who} must return a number or a dict of numbers; got a tuple. For a loss_fn that "
-            "returns (loss, aux) or (loss, model_state), pass "
-            "lambda *arguments: loss_fn(*arguments)[0]"
-        )
+def _find_parts(
+    who: str, result: object, count_examples: Callable[[], int]
+) -> dict[str, tuple[float, float]]:
+    """Return (total, weight) by key for each value that `who` returned, a single value under the
+    key "", where the weight of a plain number is the count of examples, or raise a TypeError if one
+    is no number."""
     named = result if isinstance(result, Mapping) else {"": result}
 
     def parts_of(key: str, value: object) -> tuple[float, float]:
         if is_mean(value):
             total, weight = (_check_number(who, key, x) for x in check_mean(who, value))
             return total, weight
-        count = _check_num_examples(batch)
+        count = count_examples()
         # A mean over no examples is 0/0.
         return (count * _check_number(who, key, value) if count else 0.0), count
 
@@ -428,6 +421,5 @@ def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[st
         raise ValueError(f"over_batches: fn must return the same keys for each batch; got {keys}")
     means = {}
     for key in first:
-        total, weight = (sum(column) for column in zip(*(row[key] for row in rows), strict=True))
-        means[key] = total / weight if weight else math.nan
+        means[key] = _divide_by_weight(*map(sum, zip(*(row[key] for row in rows), strict=True)))
     return means[""] if list(means) == [""] else means

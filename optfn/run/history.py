@@ -23,6 +23,8 @@ class History:
 
     weightless: the number, from 0, of the first call on the host whose loss, a `Mean`, had no
       weight; None without any.
+    nonfinite: the number and the value of the first loss on the host that is not finite; None
+      without any.
     """
 
     def __init__(self) -> None:
@@ -30,19 +32,14 @@ class History:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self._on_host = 0
-        self._nonfinite: tuple[int, float] | None = None
+        self.nonfinite: tuple[int, float] | None = None
         self.weightless: int | None = None
-
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether one of the losses on the host is not finite."""
-        return self._nonfinite is not None
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         """Move all losses to the host, and return the index, from 0, and the value of the first
         that is not finite but has weight, or None if there is none."""
         self._move_to_host()
-        return self._nonfinite
+        return self.nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step that the history keeps. They stay on the device until the
@@ -88,8 +85,8 @@ class History:
         if self.weightless is None and without.any():
             self.weightless = self._on_host + int(np.argmax(without))
         bad = np.flatnonzero(~np.isfinite(loss) & ~without)
-        if len(bad) and self._nonfinite is None:
-            self._nonfinite = self._on_host + int(bad[0]), float(loss[bad[0]])
+        if len(bad) and self.nonfinite is None:
+            self.nonfinite = self._on_host + int(bad[0]), float(loss[bad[0]])
         self._on_host += len(self.steps)
         self.earlier |= _join_tables(self._split_tables()[0], columns)
         self.steps.clear()

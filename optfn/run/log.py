@@ -7,8 +7,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
@@ -51,7 +52,7 @@ class TrackedRun(Protocol):
 class Sink(Protocol):
     """A target of a log."""
 
-    def write(self, n: int, numbers: dict[str, float]) -> object:
+    def write(self, n: int, numbers: dict[str, float], /) -> object:
         """Write the values of step n."""
 
     def close(self) -> object:
@@ -136,16 +137,16 @@ class RunLog:
             sink.close()
 
 
-def _parse_target(log: Log) -> "Path | _Scalars | _Tracked":
+def _parse_target(log: Log) -> "Path | _Borrowed":
     """Return the Path of a file, or an object with the functions of a writer or a run, and raise a
     TypeError for anything else."""
     if isinstance(log, SummaryWriter):
-        return _Scalars(log.add_scalar, log.flush)
+        return _Borrowed(partial(_add_scalars, log.add_scalar), log.flush)
     if isinstance(log, FlaxSummaryWriter):
-        return _Scalars(log.scalar, log.flush)
+        return _Borrowed(partial(_add_scalars, log.scalar), log.flush)
     # A Logger of Python has a `log` too, with different arguments.
     if isinstance(log, TrackedRun) and not isinstance(log, logging.Logger):
-        return _Tracked(log)
+        return _Borrowed(lambda n, numbers: log.log(dict(numbers), step=n), lambda: None)
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
             "log must be a path or a SummaryWriter, with the methods add_scalar (or scalar, in "
@@ -194,30 +195,20 @@ class _Lines:
             self.file.close()
 
 
-class _Scalars:
-    """Scalars of TensorBoard. The writer belongs to the caller, so it stays open."""
+class _Borrowed(NamedTuple):
+    """A writer for TensorBoard, or a run of Weights & Biases. It belongs to the caller, so it stays
+    open."""
 
-    def __init__(
-        self, add: Callable[[str, float, int], object], flush: Callable[[], object]
-    ) -> None:
-        self.add, self.close = add, flush
-
-    def write(self, n: int, numbers: dict[str, float]) -> None:
-        for name, value in numbers.items():
-            self.add(name, value, n)
+    write: Callable[[int, dict[str, float]], object]
+    close: Callable[[], object]
 
 
-class _Tracked:
-    """A run of Weights & Biases. It belongs to the caller, so it goes on."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self.run = run
-
-    def write(self, n: int, numbers: dict[str, float]) -> None:
-        self.run.log(dict(numbers), step=n)
-
-    def close(self) -> None:
-        pass
+def _add_scalars(
+    add: Callable[[str, float, int], object], n: int, numbers: dict[str, float]
+) -> None:
+    """Write the values of step n as scalars of TensorBoard."""
+    for name, value in numbers.items():
+        add(name, value, n)
 
 
 def _is_earlier(line: str, done: int) -> bool:

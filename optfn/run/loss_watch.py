@@ -83,7 +83,7 @@ class LossWatch:
           FloatingPointError: there is such a loss, and it ends the run.
         """
         self._warn_of_weight()
-        if self.is_over or not (self.is_seen or self.history.has_nonfinite):
+        if self.is_over or not (self.is_seen or self.history.nonfinite):
             return
         self.is_over = True
         row = self.history.first_nonfinite()

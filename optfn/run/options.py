@@ -179,11 +179,7 @@ class FitArguments(LoopOptions):
     batches: Iterable[Batch]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, TrainStep):
-            raise TypeError(
-                "step must be a TrainStep, as make_train_step returns it; got "
-                f"{checks.show(self.step)}"
-            )
+        checks.instance("step", self.step, TrainStep, "a TrainStep, as make_train_step returns it")
         for name in ("progress", "keep_best", "save_frozen", "resume"):
             checks.flag(name, getattr(self, name))
         if not isinstance(self.save_every, datetime.timedelta):
@@ -217,8 +213,7 @@ class FitArguments(LoopOptions):
                 'the smallest evaluation is the best: pass mode="max", or mode="min" if that is '
                 "right"
             )
-        if self.evaluate is not None and not callable(self.evaluate):
-            raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
+        checks.instance("evaluate", self.evaluate, Callable | None, "a function of params")
         average = self.evaluate_average
         if not (isinstance(average, bool | str) or callable(average)) or average == "":
             raise TypeError(

@@ -75,7 +75,7 @@ class Progress:
         elif (
             n == self.done + self.per_call
             or n // self.every > (n - self.per_call) // self.every
-            or has_evaluation(metrics)
+            or any(key.startswith("evaluation") for key in metrics)
         ):
             self._print_line()
 
@@ -155,12 +155,6 @@ def format_metrics(metrics: dict[str, Any], steps: int = 1) -> str:
         if key.startswith("evaluation"):
             text += f" {key.removeprefix('evaluation/')} {format_number(metrics[key])}"
     return text
-
-
-def has_evaluation(metrics: dict[str, Any]) -> bool:
-    """Tell whether metrics have a name that begins with "evaluation", so that the step was
-    evaluated."""
-    return any(key.startswith("evaluation") for key in metrics)
 
 
 def format_bytes(x: float) -> str:

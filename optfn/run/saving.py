@@ -14,6 +14,7 @@ import numpy as np
 from optfn.checkpoint.checkpoint import choose_form, restore_newest, warn_of_rates, write_checkpoint
 from optfn.checkpoint.directory import is_directory_default
 from optfn.checkpoint.frozen import FrozenParams
+from optfn.checkpoint.loader import Loader
 from optfn.checkpoint.newest import OtherRun, list_checkpoints, remove_checkpoints
 from optfn.checkpoint.storage import is_remote, to_path, try_to_write
 from optfn.core import checks
@@ -139,7 +140,7 @@ class Saver:
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
             try:
-                return restore_newest(directory, state)
+                return restore_newest(directory, Loader(state))
             except OtherRun as error:
                 raise OtherRun(
                     f"checkpoint: {directory} has the checkpoints of another run; use another "
@@ -290,7 +291,7 @@ class Best:
         has its evaluation."""
         if self.directory is None:
             return
-        found = restore_newest(self.directory, begun)
+        found = restore_newest(self.directory, Loader(begun))
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]

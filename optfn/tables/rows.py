@@ -161,22 +161,15 @@ class Rows(LeafKind):
     def sum_leading(self) -> "Rows":
         """Return the sum over the leading axis of indices and values, which counts leaves, by
         joining the rows of all leaves."""
-        return Rows(
-            self.indices.reshape(-1),
-            self.values.reshape(-1, *self.values.shape[2:]),
-            self.num_rows,
-            view=self.view,
-        )
+        values = self.values.reshape(-1, *self.values.shape[2:])
+        return self._replace_rows(self.indices.reshape(-1), values)
 
     def mean_over(self, axes: tuple[Hashable, ...]) -> "Rows":
         """Gather the rows of all workers, and return them divided by the number of workers, so that
         they add up to the mean."""
-        return Rows(
-            all_gather_along(self.indices, axes, 0),
-            all_gather_along(self.values, axes, 0) / jax.lax.axis_size(axes),
-            self.num_rows,
-            view=self.view,
-        )
+        indices = all_gather_along(self.indices, axes, 0)
+        values = all_gather_along(self.values, axes, 0)
+        return self._replace_rows(indices, values / jax.lax.axis_size(axes))
 
     def __add__(self, other: Leaf) -> Leaf:
         """Return other + self, an array or, where `other` is Rows as well, the rows of both, or
@@ -186,12 +179,12 @@ class Rows(LeafKind):
         if (self.shape, self.num_rows) != (other.shape, other.num_rows):
             raise ValueError(f"cannot add rows of arrays of shapes {other.shape} and {self.shape}")
         dtype = jnp.promote_types(other.dtype, self.dtype)
-        return Rows(
-            jnp.concatenate([other.indices, self.indices]),
-            jnp.concatenate([other.values.astype(dtype), self.values.astype(dtype)]),
-            self.num_rows,
-            view=self.view,
-        )
+        values = jnp.concatenate([other.values.astype(dtype), self.values.astype(dtype)])
+        return self._replace_rows(jnp.concatenate([other.indices, self.indices]), values)
+
+    def _replace_rows(self, indices: jax.Array, values: jax.Array) -> "Rows":
+        """Return an array of the same shape with these rows, in any order."""
+        return Rows(indices, values, self.num_rows, view=self.view)
 
 
 _ARRAYS, _STATIC = ("indices", "values"), ("num_rows", "unique", "parts", "view")

@@ -148,8 +148,8 @@ def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
     # The last round has room for more ids than there are.
     shape = len(grads), owners.size, width + rounds.sizes[-1]
     arrived = rounds.run(send_ids, jnp.full(shape, most, jnp.int32))
-    # 3. Give each distinct row a place.
-    rooms = [_count_room(width, owners.size, count) for count in per_owner]
+    # 3. Give each distinct row a place. An owner has room for all ids, or for all of its rows.
+    rooms = [width * min(owners.size, -(-count // width)) for count in per_owner]
     number = partial(find_distinct, num_rows=most)
     indices, place = jax.vmap(number)(arrived.reshape(len(grads), -1))
     place = place.reshape(shape)
@@ -259,12 +259,6 @@ class _Rounds(NamedTuple):
         take = jax.vmap(lambda ids, at: ids.at[at].get(mode="promise_in_bounds"))
         is_id = at < self.ids.shape[1] - 1
         return jnp.where(is_id, take(self.ids, at) - self.firsts, self.most)
-
-
-def _count_room(width: int, workers: int, per_owner: int) -> int:
-    """Return room for `width` ids of each worker, or for all rows of an owner where these are
-    fewer, in a multiple of `width`."""
-    return width * min(workers, -(-per_owner // width))
 
 
 def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from optfn.optimizers.sgd import sgd
 from optfn.train.local_steps import LocalSteps
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
-from optfn.train.worker_step import make_key_of, make_worker_step
+from optfn.train.worker_step import WorkerStep, make_key_of
 
 
 def compose_step(
@@ -65,9 +65,9 @@ def compose_step(
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
     of_loss = layout and average_in_loss(layout, averaged, options)
-    step = make_worker_step(
+    step: StepFn = WorkerStep(
         make, tx, key_of, averaged, of_loss, options.reduce_dtype, options.state_memory
-    )
+    ).step
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -151,11 +151,10 @@ def _compose_for_compiler(
         return objective
 
     key_of = make_key_of(options.rng, Axes())
-    step = _finish_means(
-        make_worker_step(
-            make_objective, tx, key_of, Axes(), inner, state_memory=options.state_memory
-        )
+    worker = WorkerStep(
+        make_objective, tx, key_of, Axes(), inner, state_memory=options.state_memory
     )
+    step = _finish_means(worker.step)
     if layout.is_divided:
         step = _place_state(step, inner)
 

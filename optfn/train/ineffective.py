@@ -180,7 +180,7 @@ def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:
     leaves = jax.tree.leaves(params)
     if mesh is None or checks.is_traced(params) or not leaves:
         return
-    if all(_is_on_each_device(x) for x in leaves) and all(map(_has_equal_rows, leaves)):
+    if all(map(_is_on_each_device, leaves)) and all(map(_has_equal_rows, leaves)):
         checks.warn(
             f"params come from a pmap: each leaf has {leaves[0].shape[0]} equal copies, one on "
             "each device, and they would be trained as one array. Pass one of them, "

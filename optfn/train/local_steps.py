@@ -111,7 +111,8 @@ class LocalSteps(NamedTuple):
             like = copy_counts(jax.eval_shape(self.tx.init, state.params), counted)
             structure: Any = jax.tree.structure(like)
             varies = structure.unflatten(map(_is_own, _nodes(counted)))
-            start = state._replace(opt_state=_unwrap_varying(counted, like))
+            own = jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, counted)
+            start = state._replace(opt_state=own)
             # 3. `end`, the metrics, (steps,), and the pseudo-gradient are this worker's.
             end, metrics = scan_batch(
                 lambda state, microbatch, _: local_step(state, microbatch),
@@ -334,11 +335,6 @@ def _nodes(wrapped: OptState) -> list[PyTree]:
 def _is_own(node: PyTree) -> bool:
     """Tell whether each worker has a separate value of a node."""
     return isinstance(node, PerWorker)
-
-
-def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
-    """Undo `_wrap_varying`: return arrays with the shapes of `like`, which `tx` takes."""
-    return jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, wrapped)
 
 
 def _subtract(start: Leaf, end: Leaf) -> Leaf:

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from optfn import core
 from optfn.core import checks
@@ -200,12 +200,11 @@ class StepArguments(StepOptions):
         checks.count("microbatches", self.microbatches)
         if self.recompute is not None:
             check_names("recompute", self.recompute)
-        _check_mesh(self.mesh, self.data_axis)
-        if not isinstance(self.compiler_options, Mapping | None):
-            raise TypeError(
-                "compiler_options must be a mapping from names of XLA's options to values; "
-                f"got {checks.show(self.compiler_options)}"
-            )
+        check_axis_names("data_axis", self.data_axis)
+        if self.mesh is not None:
+            count_devices(self.mesh, self.data_axis)
+        wanted = "a mapping from names of XLA's options to values"
+        checks.instance("compiler_options", self.compiler_options, Mapping | None, wanted)
         checks.choice("partitioner", self.partitioner, ("shard_map", "compiler"))
         checks.choice("state_memory", self.state_memory, (None, memories.PINNED_HOST))
         _check_together(self.list_given())
@@ -251,11 +250,8 @@ class StepArguments(StepOptions):
         loss_fn, value_and_grad = self.loss_fn, self.value_and_grad
         if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
             raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-        if value_and_grad is not None and not callable(value_and_grad):
-            raise TypeError(
-                "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-                f"got {value_and_grad!r}"
-            )
+        wanted = "a function (params, batch) -> (loss, gradients)"
+        checks.instance("value_and_grad", value_and_grad, Callable | None, wanted)
         arguments = ["params", "model_state", "batch"] if self.model_state else ["params", "batch"]
         if value_and_grad is not None:
             checks.check_signature("value_and_grad", value_and_grad, arguments)
@@ -293,20 +289,6 @@ def _show_option(option: str, given: Mapping[str, Any]) -> str:
     otherwise."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
-
-
-def _check_mesh(mesh: object, data_axis: AxisName) -> None:
-    """Raise a TypeError unless `mesh` is None, a Mesh or an AbstractMesh, and a ValueError unless
-    it has all axes of `data_axis`."""
-    # A plan has an AbstractMesh, which `make_train_step` refuses.
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.show(mesh)}"
-        )
-    check_axis_names("data_axis", data_axis)
-    if mesh is not None:
-        count_devices(mesh, data_axis)
 
 
 def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:

@@ -155,9 +155,11 @@ class _Walk:
         if wrapper := _find_wrapper(state):
             return self._follow_wrapper(wrapper, state, before, tx, text)
         is_stateless = type(state) is optax.EmptyState
-        name = _find_stateless_kind(tx, before) if is_stateless else _find_kind(state)
+        name = traits_of(state).link or forms.OPTAX.get(type(state), "")
+        if is_stateless:
+            name, text = _find_stateless_kind(tx, before), text or f"optax.{_find_factory(tx)}(…)"
         if kind := forms.KINDS.get(name):
-            return self._follow_link(kind, state, before, text or _show_stateless(state, tx))
+            return self._follow_link(kind, state, before, text)
         is_averaged = any(x.form == forms.AVERAGED for x in before.values())
         if is_averaged and _is_identity(tx, state, before):
             return before
@@ -395,21 +397,10 @@ def _find_stateless_kind(tx: Any, before: FormsByPath) -> str:
     return kind if (number > 0 if kind == "decay" else is_rate) else ""
 
 
-def _find_kind(state: OptState) -> str:
-    """Return the kind of link that a state declares, or that optax's has, or "" for an unknown
-    link."""
-    return traits_of(state).link or forms.OPTAX.get(type(state), "")
-
-
 def _find_factory(tx: Any) -> str:
     """Return the name of the factory of optax that made a link, or ""."""
     update = None if _is_users(tx) else find_update(tx)
     return "" if update is None else update.__qualname__.partition(".")[0]
-
-
-def _show_stateless(state: OptState, tx: Any) -> str:
-    """Return the call of a link of optax without a state, or "" for one with a state."""
-    return f"optax.{_find_factory(tx)}(…)" if type(state) is optax.EmptyState else ""
 
 
 def _find_wrapper(state: OptState) -> tuple[str, str] | None:

@@ -444,12 +444,9 @@ class TrainStep:
             x for x in flags if is_set or not x.is_lasting or reports.is_ready(x.value)
         )
 
-    def check_state(self, state: object) -> None:
+    def check_state(self, state: TrainState) -> None:
         """Raise a TypeError or a ValueError if this step does not take a state, as a call would."""
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"state must be a TrainState, such as step.init(params); got {checks.show(state)}"
-            )
+        checks.instance("state", state, TrainState, "a TrainState, such as step.init(params)")
         if is_packed(state.params) != self.options.packed:
             kind = "a tree of params" if self.options.packed else "packed params"
             raise TypeError(

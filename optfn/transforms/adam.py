@@ -76,17 +76,6 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
     return state_type(core.first_step(), *zeros)
 
 
-def next_count(
-    of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
-) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and the values of `of_step` for it by name, as scalars or,
-    if some leaves began late, as PerLeafs."""
-    if isinstance(step, tuple):
-        return advance_by_leaf(of_step, step, like)
-    step = core.next_step(step)
-    return step, of_step(step)
-
-
 def make_moments_link(
     rule: Callable[..., Any],
     of_step: Callable[[jax.Array], dict[str, Scalar]],
@@ -104,7 +93,7 @@ def make_moments_link(
     """
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step, numbers = next_count(of_step, state.step, updates)
+        step, numbers = advance_by_leaf(of_step, state.step, updates)
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 

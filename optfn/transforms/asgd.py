@@ -53,10 +53,9 @@ def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
         return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step = late_steps.advance(state.step)
         place = late_steps.global_count(state.step) % n
-        counts = late_steps.evaluate_by_leaf(
-            lambda t: {"divisor": jnp.minimum(t, n)}, step, updates
+        step, counts = late_steps.advance_by_leaf(
+            lambda t: {"divisor": jnp.minimum(t, n)}, state.step, updates
         )
 
         def average(

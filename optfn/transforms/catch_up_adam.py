@@ -136,8 +136,7 @@ def scale_by_catch_up_adam(
         )
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step = late_steps.advance(state.step)
-        own = late_steps.evaluate_by_leaf(lambda t: {"step": t}, step, updates)
+        step, own = late_steps.advance_by_leaf(lambda t: {"step": t}, state.step, updates)
         updates, mu, nu, last = leafwise.apply(
             partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
             updates,

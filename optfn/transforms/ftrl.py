@@ -1,7 +1,6 @@
 """FTRL-Proximal, whose recursion contains the learning rate."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,26 +158,21 @@ def ftrl_proximal(
             rates.init(lr), leafwise.zeros_like(params), leafwise.zeros_like(params)
         )
 
-    def update(
-        updates: Updates,
-        state: OptState,
-        params: Params = None,
-        *,
-        rate_factors: Mapping[str, float] | None = None,
-        decay_factors: Mapping[str, float] | None = None,
-        **_: Any,
-    ) -> Stepped:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         rate, rate_state = rates.advance_rate(lr, state.rate)
         # Once for the three passes.
         updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
-        at: dict[str, Any] = {"rate": rate, "factor": rates.rate_factor(rate_factors, updates)}
+        at: dict[str, Any] = {
+            "rate": rate,
+            "factor": rates.rate_factor(extra.get("rate_factors"), updates),
+        }
         passes = partial(_update_linear, lr_power=lr_power, **at), partial(_accumulate, **at)
         n, z = run_in_passes(passes, (state.accumulator, state.linear), updates, params)
         penalties: dict[str, Any] = {"l1": l1, "l2": l2}
-        if decay_factors is not None:
+        if (factors := extra.get("decay_factors")) is not None:
             penalties = {
-                k: decay_of_leaves(None, x, updates, decay_factors) for k, x in penalties.items()
+                k: decay_of_leaves(None, x, updates, factors) for k, x in penalties.items()
             }
         minimise = partial(_minimise_leaf, lr_power=lr_power)
         updates = _apply(minimise, updates, n, z, params=params, **at, **penalties)[0]

@@ -1,6 +1,6 @@
 """LAMB's direction: Adam's with weight decay, scaled to the norm of each tensor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,20 +79,12 @@ def scale_by_lamb(
         patterns.match_names(exclude, params, "exclude")
         return init_moments(ScaleByAdamState, params)
 
-    def update(
-        updates: Updates,
-        state: OptState,
-        params: Params = None,
-        *,
-        decay_factors: Mapping[str, float] | None = None,
-        **_: Any,
-    ) -> Stepped:
-        step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
+        updates = leafwise.densify_rows(updates)
+        step, scalars = late_steps.advance_by_leaf(of_step, state.step, updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.global_count(state.step))
-        scalars: dict[str, Any] = {
-            **late_steps.evaluate_by_leaf(of_step, step, updates),
-            "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
-        }
+        factors = extra.get("decay_factors")
+        scalars["weight_decay"] = decay_of_leaves(exclude, decay, updates, factors)
         moments = partial(adam_moments, b1=b1, b2=b2)
         updates, mu, nu = _update(moments, updates, (state.mu, state.nu), params, **scalars)
         return updates, ScaleByAdamState(step, mu, nu)

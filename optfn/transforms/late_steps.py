@@ -35,24 +35,19 @@ class LateStepsState(NamedTuple):
 Steps: TypeAlias = jax.Array | LateStepsState
 
 
-def advance(step: Steps) -> Steps:
-    """Return the count one step later; a LateStepsState keeps the first steps of its leaves."""
-    if isinstance(step, LateStepsState):
-        return step._replace(step=core.next_step(step.step))
-    return core.next_step(step)
-
-
 def global_count(step: Steps) -> jax.Array:
     """Return the count of steps that the state has made, which in a LateStepsState is the count of
     its oldest leaves."""
     return step.step if isinstance(step, LateStepsState) else step
 
 
-def evaluate_by_leaf(
+def advance_by_leaf(
     of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
-) -> dict[str, Any]:
-    """Return the values of `of_step` by name, as scalars or, if some leaves began late, as PerLeafs
-    by the count of each leaf.
+) -> tuple[Steps, dict[str, Any]]:
+    """Return the count one step later, and the values of `of_step` for it by name, as scalars or,
+    if some leaves began late, as PerLeafs by the count of each leaf.
+
+    A LateStepsState keeps the first steps of its leaves.
 
     Args:
       of_step: from the number of steps, int32, to scalars by name.
@@ -60,7 +55,9 @@ def evaluate_by_leaf(
       like: a tree with the paths of the leaves.
     """
     if not isinstance(step, LateStepsState):
-        return of_step(step)
+        step = core.next_step(step)
+        return step, of_step(step)
+    step = step._replace(step=core.next_step(step.step))
     # Most leaves share the state's count: the numbers are computed once for them.
     usual = of_step(step.step)
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
@@ -68,16 +65,7 @@ def evaluate_by_leaf(
     def number(name: str) -> leafwise.PerLeaf:
         return tensors.scalars_of_leaves(lambda path: own.get(path, usual)[name], like)
 
-    return {name: number(name) for name in usual}
-
-
-def advance_by_leaf(
-    of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
-) -> tuple[Steps, dict[str, Any]]:
-    """Return the count one step later, and the values of `of_step` for it by name, as
-    `evaluate_by_leaf` gives them."""
-    step = advance(step)
-    return step, evaluate_by_leaf(of_step, step, like)
+    return step, {name: number(name) for name in usual}
 
 
 def copy_counts(state: PyTree, counted: OptState) -> PyTree:

@@ -133,23 +133,13 @@ def scale_by_learning_rate(learning_rate: Number | Schedule) -> core.Unchecked:
     """
     lr = check_rate(learning_rate)
 
-    def init_rate(params: Params) -> ScaleByLearningRateState:
-        return ScaleByLearningRateState(init(lr))
-
     def scale(u: jax.Array, *, rate: Scalar, factor: Scalar) -> jax.Array:
         return -numerics.scalar(rate * factor, u) * u
 
-    def update(
-        updates: Updates,
-        state: OptState,
-        params: Params = None,
-        *,
-        rate_factors: Mapping[str, float] | None = None,
-        **_: Any,
-    ) -> Stepped:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         rate, new = advance_rate(lr, state.rate)
-        factor = rate_factor(rate_factors, updates)
+        factor = rate_factor(extra.get("rate_factors"), updates)
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=factor)
         return updates, ScaleByLearningRateState(new)
 
-    return core.Unchecked(init_rate, update)
+    return core.Unchecked(lambda params: ScaleByLearningRateState(init(lr)), update)

@@ -131,12 +131,6 @@ def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
-def check_scale(scale: str | Scale) -> Scale:
-    """Return the function (rows, columns) -> factor of this name, or a callable unchanged, and
-    raise a ValueError for an unknown name."""
-    return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
-
-
 @core.transform(complex_leaves=True)
 def scale_by_muon(
     momentum: Number = 0.95,
@@ -188,7 +182,7 @@ def scale_by_muon(
     """
     mu = checks.number("momentum", momentum, checks.UNIT)
     matrices = patterns.check_pattern("matrices", matrices)
-    factor = check_scale(scale)
+    factor = scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
     direction = partial(
         orthogonalize,
         coefficients=check_coefficients(coefficients),

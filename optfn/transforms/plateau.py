@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optfn import core
 from optfn.core import checks, leafwise
@@ -195,8 +196,10 @@ class _Plateau(NamedTuple):
             cooldown=jnp.where(reduce, self.cooldown, 0),
         )
         cooled = state._replace(cooldown=state.cooldown - 1)
-        observed = _choose(state.cooldown > 0, cooled, counted)
-        return _choose(state.observed, observed, state)
+        # Selections in each field, which compute both.
+        observed = optax.tree.where(state.cooldown > 0, cooled, counted)
+        chosen: ReduceOnPlateauState = optax.tree.where(state.observed, observed, state)
+        return chosen
 
 
 def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:
@@ -236,14 +239,6 @@ def record_evaluation(state: OptState, value: Number) -> OptState:
         return node._replace(value=fill(node.value, signed), observed=fill(node.observed, True))
 
     return jax.tree.map(record, state, is_leaf=is_evaluation_plateau)
-
-
-def _choose(
-    condition: jax.Array, if_true: ReduceOnPlateauState, if_false: ReduceOnPlateauState
-) -> ReduceOnPlateauState:
-    """Return `if_true` where the condition holds, else `if_false`, by a selection in each field
-    that computes both."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
 def _check_scalar(value: Number) -> jax.Array:

@@ -28,12 +28,6 @@ def is_rate(x: object) -> TypeGuard[RateState]:
     return isinstance(x, LearningRateState | GivenLearningRateState)
 
 
-def _is_driven(x: RateState) -> bool:
-    """Tell whether a schedule or an array determines the rate, so that it cannot be set, and not a
-    number or `reduce_on_plateau`."""
-    return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
-
-
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
     """Return the learning rate of a state's last update, or after init of step 0, and raise a
     ValueError if the state has none or several different ones.
@@ -87,8 +81,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     """
     checks.nonnegative("value", value)
     found = _select_rates(opt_state, path)
-    driven = [name for name, rate in found.items() if _is_driven(rate)]
-    if driven:
+    kinds = DrivenLearningRateState | GivenLearningRateState
+    if driven := [name for name, rate in found.items() if isinstance(rate, kinds)]:
         raise ValueError(
             f"the learning rate of {', '.join(map(repr, driven))} cannot be set, since a schedule "
             "or an array determines it. Make the optimizer with a Python number instead; to anneal "

@@ -124,18 +124,14 @@ def decay_rule(
         return of_schedule(core.first_step()) if callable(coeff) else of_number
 
     def decay_updates(
-        updates: Updates,
-        state: OptState,
-        params: Params = None,
-        *,
-        decay_factors: Mapping[str, float] | None = None,
-        **_: Any,
+        updates: Updates, state: OptState, params: Params = None, **extra: Any
     ) -> Stepped:
+        factors = extra.get("decay_factors")
         # Only a schedule needs the step: the state of a number is empty.
         if not callable(coeff):
-            return update(updates, params, coeff, decay_factors), of_number
+            return update(updates, params, coeff, factors), of_number
         value = weight_decay_at(argument, coeff, state.step)
-        updates = update(updates, params, value, decay_factors)
+        updates = update(updates, params, value, factors)
         return updates, of_schedule(core.next_step(state.step))
 
     return core.Unchecked(init, decay_updates, decays=True)

@@ -174,12 +174,12 @@ def quantize_moments(
         return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step, updates = late_steps.advance(state.step), leafwise.densify_rows(updates)
+        updates = leafwise.densify_rows(updates)
+        step, scalars = late_steps.advance_by_leaf(of_step, state.step, updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.global_count(step)
         arrays = in_place.run_in_passes([advance], tuple(state[1:]), updates, count)
-        scalars = late_steps.evaluate_by_leaf(of_step, step, updates)
         updates = leafwise.apply(
             apply_direction, updates, *arrays, shapes=storage.shapes, **scalars
         )[0]

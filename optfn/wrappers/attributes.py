@@ -14,6 +14,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.boundary import frozen_update
+from optfn.core.printing import list_changed_fields
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.interop.calls import iterate_links
 from optfn.leaves import contents, nodes, packed, patterns
@@ -75,12 +76,7 @@ class ParamAttr:
             core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
-        given = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                given.append(f"{field.name}={value!r}")
-        return f"ParamAttr({', '.join(given)})"
+        return f"ParamAttr({', '.join(list_changed_fields(self))})"
 
 
 def _check_factor(name: str, of: str, factor: object) -> None:
@@ -103,18 +99,13 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     paths to ParamAttrs."""
     if param_attrs is None:
         return {}
-    if not isinstance(param_attrs, Mapping):
-        raise TypeError(
-            "param_attrs must be a mapping from a pattern of paths to a ParamAttr; "
-            f"got {checks.show(param_attrs)}"
-        )
-    for pattern, attr in param_attrs.items():
-        if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"param_attrs: a pattern must be a regular expression; got {pattern!r}")
+    wanted = "a mapping from a pattern of paths to a ParamAttr"
+    given: ParamAttrs = checks.instance("param_attrs", param_attrs, Mapping, wanted)
+    for pattern, attr in given.items():
+        checks.instance("param_attrs: a pattern", pattern, str | re.Pattern, "a regular expression")
         patterns.check_pattern("param_attrs", pattern)
-        if not isinstance(attr, ParamAttr):
-            raise TypeError(f"param_attrs[{pattern!r}] must be a ParamAttr; got {attr!r}")
-    return dict(param_attrs)
+        checks.instance(f"param_attrs[{pattern!r}]", attr, ParamAttr, "a ParamAttr")
+    return dict(given)
 
 
 def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
@@ -184,11 +175,8 @@ def apply_to_trained(
     if not param_attrs:
         return tx
     # From the inside: stacked axes are marked, then frozen leaves are masked.
-    trained = restrict(
-        _mark_stacked_leaves(tx, param_attrs),
-        partial(_paths, lambda attr: attr.trainable, param_attrs),
-        others=partial(_freeze_untrained, param_attrs),
-    )
+    marked = _mark_stacked_leaves(tx, param_attrs)
+    trained = _leave_out(partial(_find_untrained, param_attrs), marked)
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if params is not None:
@@ -216,7 +204,7 @@ def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
     a Packed, or unchanged if it freezes no leaf."""
     if not _freezes(tx):
         return grads
-    trained = Selection(_find_trained(tx, grads))
+    trained = Selection(_list_others(partial(find_frozen, tx), grads))
     kept = trained.keep(grads)
     if not nodes.is_packed(grads):
         return kept
@@ -229,11 +217,6 @@ def _freezes(tx: optax.GradientTransformation) -> bool:
     of optfn, whether or not the attribute fits a leaf."""
     attrs = (attr for link in iterate_links(tx) for attr in (link.param_attrs or {}).values())
     return not all(attr.trainable for attr in attrs)
-
-
-def _find_trained(tx: optax.GradientTransformation, values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that an optimizer does not freeze."""
-    return frozenset(itertools.chain(*contents.leaf_names(values))) - find_frozen(tx, values)
 
 
 def without_frozen(
@@ -251,11 +234,7 @@ def without_frozen(
         made = factory(*args, **kwargs)
         if not _freezes(made):
             return made
-        trained = restrict(
-            core.Unchecked(*made),
-            partial(_find_trained, made),
-            others=lambda updates, params: _freeze(find_frozen(made, updates), updates, params),
-        )
+        trained = _leave_out(partial(find_frozen, made), core.Unchecked(*made))
         return core.Transform(trained.init, trained.update, **vars(made))
 
     return make
@@ -270,25 +249,28 @@ def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
     return _paths(lambda attr: not attr.trainable, param_attrs, values)
 
 
-def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params) -> Updates:
-    """Return the gradients with untrained ones replaced by the update of a frozen leaf, −0.0 or
-    integer zeros."""
-    return _freeze(_find_untrained(param_attrs, updates), updates, params)
+def _list_others(find: Callable[[PyTree], Set[str]], values: PyTree) -> frozenset[str]:
+    """Return the paths of the leaves that `find` does not return."""
+    return frozenset(itertools.chain(*contents.leaf_names(values))) - find(values)
 
 
-def _freeze(frozen: Set[str], updates: Updates, params: Params) -> Updates:
-    """Return the gradients with the update of a frozen leaf, −0.0 or integer zeros, at the paths
-    `frozen`.
+def _leave_out(find: Callable[[PyTree], Set[str]], tx: core.Unchecked) -> core.Unchecked:
+    """Return `tx` without the leaves whose paths `find` returns, which get the update of a frozen
+    leaf, −0.0 or integer zeros.
 
     A buffer of a Packed that has such a leaf is replaced as a whole.
     """
-    names = contents.leaf_names(updates)
 
-    def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
-        is_trained = frozen.isdisjoint(names[place.number])
-        return g if is_trained else frozen_update(g, g if p is None else p)
+    def freeze(updates: Updates, params: Params) -> Updates:
+        frozen, names = find(updates), contents.leaf_names(updates)
 
-    return tree.map_named(freeze, updates, updates if params is None else params)
+        def freeze_leaf(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+            is_trained = frozen.isdisjoint(names[place.number])
+            return g if is_trained else frozen_update(g, g if p is None else p)
+
+        return tree.map_named(freeze_leaf, updates, updates if params is None else params)
+
+    return restrict(tx, partial(_list_others, find), others=freeze)
 
 
 def _mark_stacked_leaves(

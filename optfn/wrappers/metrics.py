@@ -160,14 +160,11 @@ def _norms(trees: Sequence[Updates]) -> list[jax.Array]:
         present = [i for i, x in enumerate(row) if not tree.is_masked(x)]
         arrays = [jnp.asarray(leafwise.numbers_of(row[i])) for i in present]
         sums = leafwise.jit_if_traced(_sum_squares, checks.has_tracer(arrays))
-        for i, square in zip(present, map_groups(sums, arrays, _shape_and_axes), strict=True):
+        # One reduction for the arrays that share their shape and varying mesh axes.
+        found = map_groups(sums, arrays, lambda x: (x.shape, varying_axes(x)))
+        for i, square in zip(present, found, strict=True):
             squares[i].append(square)
     return [leafwise.root_of_sum(found).astype(jnp.float32) for found in squares]
-
-
-def _shape_and_axes(x: jax.Array) -> tuple[Any, ...]:
-    """Return the shape and the varying mesh axes of x, which the arrays of one reduction share."""
-    return x.shape, varying_axes(x)
 
 
 def _sum_squares(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -48,11 +48,6 @@ class Equations:
         """The tree structure of the result."""
         return jax.tree.structure(self.shapes)
 
-    @property
-    def has_effects(self) -> bool:
-        """Whether an equation has a side effect (writes to a reference, prints)."""
-        return any(e.effects for e in self.equations)
-
     def find_computable(self, sources: Iterable[Variable]) -> set[Variable]:
         """Return the variables that `sources` and the constants alone determine, and these
         themselves."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from optfn.loss.jaxprs import primitives
-from optfn.loss.jaxprs.primitives import Convolution, Equation, Jaxpr
+from optfn.loss.jaxprs.primitives import Convolution, Equation, Jaxpr, Window
 
 
 class UncountableError(Exception):
@@ -108,30 +108,13 @@ def _add_up(
 def _count_convolution(x: Convolution) -> float:
     """Return the FLOPs of a convolution, 2 for each multiply-add, without those on holes and
     padding."""
-    flops = 2.0 * x.examples * x.features * x.inputs
-    for window in x.windows:
-        flops *= count_pairs(
-            window.length, window.result, window.kernel, stride=window.stride, low=window.low,
-            hole=window.hole, apart=window.apart,
-        )  # fmt: skip
-    return flops
+    pairs = map(count_pairs, x.windows)
+    return math.prod(pairs, start=2.0 * x.examples * x.features * x.inputs)
 
 
-def count_pairs(
-    size: int, moves: int, kernel: int, *, stride: int = 1, low: int = 0, hole: int = 1,
-    apart: int = 1,
-) -> int:  # fmt: skip
+def count_pairs(window: Window) -> int:
     """Return how many pairs of a place of a kernel and an entry meet along a dimension, without
-    places on holes or padding.
-
-    Args:
-      size: entries of the array.
-      moves: entries of the result.
-      kernel: places of the kernel.
-      stride: by how much the kernel moves.
-      low: the padding in front.
-      hole: the distance of two entries of the array.
-      apart: the distance of two places of the kernel.
-    """
+    places on holes or padding."""
+    length, moves, kernel, stride, low, hole, apart = window
     places = np.arange(moves)[:, None] * stride + np.arange(kernel) * apart - low
-    return int(np.sum((places >= 0) & (places <= (size - 1) * hole) & (places % hole == 0)))
+    return int(np.sum((places >= 0) & (places <= (length - 1) * hole) & (places % hole == 0)))

@@ -564,7 +564,7 @@ def as_product(equation: Equation) -> Contraction | None:
 
 class Window(NamedTuple):
     """A spatial dimension of a convolution: the lengths of input, result and kernel, its stride,
-    the padding before it, and the distances of entries and of kernel places."""
+    the padding in front, and the distances of two entries of the input and two of the kernel."""
 
     length: int
     result: int
@@ -592,15 +592,12 @@ def as_convolution(equation: Equation) -> Convolution | None:
     lhs, rhs = (type_of(x).shape for x in equation.invars)
     result = type_of(equation.outvars[0]).shape
     left, right, out = params["dimension_numbers"]
+    dilations = params["lhs_dilation"], params["rhs_dilation"]
+    settings = zip(params["window_strides"], params["padding"], *dilations, strict=True)
     windows = [
         Window(lhs[left[i]], result[out[i]], rhs[right[i]], stride, pad[0], hole, apart)
-        for i, (stride, pad, hole, apart) in enumerate(
-            zip(
-                params["window_strides"], params["padding"], params["lhs_dilation"],
-                params["rhs_dilation"], strict=True,
-            ), 2,
-        )
-    ]  # fmt: skip
+        for i, (stride, pad, hole, apart) in enumerate(settings, 2)
+    ]
     return Convolution(result[out[0]], result[out[1]], rhs[right[1]], windows)
 
 

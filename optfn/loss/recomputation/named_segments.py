@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optfn.core import tree
+from optfn.core import checks, tree
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs.equations import (
     Equations,
@@ -43,8 +43,7 @@ def recompute_function(
       argument: the name of the user's argument, for errors.
       offload: whether the values wait on the host, and all else is one segment.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be a function with {argument}; got {fn!r}")
+    checks.instance("fn", fn, Callable, f"a function with {argument}")
     names = check_names(argument, names)
 
     @functools.wraps(fn)

@@ -53,11 +53,8 @@ def count_devices(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
       TypeError: `mesh` is not a mesh, or `axis_name` not a name.
       ValueError: the mesh has no such axis.
     """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.show(mesh)}"
-        )
+    wanted = "a jax.sharding.Mesh such as optfn.distributed.data_mesh()"
+    checks.instance("mesh", mesh, Mesh | AbstractMesh, wanted)
     check_axis_names("axis_name", axis_name, optional=True)
     missing = [axis for axis in to_axes(axis_name) if axis not in mesh.shape]
     if missing:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from optfn.core import checks
+from optfn.mesh.compilers.chips import find_chip
 
 _TRUE = "true"  # a string, because not all plugins of TPUs take a bool
 
@@ -40,16 +41,7 @@ _SCATTER_FUSIONS = {
     # A scatter in the gradient of a head of 32,000 tokens needs 16.06 MB of the default 16.00.
     "xla_tpu_scoped_vmem_limit_kib": "32768",
 }
-_OVERLAP_OF_CHIP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "TPU v5 lite": _SCATTER_FUSIONS,
-        "TPU v5e": _SCATTER_FUSIONS,
-        "TPU v5": _SPARSE_CORES,
-        "TPU v5p": _SPARSE_CORES,
-        "TPU v6 lite": _SPARSE_CORES,
-        "TPU v6e": _SPARSE_CORES,
-    }
-)
+_OVERLAP_OF_CHIP = {"v5e": _SCATTER_FUSIONS, "v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES}
 _OVERLAP_OF_GPUS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # XLA merges products of one operand, such as the products of queries and keys, if one of them
@@ -91,12 +83,12 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
     >>> optfn.distributed.overlap_options(optfn.distributed.data_mesh(1))  # on a CPU
     {}
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"overlap_options: mesh must be a jax.sharding.Mesh; got {mesh!r}")
+    checks.instance("overlap_options: mesh", mesh, Mesh, "a jax.sharding.Mesh")
     device = mesh.devices.flat[0]
     if device.platform in ("gpu", "cuda"):
         return dict(_OVERLAP_OF_GPUS)
-    return dict(_OVERLAP_OF_CHIP.get(device.device_kind, {}))
+    chip = find_chip(device.device_kind)
+    return {} if chip is None else dict(_OVERLAP_OF_CHIP.get(chip.name, {}))
 
 
 @contextlib.contextmanager

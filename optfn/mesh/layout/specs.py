@@ -56,11 +56,10 @@ def assign_specs(specs: Specs, params: Params) -> dict[str, P]:
     if _is_flat(specs):
         matches = patterns.first_matches(listed, params, "shard")
         return {path: spec for paths, spec in matches for path in paths}
-    lists = {"missing": missing, "not expected": unused}
-    where = [f"{word} {tree.list_names(absent)}" for word, absent in lists.items() if absent]
     raise ValueError(
         "shard: the tree of PartitionSpecs must have the structure of params, or of a prefix of "
-        f"it: {'; '.join(where)}. The paths of params are: {tree.list_names(tree.paths(params))}"
+        f"it: {'; '.join(tree.list_misfits(missing, unused))}. The paths of params are: "
+        f"{tree.list_names(tree.paths(params))}"
     )
 
 

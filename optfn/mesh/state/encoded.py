@@ -49,12 +49,8 @@ class Encoded:
         decoded = np.asarray(jax.vmap(self.decode)(jnp.asarray(codes), jnp.asarray(scales)))
         numbers = jnp.asarray(np.mean(decoded, axis=0, dtype=np.float64), jnp.float32)
         scale = jnp.asarray(np.mean(scales, axis=0, dtype=np.float64), scales.dtype)
-        return np.asarray(self.encode_nearest(numbers, scale))
-
-    def encode_nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
-        """Return the nearest codes of numbers under a scale, by a noise that is half of its
-        range."""
-        return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
+        # A noise of half of its range rounds to the nearest code.
+        return np.asarray(self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32)))
 
 
 # By type, because a mapping from a file has names and no states.

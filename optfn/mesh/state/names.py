@@ -8,7 +8,7 @@ import jax
 
 from optfn.core.checks import package
 from optfn.core.traits import reporting_types, traits_of
-from optfn.core.tree import inner_tree, is_masked, is_transparent, join, key_name, leaves_with_paths
+from optfn.core.tree import inner_tree, is_masked, is_transparent, join, leaves_with_paths
 from optfn.core.types import OptState, PyTree
 
 
@@ -164,7 +164,7 @@ def _walk(state: OptState, chosen: Callable[[Any], bool] | None) -> Iterator[tup
             # A chain, list or dict of states: its positions add no word, its keys are labels.
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
-                label = key_name(key) if isinstance(node, dict) else ""
+                label = jax.tree_util.keystr((key,), simple=True) if isinstance(node, dict) else ""
                 within = join(prefix or labels, label) if label else prefix
                 yield from walk(child, within, join(labels, label))
         elif chosen is None:
