@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
-.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties draws power faults soak scale lint bench bench-check compiled pods host compilers zoo tables outputs docs docs-serve release clean
+.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties draws power faults soak scale lint bench bench-check chip compiled pods host compilers zoo tables outputs docs docs-serve release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,10 @@ bench: $(VENV)/.bench ## run all benchmarks, in twenty minutes
 # The ratios of a new run against the published ones, in benchmarks/results.json.
 bench-check: $(VENV)/.bench ## run all benchmarks, and compare the ratios with the published ones
 	$(BIN)/python -m benchmarks.check
+
+# VENV names an environment whose JAX has the plugin of the chip; OPTIONS="--toy" tries it on a CPU.
+chip: $(VENV)/.bench ## measure steps and updates on a GPU or TPU, in nine minutes
+	$(BIN)/python -m benchmarks.chip $(OPTIONS)
 
 # Updates as the compilers of TPUs and of a GPU make them, which need Python 3.12 and no device.
 # OPTIONS="--only adam,lamb --target v5e --tree matrix" compiles these.

@@ -105,7 +105,7 @@ def run(leaves: list[int], devices: list[int], rounds: int) -> list[measure.Row]
                 for name, call in calls.items():
                     if not name.startswith("fit") or round_number % 30 == 0:
                         seconds[name].append(1e6 * call())
-            medians = {name: statistics.median(x[2:]) for name, x in seconds.items()}
+            medians = {name: statistics.median(x[2:] or x) for name, x in seconds.items()}
             hand = medians.pop("by hand")
             for name, median in medians.items():
                 over, goal = median - hand, GOALS[name] + 0.05 * hand

@@ -56,9 +56,15 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
 
 
 class Side:
-    """One optimizer with its own arrays, stepped in place."""
+    """One optimizer with its own arrays, stepped in place; `options` are the compiler's."""
 
-    def __init__(self, tx: Any, shapes: dict[str, tuple[int, ...]], steps: int = 1) -> None:
+    def __init__(
+        self,
+        tx: Any,
+        shapes: dict[str, tuple[int, ...]],
+        steps: int = 1,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.steps = steps
         self.params = measure.arrays(shapes, 0)
         self.gradients = measure.arrays(shapes, 1)
@@ -74,7 +80,7 @@ class Side:
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
             self.params, self.state, self.gradients
         )
-        self.compiled = lowered.compile()
+        self.compiled = lowered.compile(options)
         memory = self.compiled.memory_analysis()
         self.temp_per_param = memory.temp_size_in_bytes / measure.size(self.params)
 
@@ -86,14 +92,18 @@ class Side:
 
 
 def measured(
-    name: str, shapes: dict[str, tuple[int, ...]], machine: measure.Machine, rounds: int
+    name: str,
+    shapes: dict[str, tuple[int, ...]],
+    machine: measure.Machine,
+    rounds: int,
+    options: dict[str, Any] | None = None,
 ) -> measure.Row:
-    """Return the row of one optimizer."""
+    """Return the row of one optimizer; `options` are the compiler's."""
     ours, theirs = PAIRS[name]
     steps = 4 if name.startswith("accumulate") else 1
-    sides = {"optfn": Side(ours(), shapes, steps)}
+    sides = {"optfn": Side(ours(), shapes, steps, options)}
     if theirs is not None:
-        sides["optax"] = Side(theirs(), shapes, steps)
+        sides["optax"] = Side(theirs(), shapes, steps, options)
     times = measure.interleaved({**sides, **machine.calls()}, rounds)
     bandwidth = machine.bandwidth(times)
     floor = machine.floor(sides["optfn"].bytes_moved, times)

@@ -74,9 +74,7 @@ def is_train_state(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def name_foreign_state(
-    state: TrainState, init: Callable[[TrainState], OptState]
-) -> Iterator[None]:
+def name_foreign_state(state: TrainState, init: Callable[[TrainState], OptState]) -> Iterator[None]:
     """Turn any error inside into a TypeError if another optimizer has made the state, and otherwise
     raise it unchanged.
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from benchmarks import __main__ as suite
 from benchmarks import (
     check,
     checkpoints,
+    chip,
     first_call,
     fused_adam,
     matrices,
@@ -57,9 +59,11 @@ def toy(monkeypatch, tmp_path, capsys):
         assert found["about"].keys() >= ABOUT
         assert all(math.isfinite(x) for row in found["rows"] for x in row.values() if number(x))
         assert all(row[k] > 0 for row in found["rows"] for k in row if "ratio" in k or "over" in k)
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-        assert len(lines) >= 2 + len(found["rows"])
-        assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+        printed = capsys.readouterr().out.splitlines()
+        tables = [[*x] for is_row, x in groupby(printed, lambda x: x.startswith("|")) if is_row]
+        assert sum(map(len, tables)) >= 2 * len(tables) + len(found["rows"])
+        for lines in tables:
+            assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
         return found["rows"]
 
     return run
@@ -132,6 +136,24 @@ def test_rows(toy):
     lazy, dense = found["optfn adam, lazy"], found["optfn adam, dense"]
     assert lazy["temporaries_MB"] < 0.02  # the table has 0.064
     assert lazy["floor_ms"] < 0.02 * dense["floor_ms"]  # 16 of 2,000 rows
+
+
+@pytest.mark.nightly
+def test_chip(toy):
+    found = [row.get("what", "") for row in toy(chip, "chip")]
+    assert "step, toy" in found and "masters in copies, on the host" in found
+    assert sum(what.endswith("no command buffers") for what in found) == 2
+
+
+def test_what_a_chip_has_no_time_or_memory_for_is_left_out(capsys):
+    def make_too_large():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    rows = {"large": make_too_large, "small": lambda: [{"what": "small"}]}
+    assert chip.print_page([chip.Part("Steps", "| step |", rows)], 60.0) == [{"what": "small"}]
+    assert "\nLeft out: large (no memory).\n" in capsys.readouterr().out
+    assert chip.print_page([chip.Part("Steps", "| step |", rows)], -1.0) == []
+    assert "large (no time); small (no time)" in capsys.readouterr().out
 
 
 @pytest.mark.nightly
