@@ -93,12 +93,12 @@ class LossProgram:
             if str(place) not in chosen:
                 return x
             _check_table(str(place), x)
-            # In a shard, negative ids would count from its end.
-            rows = x.shape[0] if self._owners is None else count_rows(self._owners, x)
-            check_num_rows(f"table {str(place)!r} has", rows)
-            return (
-                x if self._owners is None else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-            )
+            if self._owners is not None:
+                # The whole table: in a shard, negative ids would count from its end.
+                shape = count_rows(self._owners, x), *x.shape[1:]
+                x = jax.ShapeDtypeStruct(shape, x.dtype)
+            check_num_rows(f"table {str(place)!r} has", x.shape[0])
+            return x
 
         traced = tree.map_named(enter, whole)
         # Lookups are found among equations outside of calls, so jitted functions are inlined for

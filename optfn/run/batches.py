@@ -2,13 +2,13 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import NamedTuple
 
 from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.mesh.layout import processes
-from optfn.run.options import WEIGHT, LoopOptions
+from optfn.run.options import WEIGHT, FitArguments
 from optfn.run.position import (
     NOTHING,
     Position,
@@ -65,9 +65,8 @@ class _Drawn(NamedTuple):
 class Remaining:
     """The batches that a run has not used yet, and a count of all batches.
 
-    batches: the batches of the whole run, or of one pass with `epochs`.
+    options: the arguments of `fit`; with `epochs`, their batches are those of one pass.
     done: the number of steps that the run has made.
-    local_steps: the number of steps for each batch.
     found: the record of a checkpoint of the batches before. If it has the iterator's position, and
       the iterator can continue from there, used batches are not drawn again.
     epoch: the number of the pass of the last batch, from 1; None without `epochs`.
@@ -75,19 +74,12 @@ class Remaining:
     checksum: the checksum of the last batch; None without checkpoints, or if it is on a device.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Batch],
-        options: LoopOptions,
-        done: int,
-        local_steps: int,
-        found: Saved = NOTHING,
-    ) -> None:
-        self.batches, self.local_steps = batches, local_steps
+    def __init__(self, options: FitArguments, done: int, found: Saved = NOTHING) -> None:
+        self.batches, self.local_steps = options.batches, options.step.local_steps
         self.steps, self.epochs = options.steps, options.epochs
-        self.used, self.given = done // local_steps, 0
+        self.used, self.given = done // self.local_steps, 0
         # A batch is a round of `local_steps` steps.
-        self.most = None if self.steps is None else self.steps // local_steps
+        self.most = None if self.steps is None else self.steps // self.local_steps
         self.is_finished = self.steps is not None and done >= self.steps
         self.epoch: int | None = None
         self.tokens: int | None = None

@@ -17,7 +17,7 @@ from optfn.leaves.packed import unpack
 from optfn.loss.mean import check_mean, is_mean
 from optfn.mesh.state.names import iterate_nodes
 from optfn.run.history import History
-from optfn.run.options import EPOCH, LoopOptions
+from optfn.run.options import EPOCH, FitArguments, LoopOptions
 from optfn.run.progress import count_examples
 from optfn.tables.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
@@ -31,10 +31,8 @@ Average: TypeAlias = bool | str | Callable[[OptState, Params], Params]
 class Evaluator:
     """Evaluates a run when it is due, and records the best evaluation.
 
-    options: the options of the loop.
+    options: the arguments of `fit`; `evaluate` gets a model state too, if the state has one.
     history: where results are recorded; it may have those from before a restart.
-    per_call: the number of steps that one call of the step takes.
-    state: the state that the run begins with; `evaluate` gets its model state too, if it has one.
     ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
@@ -43,14 +41,10 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        options: LoopOptions,
-        history: History,
-        per_call: int,
-        state: TrainState,
-        ended_epoch: Callable[[int], bool],
+        self, options: FitArguments, history: History, ended_epoch: Callable[[int], bool]
     ) -> None:
-        self.options, self.history, self.per_call = options, history, per_call
+        self.options, self.history, self.per_call = options, history, options.step.local_steps
+        state = options.state
         if options.evaluate is not None:
             has_model_state = state.model_state is not None
             arguments = ["params", "model_state"] if has_model_state else ["params"]

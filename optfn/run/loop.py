@@ -121,16 +121,9 @@ class _Run:
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        self.remaining = Remaining(
-            options.batches, options, self.done - begin, step.local_steps, self.saver.batches
-        )
-        self.evaluator = Evaluator(
-            options, self.history, step.local_steps, state, self._is_epoch_end
-        )
-        self.watch = LossWatch(
-            self.history, self.done, step.local_steps,
-            stops=options.on_nonfinite == "stop", state=state.opt_state,
-        )  # fmt: skip
+        self.remaining = Remaining(options, self.done - begin, self.saver.batches)
+        self.evaluator = Evaluator(options, self.history, self._is_epoch_end)
+        self.watch = LossWatch(options, self.history, self.done)
         self.work = WorkCounter(step, is_logged=options.log is not None)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state, is_resumed=self.saver.resumed is not None)

@@ -8,8 +8,8 @@ import numpy as np
 
 from optfn.checkpoint.finiteness import find_guards
 from optfn.core import checks, tree
-from optfn.core.types import OptState
 from optfn.run.history import History
+from optfn.run.options import FitArguments
 
 _EPOCHS = 3  # so many in a row that leave out the same batch
 
@@ -49,18 +49,15 @@ class LossWatch:
     A run whose optimizer leaves such steps out is not watched.
 
     Args:
+      options: the arguments of `fit`; they tell whether such a loss ends the run.
       history: the history of the run.
       done: the steps made before.
-      per_call: the number of steps of a call.
-      stops: whether such a loss ends the run.
-      state: the state that the run starts from.
     """
 
-    def __init__(
-        self, history: History, done: int, per_call: int, *, stops: bool, state: OptState
-    ) -> None:
-        self.history, self.done, self.per_call, self.stops = history, done, per_call, stops
-        self.is_over = bool(find_guards(state))
+    def __init__(self, options: FitArguments, history: History, done: int) -> None:
+        self.history, self.done, self.per_call = history, done, options.step.local_steps
+        self.stops = options.on_nonfinite == "stop"
+        self.is_over = bool(find_guards(options.state.opt_state))
         self.is_seen = self.is_warned = False
 
     def see(self, loss: float) -> None:

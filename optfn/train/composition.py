@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.core.types import Batch, LossFn
+from optfn.core.types import Batch
 from optfn.loss import objective as objectives
 from optfn.loss.compiler_objective import constrain_gradients, show_axes_to_loss, split_over_devices
 from optfn.loss.loss_form import LossForm
@@ -33,25 +33,18 @@ from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import WorkerStep, make_key_of
 
 
-def compose_step(
-    loss_fn: LossFn | None,
-    tx: optax.GradientTransformationExtraArgs,
-    options: StepArguments,
-    layout: Layout | None,
-    local: LocalSteps | None,
-) -> StepFn:
+def compose_step(options: StepArguments, layout: Layout | None, local: LocalSteps | None) -> StepFn:
     """Compose the step of all devices, (state, batch) -> (state, metrics), which is not yet
     compiled.
 
     Args:
-      loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
-      tx: the optimizer; with local steps, the optimizer of each worker.
-      options: the remaining arguments.
+      options: the arguments of `make_train_step`. With local steps, `tx` is the optimizer of each
+        worker.
       layout: how params lie on a mesh; None without a mesh.
       local: the round of local steps; None if a call is one step.
     """
     if layout is not None and layout.compiler_axes:
-        return _compose_for_compiler(loss_fn, tx, options, layout)
+        return _compose_for_compiler(options, layout)
     workers = Axes() if layout is None else layout.worker_axes
     key_of = make_key_of(options.rng, workers)
     averaged = workers if local is None else Axes()
@@ -61,10 +54,11 @@ def compose_step(
     #    along them has its shards in it (or whole params), gathers them for the loss, and computes
     #    on its examples; loss and gradients are means over these devices, and gradients lie as the
     #    layout says.
-    make = functools.partial(make_objective, loss_fn, options, averaged)
+    make = functools.partial(make_objective, options, averaged)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
     of_loss = layout and average_in_loss(layout, averaged, options)
+    tx = optax.with_extra_args_support(options.tx)
     step: StepFn = WorkerStep(
         make, tx, key_of, averaged, of_loss, options.reduce_dtype, options.state_memory
     ).step
@@ -87,17 +81,10 @@ def make_loss_form(options: StepArguments) -> LossForm:
     return LossForm(options.model_state, options.has_aux, options.pass_step)
 
 
-def compile_step(
-    loss_fn: LossFn | None,
-    tx: optax.GradientTransformationExtraArgs,
-    options: StepArguments,
-    layout: Layout | None,
-    local: LocalSteps | None,
-) -> Any:
+def compile_step(options: StepArguments, layout: Layout | None, local: LocalSteps | None) -> Any:
     """Compose a step by `compose_step`, and return it jitted, (state, batch) -> (state, metrics),
     with a layout as a third argument if params keep their placement."""
-    compose = functools.partial(compose_step, loss_fn, tx, options)
-    step = compose(layout, local)
+    step = compose_step(options, layout, local)
     known = None
     if options.compiler_options:
         device = None if layout is None else layout.mesh.devices.flat[0]
@@ -113,17 +100,12 @@ def compile_step(
     def run(
         state: TrainState, batch: Batch, layout: Layout = layout
     ) -> tuple[TrainState, dict[str, Any]]:
-        return compose(layout, local)(state, batch)
+        return compose_step(options, layout, local)(state, batch)
 
     return jax.jit(run, static_argnums=2, **jit_options)
 
 
-def _compose_for_compiler(
-    loss_fn: LossFn | None,
-    tx: optax.GradientTransformationExtraArgs,
-    options: StepArguments,
-    layout: Layout,
-) -> StepFn:
+def _compose_for_compiler(options: StepArguments, layout: Layout) -> StepFn:
     """Compose a step that XLA divides over the mesh: the step of one device, on placed arrays.
 
     Explicit axes are visible only to the loss.
@@ -131,15 +113,8 @@ def _compose_for_compiler(
     mesh = layout.mesh
     inner = dataclasses.replace(layout, mesh=Mesh(mesh.devices, mesh.axis_names))
 
-    assert loss_fn is not None
-    form = make_loss_form(options)
-    tables, recompute = options.tables, options.recompute
-
     def make_objective(_: Layout | None, accumulates: bool) -> Objective:
-        objective = objectives.differentiate(
-            loss_fn, form, tables=tables, recompute=recompute, axes=Axes(),
-            in_parts=accumulates or options.microbatches > 1,
-        )  # fmt: skip
+        objective = _differentiate(options, accumulates, Axes())
         objective = show_axes_to_loss(objective, layout)
         if not options.packed:  # each microbatch adds to divided gradients
             objective = constrain_gradients(objective, inner)
@@ -151,6 +126,7 @@ def _compose_for_compiler(
         return objective
 
     key_of = make_key_of(options.rng, Axes())
+    tx = optax.with_extra_args_support(options.tx)
     worker = WorkerStep(
         make_objective, tx, key_of, Axes(), inner, state_memory=options.state_memory
     )
@@ -207,39 +183,44 @@ def is_gathered_once(options: StepArguments) -> bool:
     return isinstance(options.shard, Sharded) and options.shard.is_gathered_once
 
 
-def make_objective(
-    loss_fn: LossFn | None,
+def _differentiate(
     options: StepArguments,
-    workers: Axes,
-    layout: Layout | None,
     accumulates: bool,
+    axes: Axes,
+    gather: Gather | None = None,
+    owners: Devices | None = None,
+) -> Objective:
+    """Return the objective of `loss_fn`, for the axes of its mean and the owners of tables."""
+    assert options.loss_fn is not None
+    return objectives.differentiate(
+        options.loss_fn, make_loss_form(options), gather, tables=options.tables, owners=owners,
+        recompute=options.recompute, axes=axes, in_parts=accumulates or options.microbatches > 1,
+    )  # fmt: skip
+
+
+def make_objective(
+    options: StepArguments, workers: Axes, layout: Layout | None, accumulates: bool
 ) -> Objective:
     """Return the objective, loss and gradients, of one device, or with shard axes of all devices
     along them, averaged over microbatches.
 
     Args:
-      loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
-      options: the remaining arguments.
+      options: the arguments of `make_train_step`.
       workers: the axes of the workers whose gradients are averaged.
       layout: how params are divided over the mesh.
       accumulates: whether the optimizer takes the mean of several gradients.
     """
     axes = workers if layout is None else join_axes(workers, layout.shard_axes)
-    form = make_loss_form(options)
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Devices(layout.mesh, layout.shard_axes)
 
     def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:
+            form = make_loss_form(options)
             objective = objectives.wrap_value_and_grad(options.value_and_grad, form, gather, axes)
         else:
-            assert loss_fn is not None
-            tables, recompute = options.tables, options.recompute
-            objective = objectives.differentiate(
-                loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute, axes=axes,
-                in_parts=accumulates or options.microbatches > 1,
-            )  # fmt: skip
+            objective = _differentiate(options, accumulates, axes, gather, owners)
         return average_microbatches(objective, options.microbatches)
 
     def on_device(gather: Gather | None) -> Objective:
@@ -275,9 +256,7 @@ def average_in_loss(layout: Layout, workers: Axes, options: StepArguments) -> La
     return dataclasses.replace(layout, mean_axes=workers, mean_dtype=options.reduce_dtype)
 
 
-def make_local_steps(
-    options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
-) -> LocalSteps | None:
+def make_local_steps(options: StepArguments, layout: Layout | None) -> LocalSteps | None:
     """Return the round of local steps that the options ask for, or None if a call is one step, and
     raise a ValueError if no worker has all of params and state.
 
@@ -294,5 +273,5 @@ def make_local_steps(
             "axes, shard=sharded(..., axis=)"
         )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    outer = optax.with_extra_args_support(outer)
+    tx, outer = map(optax.with_extra_args_support, (options.tx, outer))
     return LocalSteps(options.local_steps, tx, outer, layout, options.tables)

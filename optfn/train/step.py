@@ -88,8 +88,8 @@ class TrainStep:
         self.loss_fn, self.options = options.loss_fn, options
         self.layout = layout = find_layout(options)
         self.tx = optax.with_extra_args_support(options.tx)
-        self.local = make_local_steps(options, self.tx, layout)
-        self.compiled: Any = compile_step(options.loss_fn, self.tx, options, layout, self.local)
+        self.local = make_local_steps(options, layout)
+        self.compiled: Any = compile_step(options, layout, self.local)
         # The mesh of a plan has no devices.
         mesh = None if layout is None else layout.mesh
         self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
