@@ -145,7 +145,7 @@ class StepOptions:
         and state; without it params keep the NamedShardings that you give them, and state follows
         them. Options that need workers are refused: an optimizer that exchanges gradients,
         `local_steps`, compressors of `sharded`, divided tables and `value_and_grad`; see
-        docs/models.md.
+        docs/shardings.md.
       state_memory: "pinned_host" keeps the arrays of the optimizer's state that have a megabyte or
         more in the memory of the host, where each device has its part of them. A step reads and
         writes them once, in chunks, so that a device holds params, gradients and about one leaf of
