@@ -7,7 +7,7 @@ the compiler divides the update, so the code here sees whole arrays, and a norm 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,38 @@ def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
     return rng
 
 
+class _Needs(NamedTuple):
+    """The demands of an optimizer's state on the step around its update.
+
+    exchanges: whether it exchanges gradients itself, of all leaves or of some.
+    gives_rows: whether its updates may be row-sparse.
+    accumulates: whether it takes the mean of several gradients by `accumulate`.
+    averages_statistics: whether it averages the model state.
+    curvature: whether it differentiates the loss twice, as sophia does.
+    loss_factor: the scale of a `dynamic_loss_scale`; None without one.
+    """
+
+    exchanges: bool
+    gives_rows: bool
+    accumulates: bool
+    averages_statistics: bool
+    curvature: bool
+    loss_factor: jax.Array | None
+
+
+def _ask(opt_state: OptState) -> _Needs:
+    """Return the demands of a state on the step, or raise a ValueError for several scales of the
+    loss."""
+    return _Needs(
+        has_exchange(opt_state),
+        may_give_rows(opt_state),
+        bool(find_nodes(AccumulateState, opt_state)),
+        has_statistics(opt_state),
+        bool(find_nodes(optax.contrib.HutchinsonState, opt_state)),
+        scale_of(opt_state),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkerStep:
     """The step of one worker, in stages.
@@ -115,8 +147,8 @@ class WorkerStep:
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, self.layout))
-        inputs = _make_inputs(state, batch, self.key_of, self.layout)
-        values, grads, averaged = self._differentiate(inputs, state.opt_state)
+        inputs, needs = _make_inputs(state, batch, self.key_of, self.layout), _ask(state.opt_state)
+        values, grads, averaged = self._differentiate(inputs, needs)
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         group = self.layout.group_of(state.params) if self.layout and self.axes else None
@@ -127,7 +159,7 @@ class WorkerStep:
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
         params, grads, loss = xla.barrier((state.params, grads, loss))
-        extra |= self._make_arguments(inputs, workers, grads, state.opt_state) | {"value": loss}
+        extra |= self._make_arguments(inputs, workers, grads, needs) | {"value": loss}
         model_state = _average_model_state(values.model_state, inputs, state, self.axes)
         if values.weight is not None:
             _refuse_multi_steps(state.opt_state)
@@ -135,7 +167,7 @@ class WorkerStep:
             # Statistics of no examples mean nothing, and may be NaN.
             empty = values.weight == 0
             model_state = optax.tree.where(empty, state.model_state, model_state)
-        if has_statistics(state.opt_state):
+        if needs.averages_statistics:
             extra["model_state"] = model_state
         # 3. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         state_before, state = state, TrainState(state.step, params, state.opt_state, model_state)
@@ -150,40 +182,39 @@ class WorkerStep:
             # A mean over nothing is no number.
             metrics["loss"] = jnp.where(empty, jnp.nan, loss)
             metrics["weight"] = values.weight
-        before, after = state_before.opt_state, state.opt_state
-        if has_exchange(before):
+        if needs.exchanges:
+            before, after = state_before.opt_state, state.opt_state
             metrics |= traffic.traffic_metrics(grads, before, after, self.axes)
         return state, metrics
 
-    def _differentiate(self, inputs: Inputs, opt_state: OptState) -> tuple[Values, Updates, PyTree]:
+    def _differentiate(self, inputs: Inputs, needs: _Needs) -> tuple[Values, Updates, PyTree]:
         """Return the results of the loss, this worker's gradients, masked where frozen, and the
         worker axes of each gradient's mean in the loss, None without a layout."""
         # An exchange takes each worker's gradient, of all leaves or of some.
-        of_loss = self.later if has_exchange(opt_state) else self.layout
+        of_loss = self.later if needs.exchanges else self.layout
         averaged = of_loss and jax.tree.map(
             lambda entry: entry.mean_axes, of_loss.describe(inputs.params)
         )
-        scaled = inputs._replace(loss_factor=scale_of(opt_state))
-        values, grads = self.make_objective(of_loss, _accumulates(opt_state))(scaled)
+        scaled = inputs._replace(loss_factor=needs.loss_factor)
+        values, grads = self.make_objective(of_loss, needs.accumulates)(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
         return values, mask_frozen(self.tx, _conjugate(grads)), averaged
 
     def _make_arguments(
-        self, inputs: Inputs, workers: Workers, grads: Updates, opt_state: OptState
+        self, inputs: Inputs, workers: Workers, grads: Updates, needs: _Needs
     ) -> dict[str, Any]:
         """Return the extra arguments of `update` that describe the loss: its function, and the mean
         gradients."""
         # The mean is equal on all workers in all leaves. Line searches of optax take it, as dense
         # arrays. If the optimizer reads no "grad", XLA removes this computation.
         mean = grads
-        if has_exchange(opt_state):
+        if needs.exchanges:
             mean, _ = mean_over_workers(grads, (), workers, self.reduce_dtype)
-        of_value = self.make_objective(self.later, _accumulates(opt_state))
+        of_value = self.make_objective(self.later, needs.accumulates)
         value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
-        rows = {"row_updates": True} if may_give_rows(opt_state) else {}
+        rows = {"row_updates": True} if needs.gives_rows else {}
         # optax's sophia calls the function of the loss `obj_fn`, which its line searches refuse.
-        has_sophia = find_nodes(optax.contrib.HutchinsonState, opt_state)
-        twice = {"obj_fn": value_fn} if has_sophia else {}
+        twice = {"obj_fn": value_fn} if needs.curvature else {}
         return {"grad": leafwise.densify_rows(mean), "value_fn": value_fn, **twice, **rows}
 
     def _update(
@@ -208,11 +239,6 @@ class WorkerStep:
         if is_dropped is not None:
             model_state = optax.tree.where(is_dropped, before.model_state, model_state)
         return TrainState(core.next_step(before.step), params, opt_state, model_state)
-
-
-def _accumulates(opt_state: OptState) -> bool:
-    """Tell whether an optimizer takes the mean of several gradients by `accumulate`."""
-    return bool(find_nodes(AccumulateState, opt_state))
 
 
 def _refuse_multi_steps(opt_state: OptState) -> None:

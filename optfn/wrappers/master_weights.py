@@ -152,17 +152,8 @@ def master_weights(
 
     def init(params: Params) -> OptState:
         _check_x64(wide_dtype)
-
-        def widen(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
-            p = tree.as_array(p)
-            if not form.is_narrow(p):
-                return p, optax.MaskedNode()
-            _check_dtype(place, p, bits)
-            kept = form.start(p)
-            return form.read(p, kept), kept
-
         # The inner optimizer starts from the masters, so its state has their dtype.
-        wide, kept = tree.map_to(2, widen, params)
+        wide, kept = tree.map_to(2, partial(_widen, form, bits), params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -188,6 +179,17 @@ def master_weights(
         return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widen(form: MasterForm, bits: int | None, place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+    """Return the master that a leaf begins with, and what is stored of it; a leaf without a master
+    is returned itself."""
+    p = tree.as_array(p)
+    if not form.is_narrow(p):
+        return p, optax.MaskedNode()
+    _check_dtype(place, p, bits)
+    kept = form.start(p)
+    return form.read(p, kept), kept
 
 
 def _make_move(
