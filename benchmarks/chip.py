@@ -102,9 +102,9 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 
 def make_params(model: Llama, dtype: Any) -> Any:
-    """Return params of a model."""
+    """Return params of a model, the same ones in each dtype but for rounding."""
     shapes, key = model.divisions()["FSDP"].params, jax.random.key(0)
-    return jax.tree.map(lambda x: 0.02 * jax.random.normal(key, x.shape, dtype), shapes)
+    return jax.tree.map(lambda x: (0.02 * jax.random.normal(key, x.shape)).astype(dtype), shapes)
 
 
 def make_tokens(model: Llama, examples: int) -> jax.Array:
