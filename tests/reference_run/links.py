@@ -385,7 +385,7 @@ class Average:
         p = p | {
             k: np.average([x[k] for x in self.params], 0, self.weights) for k in self.params[0]
         }
-        if model_state:
+        if model_state and self.model_states:
             means = [x["mean"] for x in self.model_states]
             model_state = model_state | {"mean": np.average(means, 0, self.weights)}
         return p, model_state

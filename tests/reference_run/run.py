@@ -113,7 +113,7 @@ class Loop:
         if p.model_state and weight and not is_skipped:
             state["model_state"] = model.next_model_state(state["model_state"], batch[0])
         for x in links.links_of(optimizer):
-            if isinstance(x, links.Average):
+            if isinstance(x, links.Average) and self.evaluate and self.evaluate["average"]:
                 x.note(state["model_state"])
         metrics = self.metrics(value, weight, aux)
         is_finite = not weight or is_skipped or np.isfinite(value)
