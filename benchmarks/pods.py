@@ -14,7 +14,9 @@ torus, as `optfn.distributed.data_mesh` sorts them.
 * "small" is the stack of layers of `benchmarks.scale`, 8.4 M parameters, adam.
 * "7B" and "70B" are Llama 2 in bfloat16 with float32 masters, adamw, clipping by the global norm,
   each layer recomputed, 2,048 tokens on each chip. The pipeline has no embedding: its batch is that
-  of the first layer.
+  of the first layer. "7B by heads" has q, k and v as products of weights of heads, an einsum. Of a
+  product that is divided into heads, XLA for v5p copies the gathered weights into another layout,
+  where a chip has one example.
 
 Bytes are those of a chip: kept are params, state and batch; temporaries are without the fast memory
 of the chip. Collectives are those of a step, in loops as often as they run. Whole are the
@@ -80,6 +82,7 @@ TOPOLOGIES = {
         "v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8", "1x8x1", "8x8x1",
     ),
     "7B": ("v5e:16x16", "v5e:4x4", "v5p:4x4x4", "v6e:16x16", "1x8x1", "8x8x1"),
+    "7B by heads": ("v5p:4x4x4",),
     "70B": ("v5p:8x8x8",),
 }  # fmt: skip
 SECONDS = ("compute", "communication", "exposed", "step")
@@ -92,7 +95,11 @@ IN_NODES = "two levels, nodes of 8"
 
 
 class Llama(NamedTuple):
-    """The sizes of a Llama 2, and of the groups of devices of two levels and of a pipeline."""
+    """The sizes of a Llama 2, and of the groups of devices of two levels and of a pipeline.
+
+    by_heads: whether q, k and v are products of weights of heads, rather than products that are
+      divided into heads.
+    """
 
     width: int
     hidden: int
@@ -104,6 +111,7 @@ class Llama(NamedTuple):
     tokens: int = 2048
     stages: int = 8
     pipeline_group: int = 16
+    by_heads: bool = False
 
     def weights(self, *leading: int) -> Any:
         """Return the shapes of the weights of layers, with these axes in front."""
@@ -121,11 +129,15 @@ class Llama(NamedTuple):
     def layer(self, w: Any, x: jax.Array) -> jax.Array:
         """Return the result of a layer."""
 
-        def heads(x: jax.Array) -> jax.Array:
-            return x.reshape(*x.shape[:2], -1, self.width // self.heads)
+        size = self.width // self.heads
+
+        def heads(y: jax.Array, w: jax.Array) -> jax.Array:
+            if self.by_heads:
+                return jnp.einsum("bsd,dhk->bshk", y, w.reshape(self.width, -1, size))
+            return (y @ w).reshape(*y.shape[:2], -1, size)
 
         y = _normalized(x, w["before"])
-        q, k, v = (heads(y @ w[name]) for name in "qkv")
+        q, k, v = (heads(y, w[name]) for name in "qkv")
         x += jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
         y = _normalized(x, w["after"])
         return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
@@ -200,6 +212,7 @@ def _normalized(x: jax.Array, scales: jax.Array) -> jax.Array:
 
 LLAMAS = {
     "7B": Llama(4096, 11_008, 32, 4096, 32, group=16),
+    "7B by heads": Llama(4096, 11_008, 32, 4096, 32, group=16, by_heads=True),
     "70B": Llama(8192, 28_672, 80, 1024, 64, group=64),
     "toy": Llama(64, 128, 4, 32, 4, group=4, vocabulary=256, tokens=64, stages=2, pipeline_group=2),
 }

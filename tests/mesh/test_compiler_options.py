@@ -96,7 +96,7 @@ def mesh_of(platform, kind):
     ("platform", "kind", "name", "count"),
     [
         ("tpu", "TPU v5 lite", "xla_tpu_scoped_vmem_limit_kib", 4),
-        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 7),
+        ("tpu", "TPU v5", "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", 8),
         ("tpu", "TPU v6 lite", "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", 7),
         ("tpu", "TPU v6e", "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", 7),
         ("gpu", "NVIDIA H100", "xla_gpu_experimental_parallel_collective_overlap_limit", 2),
