@@ -10,6 +10,7 @@ by tracing the update, and keep one for all workers. If the loss is a `Mean`, a 
 worker whose examples have no weight does not count, and then these differ too (`keep_apart`).
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -247,16 +248,15 @@ def find_varying(
     """
     names = patterns.match_names(tables, params, "tables")
 
-    def make_gradient(place: tree.Place, p: Leaf) -> Leaf:
-        """Return an array that depends on p, to stand for its gradient."""
-        if not tree.is_inexact(p):
-            return numerics.float0_zeros(p.shape)
-        if str(place) not in names:
+    def make_gradient(path: str, p: jax.Array) -> Leaf:
+        """Return an array or rows that depend on p, to stand for its gradient."""
+        if path not in names:
             return 1.0 * p
-        return Rows(jnp.full(len(p), jnp.sum(p).real > 0, jnp.int32), 1.0 * p, len(p))
+        return Rows(jnp.full(len(p), jnp.sum(p) > 0, jnp.int32), 1.0 * p, len(p))
 
     def update(params: Params, state: OptState) -> OptState:
-        grads = tree.map_named(make_gradient, params)
+        inexact = ((str(place), p) for place, p in tree.items(params) if tree.is_inexact(p))
+        grads = leafwise.build_gradients(params, itertools.starmap(make_gradient, inexact))
         # Any number that depends on all params: only the dependence counts.
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)

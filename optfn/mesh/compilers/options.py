@@ -71,8 +71,8 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 
     * TPU v5p and v6e: gathers and reduce-scatters wait in the queue of the sparse cores, and use
       the links of two dimensions of the torus; on v5p the scores of attention have one order of
-      dimensions. On v5p:4x4x4 a step takes 441 ms for 694, on
-      v6e:16x16 340 for 549. Costs: up to 10 % more memory for temporaries.
+      dimensions. On v5p:4x4x4 a step takes 441 ms for 694, on v6e:16x16 340 for 549. Costs: up to
+      10 % more memory for temporaries.
     * TPU v5e: reduce-scatters are fused with products, and a kernel gets 32 MB of VMEM for 16. On
       v5e:4x4 a step takes 1,224 ms for 1,322. Costs: three times the seconds of compilation, and
       products of padded arrays, which take back half of the gain.
