@@ -119,6 +119,10 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     is_huge = any(b.get("bad") == "huge" for b in p.batches)
     patterned = p.regularization is not None and p.regularization[0] == "matrices"
     return {
+        # Around 0 the sign of a param is that of its rounding; in float64 the same program agrees.
+        "an l1 decay over many steps in float32": p.dtype == "float32"
+        and facts.steps > 24
+        and "'l1', " in str((p.regularization, p.attrs)),
         "optax knows no attributes": facts.is_foreign and bool(further or "count" in p.leaves),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
