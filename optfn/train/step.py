@@ -574,12 +574,13 @@ def make_train_step(options: StepArguments) -> TrainStep:
     Returns:
       A TrainStep. `init(params)` returns the first TrainState, and calling the step with
       (state, batch) returns (state, metrics). Metrics have "loss" and, if tx has one,
-      "learning_rate"; if the loss is a `Mean`, also "weight", the sum of the weights. With
-      `record_metrics` in tx, and without local steps, they also have "grad_norm", "update_norm",
-      "param_norm", "clip_factor" and the norms of its groups. With `skip_nonfinite` they have
-      "gave_up", which makes the next call raise, and "skipped". If tx exchanges gradients itself,
-      and with local steps, they have "bytes_sent": the bytes that a worker sent in this call, by
-      the formulas of the compressors.
+      "learning_rate" (of local steps, the largest of the workers in their last step: a worker that
+      skips a step falls behind in its schedule); if the loss is a `Mean`, also "weight", the sum of
+      the weights. With `record_metrics` in tx, and without local steps, they also have "grad_norm",
+      "update_norm", "param_norm", "clip_factor" and the norms of its groups. With `skip_nonfinite`
+      they have "gave_up", which makes the next call raise, and "skipped". If tx exchanges gradients
+      itself, and with local steps, they have "bytes_sent": the bytes that a worker sent in this
+      call, by the formulas of the compressors.
 
     Raises:
       TypeError: an argument is of the wrong kind, or the loss is not a real number.

@@ -54,6 +54,7 @@ def minimize(batches, directory=None, workers=8, **options):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_bit_for_bit(tmp_path):
     whole, history = minimize(BATCHES)
     minimize(BATCHES[:5], tmp_path)
@@ -121,6 +122,7 @@ DAMAGED = """
 """
 
 
+@pytest.mark.nightly
 def test_a_damaged_directory_of_many_arrays_is_one_warning(tmp_path):
     """Orbax, and its event loop, say nothing besides; the last save of a program is finished."""
     pytest.importorskip("orbax.checkpoint")

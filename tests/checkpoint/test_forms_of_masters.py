@@ -84,8 +84,6 @@ LAYOUTS = {
     ("layout", "pair"),
     suite(
         itertools.product(LAYOUTS, PAIRS),
-        ("one device", (True, 32)),
-        ("packed", (24, 32)),
         ("params", (24, True)),
     ),
 )

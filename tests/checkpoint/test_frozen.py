@@ -70,6 +70,7 @@ def test_a_file_has_the_names_that_are_trained(tmp_path):
     assert all(np.array_equal(part[name], whole[name]) for name in same)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_one_layout_resumes_in_another(tmp_path):
     run(tmp_path, batches=X[:3], **LAYOUTS["FSDP"])
     state, _ = run(tmp_path)

@@ -89,9 +89,8 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
         np.testing.assert_allclose(packed[key], x, rtol=2e-2, atol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize(
-    ("name", "here", "there", "sharded"), suite(WAYS, ("local steps", True, False, True))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "here", "there", "sharded"), [*WAYS])
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
     if sharded:
@@ -114,9 +113,10 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
     assert compilations(other) == compiled
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "sharded", "workers"),
-    suite(itertools.product(RUNS, [False, True], [2, 1]), ("local steps", True, 1)),
+    [*itertools.product(RUNS, [False, True], [2, 1])],
 )
 def test_a_packed_run_goes_on_with_fewer_workers(name, sharded, workers, tmp_path):
     if sharded:

@@ -11,7 +11,7 @@ import pytest
 import reference_exchange as reference
 from arrays import normal
 from exchanges import COMPRESSORS, EPS, PARAMS, first, gradients, zeros
-from grids import nightly, suite
+from grids import nightly
 from jax.sharding import PartitionSpec as P
 from simulation import N, stacked
 from simulation import simulated_update as simulated
@@ -24,7 +24,8 @@ FOLLOWED = [(name, 1.0) for name in COMPRESSORS if name != "top_k_one_entry"]
 FOLLOWED += [(name, beta) for name in ("top_k", "quantize_1") for beta in (0.5, 0.0)]
 
 
-@pytest.mark.parametrize(("name", "beta"), suite(FOLLOWED, ("top_k", 0.5)))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "beta"), FOLLOWED)
 def test_follows_the_equations(name, beta):
     """Residual and direction of each step, from the residuals before; and nothing is lost."""
     compressor, send = COMPRESSORS[name]

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from arrays import normal
 from exchanges import (
     BATCH,
@@ -50,6 +51,7 @@ def test_the_plain_mean_is_the_step_of_today():
     assert direction["h"].dtype == jnp.bfloat16
 
 
+@pytest.mark.nightly
 def test_row_updates_are_those_of_arrays_bit_for_bit():
     """Entries that several workers send are added in the order of the workers; few are sent."""
     params = {"w": normal(0, 64, 128), "v": normal(1, 1100), "b": normal(2, 5)}

@@ -71,7 +71,7 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
 
 
 @pytest.mark.optimized
-@by_entry(registry.PROGRAMS, "sgd", "adam_algorithm_1", "lamb_int8", "skip_spikes")
+@by_entry(registry.PROGRAMS, "adam_algorithm_1", "lamb_int8")
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
 

@@ -245,6 +245,7 @@ def test_a_linear_solver():
     assert_near(found.params, expected.params, 1e-4)
 
 
+@pytest.mark.nightly
 def test_tables_keys_state_and_aux():
     """Rows as gradients, dropout, model state and an integer leaf pass through the traced loss."""
     ids = np.arange(EXAMPLES, dtype=np.int32) % 8

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import nightly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -384,7 +385,10 @@ def test_the_pass_that_gives_the_weight_is_dropped():
 
 @pytest.mark.parametrize(
     ("options", "wrap"),
-    [({"shard": "params"}, jax.jit), ({"shard_tables": True, "tables": "w"}, lambda loss: loss)],
+    [
+        ({"shard": "params"}, jax.jit),
+        nightly({"shard_tables": True, "tables": "w"}, lambda loss: loss),
+    ],
 )
 def test_a_side_effect_of_a_mean_happens_once(wrap, options):
     seen = []

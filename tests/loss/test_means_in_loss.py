@@ -203,7 +203,7 @@ def check(case, monkeypatch):
         assert sum(count(case)) == sum(sent)
 
 
-SUITE = range(2)
+SUITE = range(1)
 
 
 @pytest.mark.parametrize("seed", SUITE)

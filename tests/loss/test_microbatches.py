@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from arrays import weights
 from compilations import compilations
-from grids import suite
 from jax.sharding import Mesh
 
 import optfn
@@ -59,7 +58,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", suite(WAYS, "rounds"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", [*WAYS])
 def test_the_step_is_that_of_the_whole_batch(way):
     options = WAYS[way]()
     loss = None if way == "own gradient" else loss_fn

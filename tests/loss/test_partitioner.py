@@ -11,7 +11,7 @@ import optax
 import pytest
 from arrays import weights
 from compilations import count_compilations
-from grids import nightly, suite
+from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_models import MODELS, WIDTH, constrain
@@ -133,10 +133,8 @@ def on_one_device(name):
 
 
 OFTEN = (
-    ("as placed", "adamw", EXPLICIT),
     ("over one of two axes", "adamw", AUTO),
     ("specs", "int8", EXPLICIT),
-    ("specs", "line search", AUTO),
 )
 
 
@@ -182,7 +180,8 @@ def test_steps_in_a_scan():
     assert_near(state.params, on_one_device("adamw")[0])
 
 
-@pytest.mark.parametrize("way, kind", [("as placed", EXPLICIT), nightly("params", AUTO)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way, kind", [("as placed", EXPLICIT), ("params", AUTO)])
 def test_microbatches_and_masters(way, kind):
     def tx():
         return optfn.adamw(1e-2, multi_precision=True)
@@ -237,7 +236,8 @@ def test_model_state_and_aux_are_those_of_the_whole_batch():
     assert_near(found["aux"], metrics["aux"])
 
 
-@pytest.mark.parametrize("kind", [nightly(AUTO), EXPLICIT], ids=lambda x: x.name)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
 def test_checkpoints_go_to_other_layouts_and_back(kind):
     mesh = mesh_of(kind)
 

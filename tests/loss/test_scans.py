@@ -247,7 +247,7 @@ def trained(loss, params, **options):
     "name",
     suite(
         MODELS,
-        *("scan, unrolled", "scan of groups", "nnx", "equinox, checkpoint", "scan_layers of tied"),
+        *("scan of groups", "nnx", "equinox, checkpoint"),
     ),
 )
 def test_params_are_those_of_one_device(name):
@@ -346,7 +346,7 @@ def test_a_plan_gathers_no_layers_whole(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", suite(FOUND, "scan", "scan of groups", "linen, remat"))
+@pytest.mark.parametrize("name", suite(FOUND, "scan of groups"))
 def test_no_device_holds_all_layers(name):
     """Temporaries: some layers, shards, activations; with all layers gathered they are 2.5 P."""
     whole = 4 * LAYERS * WIDTH * WIDTH

@@ -79,6 +79,7 @@ def test_an_exchange_over_some_axes_takes_the_mean_over_the_others(name):
     assert [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(want)]
 
 
+@pytest.mark.nightly
 def test_the_outer_exchange_of_local_steps_too():
     def options():
         link = exchange(top_k(0.2), axis_name="a", min_size=1)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import nightly, suite
+from grids import suite
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import trained
@@ -99,7 +99,8 @@ def _has_scales(x):
     return hasattr(x, "mu_scale")
 
 
-@pytest.mark.parametrize("rate", [nightly(1e-3), optfn.schedules.warmup_cosine(1e-3, 2, 10)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rate", [1e-3, optfn.schedules.warmup_cosine(1e-3, 2, 10)])
 def test_a_run_resumes_bit_for_bit(rate, tmp_path):
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):

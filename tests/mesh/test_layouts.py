@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from arrays import weights
 from compilations import compilations
-from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -134,13 +133,10 @@ def assert_same_values(found, expected):
             np.testing.assert_array_equal(np.ravel(found[key]), np.ravel(x), key)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after"),
-    suite(
-        itertools.permutations(LAYOUTS, 2),
-        ("packed workers", "two levels, specs"),
-        ("tables", "two workers"),
-    ),
+    [*itertools.permutations(LAYOUTS, 2)],
 )
 def test_a_run_goes_on_in_another_layout(before, after, directory):
     where, mapping = saved(before, "dense", directory)
@@ -154,16 +150,14 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
         np.testing.assert_allclose(y, x, atol=2e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
-    suite(
-        [
-            (a, b, kind)
-            for kind in ("exchange", "local_steps")
-            for a, b in itertools.permutations(OF_WORKERS, 2)
-        ],
-        ("two levels, specs", "packed workers", "local_steps"),
-    ),
+    [
+        (a, b, kind)
+        for kind in ("exchange", "local_steps")
+        for a, b in itertools.permutations(OF_WORKERS, 2)
+    ],
 )
 def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, directory):
     where, mapping = saved(before, kind, directory)
@@ -179,12 +173,11 @@ def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, d
     assert compilations(step) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs the extra orbax")
 @pytest.mark.parametrize(
     ("before", "after"),
-    suite(
-        itertools.permutations(OF_WORKERS[-4:-1], 2), ("two levels, params", "two levels, specs")
-    ),
+    [*itertools.permutations(OF_WORKERS[-4:-1], 2)],
 )
 def test_a_directory_goes_on_in_another_layout(before, after, tmp_path):
     step = step_of(before, "exchange")

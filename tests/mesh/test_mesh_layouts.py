@@ -18,6 +18,7 @@ import optfn
 SUITE = ("tables", "pipeline in a step")
 
 
+@pytest.mark.nightly
 def test_layouts_train_as_one_device_and_as_planned():
     assert outcomes([(way, 0) for way in SUITE]) == {}
 

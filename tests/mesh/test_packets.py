@@ -162,7 +162,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", suite(RUNS, "packed"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*RUNS])
 def test_training_follows_the_exact_run(name):
     options, losses = RUNS[name](), {}
     for way in ("packets", "exact"):
@@ -178,6 +179,7 @@ def test_training_follows_the_exact_run(name):
     assert losses["packets"] != losses["exact"]
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_stays_so():
     """Packets of NaN are NaN, so that a guard skips the step."""
     step = made(sharded("params", **BOTH), optfn.skip_nonfinite(optfn.adam(1e-2)))
@@ -210,6 +212,7 @@ def test_the_plan_counts_packets(kind, codecs):
     assert plan.sent == pytest.approx(found, rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.optimized
 def test_bytes_of_sharded_layers():
     """Of 10 bytes a parameter: two gathers in 8 bits, and a reduction in 8 or 4."""

@@ -35,7 +35,6 @@ TRIPLES = [
 ]
 # What tests/reference_run does not draw: of each such feature a pair, and a triple.
 SUITE = (
-    "local_steps + loss_scale",
     "dgc + specs",
     "specs + tables",
     "pipeline + loss_scale",

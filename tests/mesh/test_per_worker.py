@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import nightly
 from jax.sharding import PartitionSpec as P
 from simulation import stacked
 
@@ -160,7 +159,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert int(mapping["sparse_loco/num_workers"]) == N
 
 
-@pytest.mark.parametrize("as_mapping", [False, nightly(True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("as_mapping", [False, True])
 def test_half_of_the_workers_go_on(as_mapping):
     step, fewer = step_of(N), step_of(2)
     state, losses = trained(step, step.init(PARAMS), 3)

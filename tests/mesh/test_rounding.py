@@ -140,11 +140,8 @@ def error(mean):
 
 @pytest.mark.parametrize(
     "name",
-    suite(
-        ROUNDED, "reduced on two levels", "gathered params", "exchanged by parts", "drifts",
-        "int8 moments", "masters of 24 bits",
-    ),
-)  # fmt: skip
+    suite(ROUNDED, "reduced on two levels", "exchanged by parts", "drifts"),
+)
 @pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 def test_equal_gradients_are_right_in_the_mean(name):
     """After 64 steps the error is about an eighth of that after one, as of independent numbers."""

@@ -13,7 +13,7 @@ from benchmarks.scale import TOY, divisions, measured
 DIVISIONS = divisions(TOY)
 
 
-@pytest.mark.parametrize("name", suite(DIVISIONS, "two levels, quantize(4)", "local steps"))
+@pytest.mark.parametrize("name", suite(DIVISIONS, "two levels, quantize(4)"))
 def test_more_devices_add_no_collective(name):
     division = DIVISIONS[name]
     least = 2 * math.prod(division.inner.values())  # two workers

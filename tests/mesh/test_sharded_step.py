@@ -83,6 +83,7 @@ def test_the_trajectory_is_that_of_one_device(name, shard):
             assert optfn.state_dict(state.opt_state)[name] == x
 
 
+@pytest.mark.nightly
 def test_int8_moments_are_bit_identical_given_equal_gradients():
     tx, mesh = optfn.adamw(0.01, moment_dtype="int8"), data_mesh(N)
     params = {"w": RNG.normal(size=(64, 512)).astype(np.float32)}
@@ -116,7 +117,7 @@ DIVIDED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "axis", "expected"), suite(DIVIDED, DIVIDED[1], DIVIDED[4]))
+@pytest.mark.parametrize(("shape", "axis", "expected"), suite(DIVIDED, DIVIDED[1]))
 def test_codes_and_scales_stay_where_they_are(shape, axis, expected):
     """Where a row is divided, the devices agree on its maximum, a number a row."""
     tx, mesh = optfn.adam(0.01, moment_dtype="int8"), data_mesh(N)
@@ -294,6 +295,7 @@ def _named(state):
     return list(arrays_with_names(state.opt_state))
 
 
+@pytest.mark.nightly
 def test_model_state_keys_aux_and_what_optax_asks_for():
     def loss(params, model_state, x, key):
         value = loss_fn(params, x) + jax.random.uniform(key)

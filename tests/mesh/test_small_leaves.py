@@ -70,7 +70,8 @@ def test_more_vectors_add_no_collective(shard):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("shard", suite(SHARDS, "params"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("shard", [*SHARDS])
 def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch):
     """Files of both forms load into steps of both forms, and train alike."""
     pytest.importorskip("orbax.checkpoint")

@@ -90,6 +90,7 @@ def test_attributes_train_as_a_mark_in_the_tree_does(way):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.nightly
 def test_packed_params_are_divided_as_without_attributes():
     (tx, p), _ = both(MAKERS["lamb"])
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N), shard="state", packed=True)

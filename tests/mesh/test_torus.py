@@ -297,7 +297,7 @@ def trained(mesh=(8,), tx=None, **options):
     return {k: v for k, v in found.items() if v.dtype.kind == "f"}, metrics["loss"]
 
 
-@pytest.mark.parametrize("way", suite(WAYS, "packets", "params over two axes", "rows divided"))
+@pytest.mark.parametrize("way", suite(WAYS, "params over two axes"))
 def test_steps_in_phases_train_alike(request, way):
     expected = trained(**WAYS[way])
     request.getfixturevalue("in_phases")

@@ -77,13 +77,10 @@ DENSE = {
 RUNS = [("masters", 1), ("int8", 1), *((k, 3) for k in DENSE if k != "masters")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "steps", "kind"),
-    suite(
-        [(*run, kind) for run in RUNS for kind in ("params", "state")],
-        ("masters", 1, "state"),
-        ("int8", 3, "params"),
-    ),
+    [(*run, kind) for run in RUNS for kind in ("params", "state")],
 )
 def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     two, one = meshes()
@@ -127,9 +124,8 @@ EXCHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), suite(itertools.product(EXCHANGES, ["params", "state"]), ("top_k", "state"))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "kind"), [*itertools.product(EXCHANGES, ["params", "state"])])
 def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kind):
     """Chunks divide the parts, so that they are those of whole leaves, and so are the residuals."""
     two, one = meshes()
@@ -192,9 +188,8 @@ LAZY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), suite(itertools.product(LAZY, ["params", "state"]), ("clip", "state"))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "kind"), [*itertools.product(LAZY, ["params", "state"])])
 def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
     """The rate and the factor of a clip, computed for all rows, reach the owners of rows."""
     two, one = meshes()

@@ -127,9 +127,10 @@ RULES = {
 BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rule", "kind", "layers"),
-    suite(itertools.product(RULES, ["state", "params"], [8, 6]), ("muon", "params", 6)),
+    [*itertools.product(RULES, ["state", "params"], [8, 6])],
 )
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()
@@ -220,7 +221,8 @@ def test_a_padded_state_loads_on_other_devices_and_back(options):
         assert a.sharding == b.sharding
 
 
-@pytest.mark.parametrize("kind", [nightly("state"), "params"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["state", "params"])
 def test_a_run_with_padding_resumes_bit_for_bit(kind, tmp_path):
     options = {"mesh": data_mesh(4), "shard": sharded(kind, whole=MATRICES)}
     whole = padded_run(muon(), **options)
@@ -262,8 +264,9 @@ def test_a_device_computes_and_sends_its_part(devices, kind):
     assert wire.bytes_sent(found, devices) <= 1.01 * zero_1(params, devices)
 
 
+@pytest.mark.nightly
 @pytest.mark.optimized
-@pytest.mark.parametrize(("layers", "devices"), [(6, 4), nightly(7, 2)])
+@pytest.mark.parametrize(("layers", "devices"), [(6, 4), (7, 2)])
 def test_padding_costs_no_more_than_its_share(layers, devices):
     params, tx = model(layers, width=64), muon()
     share = -(-layers // devices) * devices / layers
@@ -276,9 +279,7 @@ def test_padding_costs_no_more_than_its_share(layers, devices):
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("layers", "microbatches", "kind"),
-    suite(
-        itertools.product([8, 6], [1, 2], ["state", "params"]), (8, 1, "params"), (6, 2, "state")
-    ),
+    suite(itertools.product([8, 6], [1, 2], ["state", "params"]), (6, 2, "state")),
 )
 def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, layers):
     params, tx, mesh = model(layers, width=64), muon(), data_mesh(4)

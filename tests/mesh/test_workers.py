@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import nightly, suite
+from grids import nightly
 from jax.sharding import PartitionSpec as P
 from problems import batch, block, blocks, mean_square, mesh_of
 from simulation import stacked
@@ -94,7 +94,8 @@ BESIDE_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", suite(BESIDE_OTHERS, "partition"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*BESIDE_OTHERS])
 def test_params_stay_the_same_on_all_workers(name):
     """The mesh gives what simulated workers give, whose other leaves have the mean gradient."""
     batches = [data(k) for k in range(4)]
@@ -106,6 +107,7 @@ def test_params_stay_the_same_on_all_workers(name):
         np.testing.assert_allclose(want[k], np.broadcast_to(want[k][0], want[k].shape), atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_accumulate_keeps_each_workers_own_sum(tmp_path):
     """Halfway it is saved, resumed bit for bit, and carried over to other workers as the mean."""
     step, state = on_mesh(optfn.accumulate(dgc(), 2), [data(k) for k in range(3)])

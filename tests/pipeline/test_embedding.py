@@ -115,6 +115,7 @@ def test_loss_and_gradients_are_those_of_the_model(layout, schedule, stash, data
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=1e-6)  # entries of up to 0.5
 
 
+@pytest.mark.nightly
 def test_it_trains_as_the_model_does():
     tx = optfn.adam(1e-2)
     step = optfn.make_train_step(None, tx, value_and_grad=pipeline(4, 1))

@@ -6,7 +6,6 @@ The reference is the unpipelined model on two workers simulated by vmap.
 import jax
 import numpy as np
 import pytest
-from grids import nightly
 from jax.sharding import PartitionSpec as P
 from problems import STAGES, batch, block, blocks, mesh_of
 from simulation import pipelined, unpipelined
@@ -36,7 +35,8 @@ def assert_close(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("explicit", "nesterov"), [(False, True), nightly(True, False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("explicit", "nesterov"), [(False, True), (True, False)])
 def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     """Losses, params and the residuals of each worker's stages, through the full ramp."""
     tx, mesh = compressing(nesterov), mesh_of(explicit)

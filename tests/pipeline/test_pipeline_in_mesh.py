@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
@@ -67,11 +66,10 @@ KINDS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "local_steps", "explicit"),
-    suite(
-        itertools.product(KINDS, [1, 2], [False, True]), ("stacked", 1, False), ("virtual", 2, True)
-    ),
+    [*itertools.product(KINDS, [1, 2], [False, True])],
 )
 def test_it_trains_as_the_whole_model_on_each_worker(kind, local_steps, explicit):
     virtual, stages, options = KINDS[kind]

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import nightly
 from jax.sharding import Mesh
 from problems import mean_square
 
@@ -64,6 +63,7 @@ def stage_after_stage(params, x):
     return x
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [(1, 4, 4), (4, 1, 2)], ids=str)
 def test_training_goes_on_in_another_layout(layout, trained):
     """Stage r·p + d is [r, d] of (v, p): the order of stages is that of memory in each layout."""
@@ -80,7 +80,8 @@ def test_training_goes_on_in_another_layout(layout, trained):
     assert here.size == STAGES // layout[0] * WIDTH**2
 
 
-@pytest.mark.parametrize("virtual", [nightly(1), 2, nightly(4)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("virtual", [1, 2, 4])
 def test_a_run_goes_on_with_other_virtual_stages(virtual, tmp_path):
     """By its checkpoint, also on one device without a pipeline, and to a list of stages."""
     options = {"checkpoint": tmp_path, "progress": False}

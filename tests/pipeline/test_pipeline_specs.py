@@ -92,6 +92,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make_tx", by_name(OPTIMIZERS, "lars"))
 def test_training_is_that_of_one_device_with_an_eighth_of_the_bytes(make_tx):
     mesh, params = mesh_of(), optfn.Stacked(stacked(STAGES))
@@ -217,6 +218,7 @@ def test_heterogeneous_stages_keep_their_axes(schedule, explicit):
             )
 
 
+@pytest.mark.nightly
 def test_heterogeneous_stages_train_as_one_device():
     mesh = mesh_of()
     tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(0.5))

@@ -28,8 +28,7 @@ BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
 
 
 SUITE = (
-    "sgd", "momentum_int8", "adagrad", "rmsprop_centered", "adam_bfloat16", "adamw_exclude",
-    "ftrl", "lamb_int8",
+    "momentum_int8", "rmsprop_centered", "adam_bfloat16", "ftrl", "lamb_int8",
 )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ TABLE_RULES = [
     ("ftrl", {"l1": 0.01, "lazy": False}),
 ]
 EXCHANGING = [way for way in WAYS if "exchange" in way for _ in range(1 if "grid" in way else 3)]
-LOCAL = [way for way in WAYS if "local" in way]
+LOCAL = [way for way in WAYS if "local" in way for _ in range(3 if "tables" in way else 1)]
 USUAL = [way for way in WAYS if way not in (*EXCHANGING, *LOCAL)]
 USUAL += [way for way in USUAL if "tables" in way]
 ATTRS = [
@@ -75,7 +75,7 @@ ATTRS = [
 def structures(rng):
     """Draw what a compiled step depends on: way, loss, optimizer."""
     pick, chance = picker(rng)
-    way = pick(*EXCHANGING) if chance(0.2) else pick(*LOCAL) if chance(0.1) else pick(*USUAL)
+    way = pick(*EXCHANGING) if chance(0.2) else pick(*LOCAL) if chance(0.15) else pick(*USUAL)
     partition, links = None, []
     dtype = pick("float32", *["float64"] * ("exchange" not in way))
     rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
@@ -118,15 +118,15 @@ def structures(rng):
     compressor = None
     if "exchange" in way:
         compressor = pick("top_k(1.0)", *3 * ["top_k(0.3)"], "quantize(4)", "quantize(1)")
-        if chance(0.3):  # of other ranks, a factor of no use is replaced by fixed numbers
+        if chance(0.4):  # of other ranks, a factor of no use is replaced by fixed numbers
             compressor = pick("power_sgd(1)", "power_sgd(1)", "power_sgd(4)")
-        if compressor in BY_SLICES and chance(0.3):
+        if compressor in BY_SLICES and chance(0.5):
             compressor += BY_PARTS
         if "grid" in way:
             compressor = "top_k(1.0)"
-        elif chance(0.3):
+        elif chance(0.25):
             rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
-    if rule[1].get("lazy") and chance(0.7):  # what makes rows dense is known to be left out
+    if rule[1].get("lazy") and chance(0.9):  # what makes rows dense is known to be left out
         attrs, decay, links, partition = {}, None, [x for x in links if x[0] != "trace"], None
     more = {}
     if "local" in way:
@@ -145,9 +145,11 @@ def structures(rng):
     if dtype == "bfloat16":
         masters = [["master_weights", pick("jnp.float32", "bits=32", "bits=24")]]
     around = [*links, *masters, *wrappers(rng, rule)]
+    if compressor:  # the norms that it records are those of workers
+        around = [x for x in around if x[0] != "record_metrics"]
     if more:
         around = wrappers_of_workers(rng, more["outer"])
-    if rule[1].get("lazy") and chance(0.7):
+    if rule[1].get("lazy") and chance(0.9):
         around = [x for x in around if x[0] not in ("accumulate", "trace")]
     # Norms are divided by the rate.
     if any(x[0] == "skip_spikes" for x in around) and rule not in DGC and chance(0.5):
@@ -160,7 +162,7 @@ def structures(rng):
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = "local" not in way and not in_stages and not is_rounded
     return Program(
-        stages=4 if in_stages or (not partition and chance(0.15)) else 0,
+        stages=4 if in_stages or (not partition and not compressor and chance(0.15)) else 0,
         rows=1 if in_stages else rows,
         way=way,
         compressor=compressor,

@@ -170,7 +170,6 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "local steps without more": is_local and (bool(more) or {*facts.sizes} != {8}),
         "an outer step of nothing": is_local and of_nothing,
         "an outer optimizer of no rounds": is_outer and not is_local,
-        "rates of workers apart": is_local and p.schedule is not None and p.is_weighted,
         "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
         "an exchange goes on in its way": p.exchanges and len(ways) > 1,

@@ -175,11 +175,11 @@ class Loop:
             metrics["weight"] = weight
         if p.aux:
             metrics |= {f"aux/{k}": x for k, x in aux.items()}
-        # A round has the rate of its workers.
-        inner = optimizer.workers[0] if p.local_steps > 1 else optimizer
-        rates = links.rates_of(inner)
+        # A round has the largest rate of its workers, of which a guard may have dropped a step.
+        inner = optimizer.workers if p.local_steps > 1 else [optimizer]
+        rates = [rate for x in inner for rate in links.rates_of(x)[:1]]
         if rates and not p.partition:
-            metrics["learning_rate"] = rates[0]
+            metrics["learning_rate"] = max(rates)
         inside = links.links_of(optimizer)
         for x in inside:
             if isinstance(x, links.SkipNonfinite):

@@ -214,7 +214,7 @@ def noisy_least_squares(make, moment_dtype):
     return np.asarray(trained(np.full(n, 0.1, np.float32), noise))
 
 
-@pytest.mark.parametrize("make", by_name(RULES, "adam", "lamb", "rmsprop"))
+@pytest.mark.parametrize("make", by_name(RULES, "adam", "lamb"))
 @pytest.mark.parametrize(("moment_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.1)])
 def test_small_moments_follow_float32(make, moment_dtype, bound):
     """The parameters stay near those of float32 moments."""
@@ -247,7 +247,7 @@ KEPT = {("rmsprop", "bfloat16"): 5.2, ("rmsprop", "int8"): 4.1, ("adamax", "int8
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", suite(IN_PLACE, "adam", "nesterov"))
+@pytest.mark.parametrize("name", suite(IN_PLACE, "adam"))
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 2.005), ("int8", 1.05)])
 def test_bytes_of_state_and_of_temporaries(name, moment_dtype, most):
     """Beside gradients that are given, most rules need less than half a byte a parameter."""

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import suite
 from jax.sharding import Mesh
 
 import optfn
@@ -57,7 +56,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", suite(LAYOUTS, "packed on a mesh", "rows of a table"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [*LAYOUTS])
 def test_the_average_of_any_layout_lies_as_its_params(layout):
     """11 rows are padded on eight devices; rows of a divided table are not."""
     rows = 16 if "table" in layout else 11

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import nightly, suite
+from grids import suite
 from jax.sharding import PartitionSpec as P
 from problems import trained
 
@@ -110,10 +110,11 @@ def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_t
     np.testing.assert_allclose(to_logical(state.params)["t"], want.params["t"], atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
 @pytest.mark.parametrize(
     ("rule", "kind"),
-    suite(CASES, ("accumulate", "uniform"), ("lazy", "all to one owner")),
+    CASES,
 )
 def test_it_is_the_unsharded_step(rule, kind):
     want, losses = alone(rule, kind)
@@ -166,7 +167,8 @@ def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     assert np.any(want.params["t"] != params["t"])
 
 
-@pytest.mark.parametrize("shard", [nightly("state"), "params", nightly({"w": P("data")})])
+@pytest.mark.nightly
+@pytest.mark.parametrize("shard", ["state", "params", {"w": P("data")}])
 def test_the_rest_of_the_model_may_be_sharded_too(shard):
     params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
 
@@ -184,6 +186,7 @@ def test_the_rest_of_the_model_may_be_sharded_too(shard):
     assert part == (1, 2)
 
 
+@pytest.mark.nightly
 def test_two_tables_of_other_optimizers_and_dtypes():
     params = {
         "embed": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
@@ -214,6 +217,7 @@ def test_two_tables_of_other_optimizers_and_dtypes():
     np.testing.assert_allclose(state.params["wide"], want.params["wide"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_in_natural_order_and_moves_to_other_numbers_of_workers(tmp_path):
     def minimize(data, directory=None, **options):
         return optfn.minimize(
@@ -279,10 +283,9 @@ def test_a_state_that_was_not_made_by_init_is_refused():
         step(state._replace(params=state.params | {"t": PARAMS["t"]}), batches("uniform")[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
-@pytest.mark.parametrize(
-    "width", [WIDTH, nightly(256)]
-)  # one scale for the table, and one for each row
+@pytest.mark.parametrize("width", [WIDTH, 256])  # one scale for the table, and one for each row
 def test_eight_bit_moments(width, tmp_path):
     """Random bits belong to the places of rows, so codes differ by one from those of one device."""
     params = {
@@ -378,6 +381,7 @@ def bytes_of_batches(step, draw, width=64, count=20):
     return np.mean(sent), np.mean(least)
 
 
+@pytest.mark.nightly
 def test_tables_share_messages_and_a_lookup_may_depend_on_another():
     """Tables of other numbers of rows, equally many ids or not, and ids that are rows of a table:
     the shared step's numbers."""

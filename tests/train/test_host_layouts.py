@@ -124,6 +124,7 @@ AFTER = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", by_name(AFTER, *AFTER))
 def test_a_killed_run_goes_on_in_another_layout(killed, tmp_path, options):
     directory, options = tmp_path / "run", options()

@@ -91,6 +91,7 @@ def grid():
 
 MASTERS = optfn.adamw(1e-2, multi_precision=True, grad_clip=CLIP)
 LEVELS = ("slow", "fast")
+DIVIDED = {"shard": "params"}  # with a mesh
 # tests/reference_run draws the others, without masters.
 LAYOUTS = {
     "params, packed": lambda: {"mesh": data_mesh(), "shard": "params", "packed": True},
@@ -106,6 +107,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", by_name(LAYOUTS, "params, packed", "two levels", "compiler"))
 def test_each_layout_has_the_values_of_a_state_on_the_device(options):
     _, want = train(MASTERS, NARROW, **options())
@@ -129,7 +131,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", suite(OPTIMIZERS, "adam, int8", "optax.adafactor"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     options = {"mesh": data_mesh(), "shard": "params"}
     _, want = train(OPTIMIZERS[name], **options)
@@ -138,6 +141,7 @@ def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     assert_near(found.params, want.params, 1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bits", [32, 24])
 def test_each_form_of_remainders(bits):
     tx = optfn.adamw(1e-2, multi_precision=bits, moment_dtype="int8")
@@ -196,13 +200,14 @@ def test_without_the_option_nothing_is_imported(monkeypatch):
     assert [x.stem for x in files if at_the_top.search(x.read_text())] == ["host_state"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "before, after, is_sharded",
     [
         (ON_HOST, {}, False),
         ({}, ON_HOST, True),
-        nightly(ON_HOST, ON_HOST, False),
-        nightly(ON_HOST, ON_HOST, True),
+        (ON_HOST, ON_HOST, False),
+        (ON_HOST, ON_HOST, True),
     ],
 )
 def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
@@ -299,10 +304,19 @@ def count_moved(jaxpr, in_steps=True, times=1):
     return found
 
 
-@pytest.mark.parametrize("tx", [MASTERS, optfn.adam(1e-2), optfn.accumulate(optfn.lamb(1e-2), 2)])
-@pytest.mark.parametrize("options", [{}, lambda: {"mesh": data_mesh(), "shard": "params"}])
+@pytest.mark.parametrize(
+    "tx, options",
+    [
+        (MASTERS, {}),
+        nightly(optfn.adam(1e-2), {}),
+        nightly(optfn.accumulate(optfn.lamb(1e-2), 2), {}),
+        nightly(MASTERS, DIVIDED),
+        nightly(optfn.adam(1e-2), DIVIDED),
+        (optfn.accumulate(optfn.lamb(1e-2), 2), DIVIDED),
+    ],
+)
 def test_an_accumulation_moves_its_sums_alone_between_steps(tx, options):
-    options, tx = options() if callable(options) else options, optfn.accumulate(tx, 2)
+    tx, options = optfn.accumulate(tx, 2), options | ({"mesh": data_mesh()} if options else {})
     _, want = train(tx, NARROW, BATCHES[:2] * 2, **options)
     step, found = train(tx, NARROW, BATCHES[:2] * 2, **options, **ON_HOST)
     assert kinds(found) == {"pinned_host"} and compilations(step) == 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import by_name, suite
+from grids import by_name
 
 import optfn
 from optfn.distributed import data_mesh
@@ -241,7 +241,8 @@ CONTRIB = {
 }
 
 
-@pytest.mark.parametrize("name", suite(CONTRIB, "lbfgs", "dog"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*CONTRIB])
 def test_optimizers_of_optax_train_on_a_mesh_as_on_one_device(name):
     outputs = {"w": RNG.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
     batch = X, X @ RNG.normal(size=(3, 2)).astype(np.float32)

@@ -74,6 +74,7 @@ def test_an_exchange_sends_nothing_that_is_not_applied(name):
             np.testing.assert_allclose(*(x[k] for x in states), rtol=1e-5, atol=1e-5, err_msg=k)
 
 
+@pytest.mark.nightly
 def test_an_exchange_keeps_what_a_later_guard_drops():
     spike = 1e4 * FULL[0][0], FULL[0][1]
     tx = optfn.chain(
@@ -97,6 +98,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_a_guard_drops_no_other_part_counts(name):
     """Only the guard's own counters differ."""
@@ -118,6 +120,7 @@ def model_loss(p, s, batch):
     return loss_fn(p, batch), {"mean": 0.9 * s["mean"] + 0.1 * mean}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("every", [None, 2])
 def test_the_model_state_of_nothing_is_not_kept(every):
     tx = optfn.adam(0.1) if every is None else optfn.accumulate(optfn.adam(0.1), every)
