@@ -23,7 +23,7 @@ from optfn.checkpoint.file import NpzFile
 from optfn.checkpoint.finiteness import may_keep_last_loss
 from optfn.checkpoint.frozen import FrozenParams
 from optfn.checkpoint.loader import HISTORY, Loaded, Loader, list_reserved
-from optfn.checkpoint.newest import OtherRun, find_newest, remove_oldest
+from optfn.checkpoint.newest import OtherRun, find_newest, list_checkpoints, remove_oldest
 from optfn.checkpoint.snapshot import Snapshot, check_leaves
 from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
 from optfn.checkpoint.storage import Backend, is_remote, to_path
@@ -242,11 +242,16 @@ def load_checkpoint(
       only: as in `restore_checkpoint`.
 
     Raises:
-      ValueError: the checkpoint is truncated, damaged, or from another run; or `only` matches
-        nothing.
+      ValueError: the checkpoint is truncated, damaged, or from another run; `only` matches nothing;
+        or `path` is a directory of checkpoints.
     """
     wait_for_writes()
     check_leaves("load_checkpoint: state", state)
+    if found := list_checkpoints(path):
+        raise ValueError(
+            f"load_checkpoint takes one checkpoint, such as {found[-1]}; {path} is a directory of "
+            "checkpoints. restore_checkpoint(directory, state) loads the newest that is intact"
+        )
     loader = Loader(state, checks.flag("strict", strict), check_pattern("only", only))
     return loader.warn_of_changes(path, loader.load(to_path(path)))
 

@@ -39,6 +39,12 @@ def run(directory=None, steps=40, **options):
     )
 
 
+def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path):
+    state, _ = run(tmp_path, steps=2)
+    with pytest.raises(ValueError, match=r"step_000000002.npz; .*restore_checkpoint\(directory"):
+        optfn.load_checkpoint(tmp_path, state)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
     run(tmp_path, steps=10, save_every=5)
