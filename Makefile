@@ -26,13 +26,14 @@ gallery: $(VENV)/.bench ## draw the pictures of docs/pictures, in a few minutes
 	$(BIN)/python -m examples.gallery
 
 # EXTRA=pytest installs less, for tests that need no other libraries.
-test: TESTS ?= --ignore tests/product
+test: TESTS ?= --ignore tests/product --ignore tests/outside
 test: $(VENV)/.$(EXTRA) ## test the library; TESTS="tests/rules -k lamb" chooses tests
 	VENV=$(VENV) .ci/test $(OPTIONS) $(TESTS)
 
-# Whole programs: of the documentation, examples, benchmarks, pictures, the wheel, processes, faults.
-test-product: $(VENV)/.test ## test drawn programs, docs, examples, benchmarks, the wheel, processes
-	$(MAKE) test TESTS=tests/product
+# Whole programs: drawn ones, those of the documentation, examples, benchmarks, pictures, the wheel,
+# processes, faults; models and programs of other libraries.
+test-product: $(VENV)/.test ## test drawn programs, docs, examples, other libraries, the wheel, processes
+	$(MAKE) test TESTS="tests/product tests/outside"
 
 # Programs of others that take an optimizer of optax: all that tests/clients.py lists.
 outside: ## test programs that take an optimizer of optax; 9 GB of packages

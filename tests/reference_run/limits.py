@@ -4,7 +4,7 @@ import inspect
 import math
 
 import optfn
-from reference_run.links import SQUARES
+from reference_run.links import SQUARES, WRAPPERS
 from reference_run.program import Program
 from reference_run.source import WAYS
 
@@ -26,7 +26,6 @@ NARROW_MOMENTS = [
     ("adamax", {"eps": 0.1, "moment_dtype": "bfloat16"}),
 ]
 NARROW_RATE = 0.01
-WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 AVERAGES = ("ema", "model_average")
 # An older tree that is tried keeps no state on the host.
 HAS_HOST = "state_memory" in inspect.signature(optfn.make_train_step).parameters

@@ -225,19 +225,34 @@ COMPRESSORS = {
 
 
 class DeepGradientCompression:
-    """dgc_momentum: momentum on what each worker has summed, of which it sends the largest."""
+    """dgc_momentum: momentum on what each worker has summed, of which it sends the largest.
+
+    Of packed params these are the largest of all leaves together.
+    """
 
     def __init__(self, program, names):
         self.rate, self.options = program.rate, program.rule[1]
         self.names = [k for k in names if k not in frozen_of(program)]
+        self.is_packed = "packed" in program.way
         self.step, self.u, self.v, self.has_kept = 0, {}, {}, False
 
     def update(self, g, p, w, value):
         if w == 0:
             return SKIPPED
         updates = {k: 0 * x for k, x in p.items() if k in g}
+        if self.is_packed:
+            buffers = {"all": join(g, self.names, (WORKERS, -1))}, {"all": join(p, self.names, -1)}
+            directions = split(self.directions(*buffers)["all"], p, self.names)
+        else:
+            directions = self.directions(g, {k: p[k] for k in self.names})
+        self.step += 1
+        return updates | {k: np.asarray(-self.rate * directions[k]) for k in self.names}
+
+    def directions(self, g, p):
+        """Return the direction of each leaf, and keep what is not sent."""
+        directions = {}
         begin, mu = self.options["rampup_begin_step"], self.options["momentum"]
-        for k in self.names:
+        for k in p:
             u, v = self.u.get(k, 0 * g[k]), self.v.get(k, 0 * g[k])
             if self.step < begin or p[k].ndim == 0 or p[k].size == 0:
                 mean = 0 * g[k] + g[k].mean(0)
@@ -246,9 +261,8 @@ class DeepGradientCompression:
                 direction = (mean + mu * self.u[k] if nesterov else self.u[k])[0]
             else:
                 direction, self.u[k], self.v[k] = self.send(g[k], u, v, mu)
-            updates[k] = np.asarray(-self.rate * direction)
-        self.step += 1
-        return updates
+            directions[k] = direction
+        return directions
 
     def send(self, g, u, v, mu):
         """Return the mean of what workers send, and what each keeps."""
@@ -261,6 +275,18 @@ class DeepGradientCompression:
         sent = np.stack([top_k(x.astype(np.float32), density, None) for x in v]).astype(np.float64)
         self.has_kept |= bool(np.any(v[sent == 0]))
         return sent.mean(0), np.where(sent != 0, 0, u), np.where(sent != 0, 0, v)
+
+
+def join(tree, names, shape):
+    """Return leaves in one array, of this shape but for its last axis."""
+    return np.concatenate([np.reshape(tree[k], shape) for k in names], -1)
+
+
+def split(buffer, like, names):
+    """Return the leaves that `join` has put together."""
+    ends = np.cumsum([like[k].size for k in names])
+    parts = np.split(buffer, ends[:-1])
+    return {k: np.reshape(x, like[k].shape) for k, x in zip(names, parts, strict=True)}
 
 
 def mean_of_workers(g):
@@ -533,17 +559,26 @@ class RecordMetrics:
     def __init__(self, program, inner):
         self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
         self.frozen = frozen_of(program)
+        # A wrapper leaves frozen leaves out.
+        names = [x[0] for x in program.links]
+        self.left_out = self.frozen if is_wrapped(names, names.index("record_metrics")) else []
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)
         if is_update(u) and w != 0:
-            inexact = {k: x for k, x in p.items() if k in g}
+            inexact = {k: x for k, x in p.items() if k in g and k not in self.left_out}
             trees = {k: x for k, x in g.items() if k not in self.frozen}, u, inexact
             self.norms = {k: sum_of_squares(x) ** 0.5 for k, x in zip(NORMS, trees, strict=True)}
         return u
 
 
+def is_wrapped(names, place):
+    """Tell whether a wrapper stands outside of a link."""
+    return not {*names[place + 1 :]}.isdisjoint(WRAPPERS)
+
+
 NORMS = ("grad_norm", "update_norm", "param_norm")
+WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 LINKS = {
     "trace": Trace,
     "plateau": Plateau,

@@ -1,7 +1,7 @@
 """Small models, one for each idiom of each library, and what a training step does with them.
 
 `make("linen scan")` makes a model: the function `scan` of linen_models.py. Each function
-of abilities.py trains a model, and compares the run with optax by hand. tests/train/test_zoo.py
+of abilities.py trains a model, and compares the run with optax by hand. tests/product/test_zoo.py
 runs the pairs, and `make zoo` writes their outcomes to matrix.json, from which
 docs/reference/models.md has its tables.
 """
