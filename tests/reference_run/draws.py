@@ -255,7 +255,7 @@ def runs(rng, p):
             "average": average,
             "values": None if average and chance(0.7) else values if chance(0.7) else None,
         }
-    loader = pick("list", "list", "list", "generator") if not epochs else "list"
+    loader = pick("list", "list", "generator", "reader") if not epochs else "list"
     if epochs and p.rows == 1 and chance(0.25):
         loader = ["shuffled", EXAMPLES, pick(0, 1), chance(0.6)]
     made = dataclasses.replace(

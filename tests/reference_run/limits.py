@@ -94,7 +94,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "shuffled batches are too few": not isinstance(p.loader, str)
         and sum(len(b["weights"]) for b in p.batches) < p.loader[1],
         "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
-        "a generator ends": p.loader == "generator" and bool(p.epochs),
+        "a generator ends": p.loader in ("generator", "reader") and bool(p.epochs),
         "an epoch is due": by_epoch and not p.epochs,
         # Whether an epoch has ended is known by the next batch, which dies.
         "it dies between epochs": by_epoch and any(n % per_epoch == 0 for n in kills),

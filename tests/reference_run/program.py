@@ -35,7 +35,8 @@ class Program:
     links: the wrappers, and the members of the chain, from the inside outwards.
     rows: how many rows of x an example has; the model sees their mean.
     batches: for each its seed, the weights of its examples, and what is "bad" in it.
-    loader: "list", "generator", or ["shuffled", size, seed, drop_last].
+    loader: "list", "generator", "reader" (an iterator that saves its position), or ["shuffled",
+      size, seed, drop_last].
     epochs: passes over the batches, or None.
     evaluate: every, patience, keep_best, mode, average, and the values that it gives, if not those
       of the params.

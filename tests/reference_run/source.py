@@ -373,10 +373,11 @@ blocks = [{", ".join(stages)}]
 start = step.init(PipelineParams({blocks}, {shared}))"""
 
 
-_KILLED = '''
+_KILLED = """
 class Killed(Exception):
     pass
-
+"""
+_UNTIL = '''
 class Until:
     """The batches of a run that dies before call k."""
     def __init__(self, batches, k):
@@ -390,6 +391,25 @@ class Until:
             if i == self.k:
                 raise Killed
             yield batch
+'''
+_READER = '''
+class Reader:
+    """Batches in an iterator that saves and restores its position; it dies before call k."""
+    def __init__(self, batches, k=None):
+        self.batches, self.k, self.at = batches, k, 0
+    def __iter__(self):
+        return self
+    def __next__(self):
+        if self.at == self.k:
+            raise Killed
+        if self.at == len(self.batches):
+            raise StopIteration
+        self.at += 1
+        return self.batches[self.at - 1]
+    def get_state(self):
+        return {"at": self.at}
+    def set_state(self, state):
+        self.at = state["at"]
 '''
 
 
@@ -426,15 +446,17 @@ def data_text(p: Program) -> str:
             "    return float(sum(map(np.sum, leaves)))",
         ]
     if any(part.get("kill") is not None for part in p.parts):
-        lines += [
-            _KILLED.replace("PER_EPOCH", str(p.num_steps // (p.epochs or 1) // p.local_steps))
-        ]
+        per_epoch = p.num_steps // (p.epochs or 1) // p.local_steps
+        lines += [_KILLED]
+        lines += [_UNTIL.replace("PER_EPOCH", str(per_epoch))] if p.loader != "reader" else []
+    lines += [_READER] if p.loader == "reader" else []
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
 
 
 def fit_text(p: Program, part: dict) -> str:
     """Return the text of one call of the loop."""
     e, kill = p.evaluate, part.get("kill")
+    calls = kill if kill is None else kill // p.local_steps
     data = "iter(batches)" if p.loader == "generator" else "batches"
     if "drop_last" in part:
         _, size, seed, _ = p.loader
@@ -465,7 +487,10 @@ def fit_text(p: Program, part: dict) -> str:
     if part.get("signal"):
         signalled = f"n == {part['signal']} and os.kill(os.getpid(), signal.SIGTERM)"
         options["callback"] = f"lambda n, state, metrics: {signalled}"
-    data = data if kill is None else f"Until({data}, {kill // p.local_steps})"
+    if p.loader == "reader":
+        data = "Reader(batches)" if kill is None else f"Reader(batches, {calls})"
+    elif kill is not None:
+        data = f"Until({data}, {calls})"
     text = "state, history = " + call(
         "optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options
     )
