@@ -94,7 +94,7 @@ class Rule:
         (name, options), t = self.p.rule, self.count
         late, before, more = 0.0, state, {}
         if options.get("lazy") == "exact":
-            late, before = catch_up(state, t, p)
+            late, before = catch_up(state, t, p, eps_hat=name == "adam")
             more = {"last": t + 0 * p}
         new, after = RULES[name](p, g, before, t, lr, **exact(options))
         if not options.get("lazy"):
@@ -110,14 +110,15 @@ def exact(options):
     return {k: x for k, x in options.items() if k not in ("lazy", "moment_dtype")}
 
 
-def catch_up(state, t, p):
+def catch_up(state, t, p, eps_hat):
     """Return the sum of Adam's directions in the steps that rows have missed, with one correction
     of the bias, and the state after these steps."""
     m, v, last = (state.get(k, 0 * p) for k in ("mu", "nu", "last"))
     n, r = t - 1 - last, 0.9 / 0.999**0.5
     total = r * (1 - r**n) / (1 - r)  # of rⁱ for i = 1 … n
     middle = np.maximum(last + 1 / (1 - r) - n * r**n / np.maximum(1 - r**n, 1e-30), 1)
-    late = m * np.sqrt(1 - 0.999**middle) / (1 - 0.9**middle) / (np.sqrt(v) + 1e-8)
+    scale = np.sqrt(1 - 0.999**middle)
+    late = m * scale / (1 - 0.9**middle) / (np.sqrt(v) + 1e-8 * (1 if eps_hat else scale))
     return total * late, {"mu": 0.9**n * m, "nu": 0.999**n * v}
 
 
