@@ -137,5 +137,4 @@ def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
                 f"{dtype} and shape {shape}"
             )
     with file.open(name) as stream:
-        found: np.ndarray = npy.read_array(stream, allow_pickle=False)
-    return found
+        return npy.read_array(stream, allow_pickle=False)

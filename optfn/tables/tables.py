@@ -362,17 +362,15 @@ class OwnedRows(LeafKind):
     def dense(self) -> jax.Array:
         """Return the array that the rows represent, with zeros in the remaining rows, divided over
         the workers."""
-        whole: jax.Array = run_on_owners(
+        return run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
-        return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
         """Return p + self, which each worker computes on its rows, in place if p is donated."""
-        total: jax.Array = run_on_owners(
+        return run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
-        return total
 
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
         """Return the rows of one worker as rows of its shard of the table."""
@@ -419,7 +417,4 @@ class OwnedRows(LeafKind):
 
         # Few rows arrive; padding is not computed.
         count = jnp.sum(indices < size, dtype=jnp.int32)
-        updated: tuple[jax.Array, ...] = lax.fori_loop(
-            0, -(-count // chunk), update, (values, *accumulators)
-        )
-        return updated
+        return lax.fori_loop(0, -(-count // chunk), update, (values, *accumulators))
