@@ -41,7 +41,8 @@ class NpzFile:
         def write() -> None:
             host = dict(zip(names, map(np.asarray, whole), strict=True))
             arrays = snapshot._replace(arrays=host).to_mapping(beside)
-            if not (is_loss_finite and finiteness.are_finite(host)):
+            judged = finiteness.select_judged(host.items())
+            if not (is_loss_finite and all(np.all(np.isfinite(x)) for x in judged)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 

@@ -123,9 +123,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 def unwrap_tables(values: PyTree) -> PyTree:
     """Replace each ShardedTable of a tree by its array of stored rows."""
-    return jax.tree.map(
-        lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
-    )
+    return tree.unwrap_nodes(values, is_sharded_table)
 
 
 def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
