@@ -41,7 +41,8 @@ class NpzFile:
         def write() -> None:
             host = dict(zip(names, map(np.asarray, whole), strict=True))
             arrays = snapshot._replace(arrays=host).to_mapping(beside)
-            if not (is_loss_finite and finiteness.are_finite(host)):
+            judged = finiteness.select_judged(host.items())
+            if not (is_loss_finite and all(np.all(np.isfinite(x)) for x in judged)):
                 arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 
@@ -137,5 +138,4 @@ def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
                 f"{dtype} and shape {shape}"
             )
     with file.open(name) as stream:
-        found: np.ndarray = npy.read_array(stream, allow_pickle=False)
-    return found
+        return npy.read_array(stream, allow_pickle=False)

@@ -45,11 +45,6 @@ def _is_param(name: str) -> bool:
     return f"{name}/".startswith(f"{_PARAMS}/")
 
 
-def are_finite(arrays: Mapping[str, Leaf]) -> bool:
-    """Tell whether all arrays of a state by name, on the host, that must be finite are so."""
-    return all(bool(np.all(np.isfinite(x))) for x in select_judged(arrays.items()))
-
-
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:
     """Tell whether the last loss of a history is finite, or no evidence against the state.
 

@@ -1,7 +1,7 @@
 """Params that are not trained: a checkpoint may have their checksums in place of the arrays."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,19 +61,15 @@ def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def select_frozen(saved: Mapping[str, Any], entry: str, template: PyTree) -> dict[str, Any]:
-    """Return by name the arrays of a template that a checkpoint left out as frozen, or {} if it
-    left out none.
+def select_frozen(entry: np.ndarray, template: PyTree) -> dict[str, Any]:
+    """Return by name the arrays of a template that a checkpoint left out as frozen.
 
     Args:
-      saved: the arrays of the checkpoint by name.
-      entry: the name of the checksums among them.
+      entry: the checksums in the checkpoint.
       template: a state with the params that the run began with.
     """
-    if entry not in saved:
-        return {}
     named = Snapshot.of(template).arrays
-    return {name: named[name] for name in _decode_entry(saved[entry]) if name in named}
+    return {name: named[name] for name in _decode_entry(entry) if name in named}
 
 
 def compare_frozen(
@@ -99,23 +95,18 @@ def compare_frozen(
       ValueError: an array differs; the error names it.
     """
     known = _decode_entry(entry)
-    found = select_frozen({FROZEN: entry}, FROZEN, template)
+    found = select_frozen(entry, template)
     compared = _describe_arrays({k: x for k, x in found.items() if is_selected(k)})
     different = [shown(name) for name, facts in compared.items() if facts != known[name]]
     if different:
-        raise ValueError(_explain(where, different))
+        raise ValueError(
+            f"{where} was saved without its frozen params (save_frozen=False), and "
+            f"{tree.list_names(different)} of your params are not those that it was saved beside: "
+            "their checksums differ. Pass the params that the run began with, or the names to load "
+            "beside others by only= of restore_checkpoint"
+        )
 
 
 def _decode_entry(entry: np.ndarray) -> dict[str, list[Any]]:
     """Return the dtype, shape and checksum of each frozen param, from a checkpoint's entry."""
     return json.loads(np.asarray(entry).tobytes())
-
-
-def _explain(where: object, different: Collection[str]) -> str:
-    """Return the error text for params whose checksums differ from those saved at `where`."""
-    return (
-        f"{where} was saved without its frozen params (save_frozen=False), and "
-        f"{tree.list_names(list(different))} of your params are not those that it was saved "
-        "beside: their checksums differ. Pass the params that the run began with, or the names to "
-        "load beside others by only= of restore_checkpoint"
-    )

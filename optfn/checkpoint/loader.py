@@ -77,7 +77,8 @@ class Loader:
             raise
         except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
-        saved |= select_frozen(saved, f"{HISTORY}{FROZEN}", self.template)
+        if (entry := saved.get(f"{HISTORY}{FROZEN}")) is not None:
+            saved |= select_frozen(entry, self.template)
         saved = {self._rename(name): x for name, x in saved.items()}
         names = [name for name in saved if not self._is_beside(name)]
         chosen = self._select(path, names)

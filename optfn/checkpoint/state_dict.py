@@ -20,6 +20,7 @@ from optfn.checkpoint.snapshot import Snapshot
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.interop import closures, modules
+from optfn.interop.calls import iterate_links
 from optfn.leaves import foreign, packed, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.mesh.collectives.axes import AxisName
@@ -246,11 +247,9 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 def _find_without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths of leaves that `exclude=` of an optimizer of optfn, or of a link in it,
     exempts from weight decay."""
-    inside = getattr(tx, "inner", [])
-    found = set[str]().union(*(_find_without_decay(link, params) for link in inside))
-    if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
-        found |= patterns.match_names(tx.call[2]["exclude"], params, "exclude")
-    return found
+    named = (link.call[2] for link in iterate_links(tx))
+    excluded = (arguments["exclude"] for arguments in named if "exclude" in arguments)
+    return set[str]().union(*(patterns.match_names(x, params, "exclude") for x in excluded))
 
 
 def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:

@@ -303,8 +303,10 @@ def with_boundary(name: str, unchecked: Unchecked, **fields: Any) -> Transform:
         if unchecked.needs_params:
             check_params_given(name, params)
         # The state of another optimizer often has fitting shapes, and would train silently.
-        if _kinds(state) != expected_kinds():
-            _check_kinds(name, unchecked, state)
+        # An update that reads no state also takes None and ().
+        is_other = _kinds(state) != expected_kinds()
+        if is_other and (unchecked.reads_state or not errors.is_empty(state)):
+            errors.check_state_types(name, state, _state_of_no_params(unchecked))
         grads, wide, leave = boundary.enter(name, unchecked.real_only, updates, params)
         new, state = unchecked.update(grads, state, wide, **extra)
         return leave(new), state
@@ -327,16 +329,6 @@ def _state_of_no_params(unchecked: Unchecked) -> OptState:
         # An init that a user writes may read its leaves, and without any it may raise any error.
         # States of it are not checked then. Those of optfn succeed (test_a_tree_without_leaves).
         return None
-
-
-def _check_kinds(name: str, unchecked: Unchecked, state: OptState) -> None:
-    """Raise a TypeError if another transformation made the state, but check nothing if init fails
-    for an empty tree.
-
-    An update that reads no state also takes None and ().
-    """
-    if unchecked.reads_state or not errors.is_empty(state):
-        errors.check_state_types(name, state, _state_of_no_params(unchecked))
 
 
 _EMPTY = optax.EmptyState()

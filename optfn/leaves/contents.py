@@ -9,7 +9,7 @@ import jax
 
 from optfn.core.tree import is_array, is_leaf, join, leaves, paths
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves.layout import BufferLayout, Run, single_leaf
+from optfn.leaves.layout import BufferLayout, Run
 
 
 def has_leaf_layouts(x: object) -> bool:
@@ -29,7 +29,8 @@ def leaf_layouts(tree: PyTree) -> list[BufferLayout]:
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
     """Return the layout of a leaf that is one tensor, a scalar if it has no shape."""
-    return single_leaf(tuple(x.shape) if is_array(x) else ())
+    shape = tuple(x.shape) if is_array(x) else ()
+    return BufferLayout("", (Run(shape, (0,)),))
 
 
 def count_stacked_axes(tree: PyTree) -> list[int]:

@@ -133,11 +133,6 @@ def make_buffer_layout(
     return BufferLayout(dtype, tuple(runs))
 
 
-def single_leaf(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
-    """Return the layout of an array that is a single leaf."""
-    return BufferLayout("", (Run(shape, (0,), 0, stacked),))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedLayout:
     """The positions of the leaves of a tree in the buffers of a Packed. All of its fields are

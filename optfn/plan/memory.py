@@ -275,7 +275,7 @@ def _count_gradients(
 
 
 def _trace_gradients(
-    tx: optax.GradientTransformation, params: Params, layout: Layout
+    tx: optax.GradientTransformationExtraArgs, params: Params, layout: Layout
 ) -> tuple[list[str], float]:
     """Trace the update and return the paths of the leaves whose gradients it reads, with the bytes
     that each device sends for its products of matrices, or if it cannot be traced the paths of all
@@ -284,11 +284,10 @@ def _trace_gradients(
     An exchange cannot be traced outside of a mesh.
     """
     named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
-    extended = optax.with_extra_args_support(tx)
 
     def update(arrays: list[jax.Array], state: OptState, params: Params) -> PyTree:
         grads = leafwise.build_gradients(params, arrays)
-        return trace_update(extended, grads, state, params, jnp.zeros(()))
+        return trace_update(tx, grads, state, params, jnp.zeros(()))
 
     arrays = [p for _, p in named]
     # A transform of another library may fail in any way here; its gradients then all count.

@@ -12,8 +12,8 @@ from optfn.core import checks, tree
 from optfn.core.numerics import wide_dtype
 from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.leaves.patterns import Pattern, check_pattern, match_names
+from optfn.loss.keys import fold_in
 from optfn.loss.loss_form import Inputs, LossForm
-from optfn.mesh.collectives.axes import Axes
 from optfn.run.progress import count_examples
 from optfn.train import numeric_batch, worker_step
 
@@ -76,7 +76,7 @@ def estimate_statistics(
         or `batches` is empty.
     """
     form = LossForm(has_model_state=True, has_aux=checks.flag("has_aux", has_aux))
-    key_of = worker_step.make_key_of(rng, Axes())
+    first_key = worker_step.make_key(rng)
     leaves, structure = jax.tree.flatten(model_state)
     chosen = _select_arrays(model_state, check_pattern("only", only))
     respond_to = _make_response(loss_fn, form, params, model_state)
@@ -86,7 +86,7 @@ def estimate_statistics(
     slopes: Arrays = {}
     count = 0
     for number, batch in enumerate(map(numeric_batch.convert_batch, batches)):
-        key = None if key_of is None else key_of(jnp.asarray(number))
+        key = None if first_key is None else fold_in(first_key, number)
         respond = functools.partial(respond_to, batch, key)
         of_zeros, dtypes = respond(zeros)
         # The findings from the first batch must be true of the second.

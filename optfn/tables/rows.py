@@ -290,5 +290,4 @@ def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
         target = x.at[indices[i]]
         return target.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_block, x)
-    return total
+    return jax.lax.fori_loop(0, rows.parts, add_block, x)

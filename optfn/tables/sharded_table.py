@@ -72,8 +72,7 @@ class ShardedTable:
         return np.asarray(x if axis is None else _permute_rows(self, x, axis, True), dtype)
 
     def __jax_array__(self) -> jax.Array:
-        table: jax.Array = to_logical(self)
-        return table
+        return to_logical(self)
 
     def __getitem__(self, key: Any) -> jax.Array:
         """Return the rows of integer ids, negative ones counted from the end, and all clipped to
@@ -84,8 +83,7 @@ class ShardedTable:
                 # As in an array: negative ids count from the end, ids out of range read the nearest
                 # row.
                 ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
-                rows: jax.Array = self.stored[find_places(self.owners, ids, self.num_rows)]
-                return rows
+                return self.stored[find_places(self.owners, ids, self.num_rows)]
         return self.__jax_array__()[key]
 
     def __len__(self) -> int:
@@ -125,9 +123,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
 
 def unwrap_tables(values: PyTree) -> PyTree:
     """Replace each ShardedTable of a tree by its array of stored rows."""
-    return jax.tree.map(
-        lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
-    )
+    return tree.unwrap_nodes(values, is_sharded_table)
 
 
 def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
@@ -267,8 +263,7 @@ def _exchange_rows(
         return jnp.moveaxis(exchange(jnp.moveaxis(shard, axis, 0), owners), 0, axis)
 
     spec = P(*[None] * axis, names)
-    result: jax.Array = meshes.shard_map(reorder, owners.mesh, names, spec, spec)(x)
-    return result
+    return meshes.shard_map(reorder, owners.mesh, names, spec, spec)(x)
 
 
 def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Array]:

@@ -265,22 +265,16 @@ def _choose_sizes(ids: int, workers: int) -> tuple[int, ...]:
     """Return the possible counts of ids for an owner in a round: the capacity, and two thirds of it
     for batches that repeat ids.
 
+    The capacity is four standard deviations above the mean, rounded up to a multiple of 8, at most
+    `ids`. If ids are distinct and evenly distributed, the fullest owner hardly ever gets more, and
+    one round is enough.
+
     Each size is compiled by itself. With more of them fewer padded rows are sent, but the ids of
     Zipf's law seldom need less than a half.
     """
-    most = _count_capacity(ids, workers)
-    return (-(-most * 2 // 3), most) if most > 8 else (most,)
-
-
-def _count_capacity(ids: int, workers: int) -> int:
-    """Return how many ids an owner can get in a round, four standard deviations above the mean,
-    rounded up to a multiple of 8, at most `ids`.
-
-    If ids are distinct and evenly distributed, the fullest owner hardly ever gets more, and one
-    round is enough.
-    """
     mean = ids / workers
-    return max(1, min(ids, 8 * int(np.ceil((mean + 4 * np.sqrt(mean)) / 8))))
+    most = max(1, min(ids, 8 * int(np.ceil((mean + 4 * np.sqrt(mean)) / 8))))
+    return (-(-most * 2 // 3), most) if most > 8 else (most,)
 
 
 @partial(
@@ -362,17 +356,15 @@ class OwnedRows(LeafKind):
     def dense(self) -> jax.Array:
         """Return the array that the rows represent, with zeros in the remaining rows, divided over
         the workers."""
-        whole: jax.Array = run_on_owners(
+        return run_on_owners(
             self.owners, lambda *x: self._local(*x).dense(), self.indices, self.values
         )
-        return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
         """Return p + self, which each worker computes on its rows, in place if p is donated."""
-        total: jax.Array = run_on_owners(
+        return run_on_owners(
             self.owners, lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
-        return total
 
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
         """Return the rows of one worker as rows of its shard of the table."""
@@ -419,7 +411,4 @@ class OwnedRows(LeafKind):
 
         # Few rows arrive; padding is not computed.
         count = jnp.sum(indices < size, dtype=jnp.int32)
-        updated: tuple[jax.Array, ...] = lax.fori_loop(
-            0, -(-count // chunk), update, (values, *accumulators)
-        )
-        return updated
+        return lax.fori_loop(0, -(-count // chunk), update, (values, *accumulators))

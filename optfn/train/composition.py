@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -30,7 +29,7 @@ from optfn.optimizers.sgd import sgd
 from optfn.train.local_steps import LocalSteps
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
-from optfn.train.worker_step import WorkerStep, make_key_of
+from optfn.train.worker_step import WorkerStep, make_key
 
 
 def compose_step(options: StepArguments, layout: Layout | None, local: LocalSteps | None) -> StepFn:
@@ -46,7 +45,6 @@ def compose_step(options: StepArguments, layout: Layout | None, local: LocalStep
     if layout is not None and layout.compiler_axes:
         return _compose_for_compiler(options, layout)
     workers = Axes() if layout is None else layout.worker_axes
-    key_of = make_key_of(options.rng, workers)
     averaged = workers if local is None else Axes()
 
     # From the innermost function to the outermost one, with the arrays that each takes:
@@ -58,10 +56,7 @@ def compose_step(options: StepArguments, layout: Layout | None, local: LocalStep
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; it returns the worker's new state.
     of_loss = layout and average_in_loss(layout, averaged, options)
-    tx = optax.with_extra_args_support(options.tx)
-    step: StepFn = WorkerStep(
-        make, tx, key_of, averaged, of_loss, options.reduce_dtype, options.state_memory
-    ).step
+    step: StepFn = WorkerStep(make, options, averaged, of_loss, make_key(options.rng)).step
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
@@ -125,11 +120,7 @@ def _compose_for_compiler(options: StepArguments, layout: Layout) -> StepFn:
             objective = objectives.refuse_aux_of_examples(objective)
         return objective
 
-    key_of = make_key_of(options.rng, Axes())
-    tx = optax.with_extra_args_support(options.tx)
-    worker = WorkerStep(
-        make_objective, tx, key_of, Axes(), inner, state_memory=options.state_memory
-    )
+    worker = WorkerStep(make_objective, options, Axes(), inner, make_key(options.rng))
     step = _finish_means(worker.step)
     if layout.is_divided:
         step = _place_state(step, inner)
@@ -273,5 +264,4 @@ def make_local_steps(options: StepArguments, layout: Layout | None) -> LocalStep
             "axes, shard=sharded(..., axis=)"
         )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    tx, outer = map(optax.with_extra_args_support, (options.tx, outer))
-    return LocalSteps(options.local_steps, tx, outer, layout, options.tables)
+    return LocalSteps(options.local_steps, options.tx, outer, layout, options.tables)

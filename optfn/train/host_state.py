@@ -59,8 +59,7 @@ def init_on_host(init: Callable[[Params], OptState], params: Params) -> OptState
 
     # Params on several devices: `place_state` moves one leaf at a time.
     is_on_one = len({device for x in jax.tree.leaves(params) for device in x.devices()}) == 1
-    made: OptState = jax.jit(run)(params) if is_on_one else init(params)
-    return made
+    return jax.jit(run)(params) if is_on_one else init(params)
 
 
 def place_state(state: TrainState) -> TrainState:
@@ -68,8 +67,7 @@ def place_state(state: TrainState) -> TrainState:
     devices where they lie."""
     placements = jax.tree.map(lambda x: x.sharding, state)
     of_state = place_on_host(placements.opt_state, state.opt_state)
-    placed: TrainState = jax.device_put(state, placements._replace(opt_state=of_state))
-    return placed
+    return jax.device_put(state, placements._replace(opt_state=of_state))
 
 
 def describe_state(state: TrainState) -> TrainState:

@@ -62,19 +62,16 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
 
     The exemption concerns the clip of the optimizer: one before it in a chain clips all leaves.
     """
-    if not isinstance(tx, core.Transform):
-        return
-    name, _, arguments = tx.call
-    clips = [arguments.get(k) for k in ("grad_clip", "local_grad_clip_norm")]
-    exempt = [pattern for pattern, x in (tx.param_attrs or {}).items() if not x.need_clip]
-    if exempt and clips == [None, None]:
-        checks.warn(
-            f"{name}: need_clip=False of param_attrs[{exempt[0]!r}] has no effect, because {name} "
-            f"has no clip of its own. Pass the clip to it, {name}(…, grad_clip=…), not before it "
-            "in a chain"
-        )
-    for inner in tx.inner:
-        warn_of_unclipped(inner)
+    for link in iterate_links(tx):
+        name, _, arguments = link.call
+        clips = [arguments.get(k) for k in ("grad_clip", "local_grad_clip_norm")]
+        exempt = [pattern for pattern, x in (link.param_attrs or {}).items() if not x.need_clip]
+        if exempt and clips == [None, None]:
+            checks.warn(
+                f"{name}: need_clip=False of param_attrs[{exempt[0]!r}] has no effect, because "
+                f"{name} has no clip of its own. Pass the clip to it, {name}(…, grad_clip=…), not "
+                "before it in a chain"
+            )
 
 
 def warn_of_schedules(tx: optax.GradientTransformation, steps: int, begin: int = 0) -> None:

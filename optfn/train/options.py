@@ -188,9 +188,8 @@ class StepArguments(StepOptions):
     def __post_init__(self) -> None:
         # The only way to set a field of a frozen dataclass: tx of another library is wrapped.
         object.__setattr__(self, "tx", core.check_transform("tx", self.tx))
-        if self.reduce_dtype is not None:
-            dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
-            object.__setattr__(self, "reduce_dtype", dtype)
+        dtype = check_reduce_dtype("reduce_dtype", self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
         for field in dataclasses.fields(self):
             if field.type is bool:
                 checks.flag(field.name, getattr(self, field.name))

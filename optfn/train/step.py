@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from optfn.core import checks
@@ -87,7 +86,7 @@ class TrainStep:
     def __init__(self, options: StepArguments) -> None:
         self.loss_fn, self.options = options.loss_fn, options
         self.layout = layout = find_layout(options)
-        self.tx = optax.with_extra_args_support(options.tx)
+        self.tx = options.tx
         self.local = make_local_steps(options, layout)
         self.compiled: Any = compile_step(options, layout, self.local)
         # The mesh of a plan has no devices.

@@ -16,7 +16,7 @@ from jax import lax
 
 from optfn import core
 from optfn.core import checks, errors, leafwise, tree
-from optfn.core.types import Batch, DType, Leaf, OptState, Params, PyTree, Updates
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.core.updates import apply_updates
 from optfn.loss.keys import fold_in, fold_worker_into_keys, restore_unchanged_keys
 from optfn.loss.loss_form import Inputs, Values
@@ -32,6 +32,7 @@ from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.shards import gather_new_params
 from optfn.mesh.state.per_worker import find_nodes, has_exchange, may_give_rows
 from optfn.mesh.state.reports import collect_reports
+from optfn.train.options import StepArguments
 from optfn.train.state import UPDATE_SCOPE, TrainState
 from optfn.transforms.rates import collect_rates
 from optfn.wrappers.accumulation import AccumulateState
@@ -39,29 +40,6 @@ from optfn.wrappers.attributes import mask_frozen
 from optfn.wrappers.averaging import has_statistics
 from optfn.wrappers.loss_scale import scale_of
 from optfn.wrappers.uncounted import drop_uncounted
-
-# From the number of a step to its key.
-KeyOf = Callable[[jax.Array], jax.Array]
-
-
-def make_key_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
-    """Return the function from the index of a step to its key, or None if `rng` is False.
-
-    The key of a worker is the key of the step with the worker's number folded in.
-
-    Args:
-      rng: the argument of `make_train_step`; True is the seed 0.
-      workers: the mesh axes of the workers; none if all have the same key.
-    """
-    first = make_key(rng)
-    if first is None:
-        return None
-
-    def key_of(step: jax.Array) -> jax.Array:
-        key = fold_in(first, step)
-        return fold_in(key, lax.axis_index(workers)) if workers else key
-
-    return key_of
 
 
 def make_key(rng: bool | int | jax.Array) -> jax.Array | None:
@@ -118,21 +96,17 @@ class WorkerStep:
 
     make_objective: returns the loss and its gradients for a layout, and for whether the optimizer
       takes the mean of several gradients.
-    tx: the optimizer.
-    key_of: returns the key of a step; None if the loss takes none.
-    axes: the mesh axes of the workers; none if there is only one.
+    options: the options of the step.
+    axes: the mesh axes of the workers; none if there is only one, and in a round of local steps.
     layout: how params are divided over the mesh.
-    reduce_dtype: the dtype for averaging gradients over the workers; None: the gradients' dtype.
-    state_memory: the memory of the large arrays of the optimizer's state; None: the device's.
+    key: the first key, of which each step has a fold; None if the loss takes none.
     """
 
     make_objective: Callable[[Layout | None, bool], Objective]
-    tx: optax.GradientTransformationExtraArgs
-    key_of: KeyOf | None
+    options: StepArguments
     axes: Axes
-    layout: Layout | None = None
-    reduce_dtype: DType | None = None
-    state_memory: str | None = None
+    layout: Layout | None
+    key: jax.Array | None
 
     @functools.cached_property
     def later(self) -> Layout | None:
@@ -147,14 +121,14 @@ class WorkerStep:
         #    except a PerWorker; the devices of a worker divide them as the layout says. The step is
         #    an input too: arrays reach the inside of `shard_map` only as arguments.
         state = state._replace(params=constrain_params(state.params, self.layout))
-        inputs, needs = _make_inputs(state, batch, self.key_of, self.layout), _ask(state.opt_state)
+        inputs, needs = _make_inputs(state, batch, self.key, self.layout), _ask(state.opt_state)
         values, grads, averaged = self._differentiate(inputs, needs)
         # 2. Gradients become means over workers, except the leaves that the loss has averaged or
         #    the optimizer exchanges.
         group = self.layout.group_of(state.params) if self.layout and self.axes else None
         workers, own = Workers(self.axes, group), (values.loss, values.aux)
         grads, (loss, aux), extra = reduce_gradients(
-            grads, state.opt_state, workers, own, self.reduce_dtype, averaged
+            grads, state.opt_state, workers, own, self.options.reduce_dtype, averaged
         )
         # Without a barrier, XLA begins to update params before the loss has read all of them, and
         # copies those that it would overwrite.
@@ -172,7 +146,7 @@ class WorkerStep:
         # 3. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         state_before, state = state, TrainState(state.step, params, state.opt_state, model_state)
         update = functools.partial(self._update, grads=grads, extra=extra)
-        if self.state_memory is not None:
+        if self.options.state_memory is not None:
             from optfn.train.host_state import run_on_host
 
             update = functools.partial(run_on_host, update, self.layout)
@@ -198,7 +172,7 @@ class WorkerStep:
         scaled = inputs._replace(loss_factor=needs.loss_factor)
         values, grads = self.make_objective(of_loss, needs.accumulates)(scaled)
         # A frozen leaf has no gradient: nothing of it is averaged, exchanged or sent.
-        return values, mask_frozen(self.tx, _conjugate(grads)), averaged
+        return values, mask_frozen(self.options.tx, _conjugate(grads)), averaged
 
     def _make_arguments(
         self, inputs: Inputs, workers: Workers, grads: Updates, needs: _Needs
@@ -207,11 +181,11 @@ class WorkerStep:
         gradients."""
         # The mean is equal on all workers in all leaves. Line searches of optax take it, as dense
         # arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = grads
+        mean, dtype = grads, self.options.reduce_dtype
         if needs.exchanges:
-            mean, _ = mean_over_workers(grads, (), workers, self.reduce_dtype)
+            mean, _ = mean_over_workers(grads, (), workers, dtype)
         of_value = self.make_objective(self.later, needs.accumulates)
-        value_fn = make_value_fn(of_value, workers, inputs, self.reduce_dtype)
+        value_fn = make_value_fn(of_value, workers, inputs, dtype)
         rows = {"row_updates": True} if needs.gives_rows else {}
         # optax's sophia calls the function of the loss `obj_fn`, which its line searches refuse.
         twice = {"obj_fn": value_fn} if needs.curvature else {}
@@ -230,9 +204,10 @@ class WorkerStep:
           extra: the extra arguments of `update`, with the weight of the loss if that is a `Mean`.
         """
         with errors.name_integer_leaves(grads), jax.named_scope(UPDATE_SCOPE):
-            updates, opt_state = self.tx.update(grads, before.opt_state, state.params, **extra)
+            tx, old = self.options.tx, before.opt_state
+            updates, opt_state = tx.update(grads, old, state.params, **extra)
             updates, opt_state, is_dropped = drop_uncounted(
-                updates, opt_state, before.opt_state, extra.get("weight")
+                updates, opt_state, old, extra.get("weight")
             )
         params = gather_new_params(apply_updates(state.params, updates), self.layout)
         model_state = state.model_state
@@ -263,11 +238,13 @@ def _conjugate(grads: Updates) -> Updates:
 
 
 def _make_inputs(
-    state: TrainState, batch: Batch, key_of: KeyOf | None, layout: Layout | None
+    state: TrainState, batch: Batch, key: jax.Array | None, layout: Layout | None
 ) -> Inputs:
     """Return the inputs of a worker's loss, without a loss factor. All keys are this worker's."""
-    key = None if key_of is None else key_of(state.step)
     workers = Axes() if layout is None else layout.worker_axes
+    if key is not None:
+        key = fold_in(key, state.step)
+        key = fold_in(key, lax.axis_index(workers)) if workers else key
     model_state = fold_worker_into_keys(state.model_state, workers)
     return Inputs(state.params, model_state, batch, key, state.step, state.step, None)
 

@@ -198,8 +198,7 @@ class _Plateau(NamedTuple):
         cooled = state._replace(cooldown=state.cooldown - 1)
         # Selections in each field, which compute both.
         observed = optax.tree.where(state.cooldown > 0, cooled, counted)
-        chosen: ReduceOnPlateauState = optax.tree.where(state.observed, observed, state)
-        return chosen
+        return optax.tree.where(state.observed, observed, state)
 
 
 def is_evaluation_plateau(x: object) -> TypeGuard[EvaluationPlateauState]:

@@ -185,8 +185,7 @@ def _run_checkpoint(checkpoint: Checkpoint, operands: Sequence[Value]) -> list[V
         prevent_cse=checkpoint.prevent_cse,
         policy=None if policy is None else _without_gathered(policy),
     )
-    results: list[Value] = run(operands)
-    return results
+    return run(operands)
 
 
 def _is_recomputed(jaxpr: Jaxpr) -> bool:

@@ -38,8 +38,7 @@ def is_large(x: Leaf) -> bool:
 def to_host(x: jax.Array) -> jax.Array:
     """Move a traced array to the memory of the host, where its shards lie as on the devices, and
     return one that lies there unchanged."""
-    moved: jax.Array = x if is_on_host(x) else jax.device_put(x, _HOST)
-    return moved
+    return x if is_on_host(x) else jax.device_put(x, _HOST)
 
 
 def to_device(x: jax.Array) -> jax.Array:
@@ -50,8 +49,7 @@ def to_device(x: jax.Array) -> jax.Array:
     if not checks.is_traced(x):
         device: Any = next(iter(x.sharding.device_set))
         there = x.sharding.with_memory_kind(device.default_memory().kind)
-    moved: jax.Array = jax.device_put(x, there)
-    return moved
+    return jax.device_put(x, there)
 
 
 def type_on_device(x: Leaf) -> Any:
@@ -69,6 +67,5 @@ def make_array(
     process.
     """
     if isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind == PINNED_HOST:
-        placed: jax.Array = jax.device_put(np.array(read((slice(None),) * len(shape))), sharding)
-        return placed
+        return jax.device_put(np.array(read((slice(None),) * len(shape))), sharding)
     return jax.make_array_from_callback(shape, sharding, read)

@@ -21,7 +21,6 @@ from optfn.mesh.collectives import mesh as meshes
 from optfn.mesh.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.mesh.collectives.devices import Workers
 from optfn.mesh.collectives.means import map_key_data, mean_over_workers
-from optfn.mesh.collectives.mesh import count_devices, make_sharding
 from optfn.mesh.state import per_worker
 from optfn.mesh.state.placement import specs_over_workers
 
@@ -75,7 +74,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return map_key_data(place, leaf)
-        return copy_to_devices(leaf, make_sharding(mesh, P(), jnp.ndim(leaf)))
+        return copy_to_devices(leaf, meshes.make_sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
@@ -95,7 +94,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
-    workers = count_devices(mesh, data_axis)
+    workers = meshes.count_devices(mesh, data_axis)
 
     def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
@@ -170,17 +169,6 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
     # JAX may share memory with a NumPy array, and the step overwrites its params in place. So each
     # device gets a copy of its shard.
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
-
-
-def refuse_exchange(opt_state: OptState) -> None:
-    """Raise a ValueError if an optimizer exchanges gradients itself or keeps a state on each
-    worker, because a step left to the compiler has no workers."""
-    if per_worker.has_exchange(opt_state) or per_worker.has_per_worker_state(opt_state):
-        raise ValueError(
-            "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum does, "
-            'which cannot be combined with partitioner="compiler": there are no workers, only the '
-            "mean gradient. Leave the exchange out"
-        )
 
 
 def reduce_gradients(

@@ -33,12 +33,11 @@ from optfn.mesh.collectives import mesh as meshes
 from optfn.mesh.collectives.axes import Axes, Division
 from optfn.mesh.collectives.devices import Devices
 from optfn.mesh.collectives.means import SMALL_BYTES
-from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.collectives.packets import Compressor
-from optfn.mesh.layout.data_parallel import copy_to_devices, refuse_exchange, replicate
+from optfn.mesh.layout.data_parallel import copy_to_devices, replicate
+from optfn.mesh.state import per_worker
 from optfn.mesh.state.inventory import Entry, inventory, map_entries
 from optfn.mesh.state.padded import Padded, map_padded, unwrap_padded, wrap_padded
-from optfn.mesh.state.per_worker import check_wrappers, join_exchange_axes, map_divided
 from optfn.mesh.state.placement import (
     place_on_host,
     spec_over_workers,
@@ -150,7 +149,7 @@ class Layout:
     def num_shards(self) -> int:
         """The number of devices that share a divided leaf, which is the product of the sizes of the
         shard axes."""
-        return count_devices(self.mesh, self.shard_axes)
+        return meshes.count_devices(self.mesh, self.shard_axes)
 
     def follow(self, params: Params) -> "Layout":
         """Return the layout for these params, which is here this layout, whatever the params
@@ -211,7 +210,8 @@ class Layout:
         divisions = self.divisions(spec)
         if not (self.mean_axes and divisions):
             return Axes()
-        devices = count_devices(self.mesh, mesh_axes.join_axes(*(names for _, names in divisions)))
+        along = mesh_axes.join_axes(*(names for _, names in divisions))
+        devices = meshes.count_devices(self.mesh, along)
         return self.mean_axes if size > SMALL_BYTES * devices else Axes()
 
     def param_specs(self, params: Params) -> PyTree:
@@ -239,7 +239,7 @@ class Layout:
         """
         if not self.is_divided:
             return specs_over_workers(state, self.worker_axes)
-        check_wrappers("the optimizer", state)
+        per_worker.check_wrappers("the optimizer", state)
         owners = self._entry_of_path(params)
 
         def state_spec(entry: Entry, x: Leaf) -> P:
@@ -299,7 +299,7 @@ class Layout:
         size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
-            count = count_devices(self.mesh, names)
+            count = meshes.count_devices(self.mesh, names)
             sizes[dimension] = -(-shape[dimension] // count) * count
         return tuple(sizes)
 
@@ -404,32 +404,32 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = self.make_padded_init(init)
+        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
+
+        def all_workers(params: Params) -> OptState:
+            return self.pad_state(widened(params), params)
+
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         shapes = jax.eval_shape(all_workers, like if self.compiler_axes else params)
         self._check_axes_of_exchanges(shapes)
         specs = self.state_specs(shapes, params)
-        if self.compiler_axes:
-            all_workers = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
+        hidden = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
         placement = self.in_memory(self.shardings(specs, shapes), shapes)
-        return jax.jit(all_workers, out_shardings=placement)(params)
-
-    def make_padded_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
-        """Return the function from params to the stored state of all workers, with per-worker
-        arrays repeated for each and uneven layers padded.
-
-        Args:
-          init: the function from params to the state of one worker.
-        """
-        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
-        return lambda params: self.pad_state(widened(params), params)
+        run = hidden if self.compiler_axes else all_workers
+        return jax.jit(run, out_shardings=placement)(params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges over shard axes or keeps per-worker arrays
         without worker axes, or does either in a step of the compiler."""
-        divided = [axis for axis in join_exchange_axes(state) if axis in self.shard_axes]
-        if self.compiler_axes:
-            refuse_exchange(state)
+        divided = [axis for axis in per_worker.join_exchange_axes(state) if axis in self.shard_axes]
+        if self.compiler_axes and (
+            per_worker.has_exchange(state) or per_worker.has_per_worker_state(state)
+        ):
+            raise ValueError(
+                "tx exchanges gradients itself, or keeps a state on each worker, as dgc_momentum "
+                'does, which cannot be combined with partitioner="compiler": there are no workers, '
+                "only the mean gradient. Leave the exchange out"
+            )
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -466,7 +466,9 @@ class Layout:
                 is_flat = jnp.shape(x) == (math.prod(p.shape),)
                 return jnp.reshape(x, p.shape) if is_flat and any(p.gradient_spec) else x
 
-            state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
+            state = per_worker.map_divided(
+                lambda node: node._replace(value=flatten(node.value)), state
+            )
             return map_entries(shape, state, owners)
 
         return init_in_shapes if self.worker_axes and self.is_divided else init
@@ -487,11 +489,9 @@ def _count_leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of one worker's part of an array of `shape`, which `over` divides over
     workers, or `shape` unchanged if `over` is P()."""
-    return (
-        (shape[0] // count_devices(mesh, mesh_axes.to_axes(over[0])), *shape[1:])
-        if any(over)
-        else shape
-    )
+    if not any(over):
+        return shape
+    return (shape[0] // meshes.count_devices(mesh, mesh_axes.to_axes(over[0])), *shape[1:])
 
 
 def _join_specs(over: P, spec: P) -> P:
@@ -512,7 +512,7 @@ def check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: 
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = count_devices(mesh, mesh_axes.to_axes(entry))
+        count = meshes.count_devices(mesh, mesh_axes.to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

@@ -45,7 +45,7 @@ def _include_all_processes(devices: Iterable[Any]) -> bool:
 def gather_values(values: Sequence[int]) -> np.ndarray:
     """Gather int32 values from each process into an array (processes, len(values)). All must call
     it."""
-    gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
+    gathered = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 

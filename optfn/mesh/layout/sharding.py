@@ -155,31 +155,27 @@ def sharded(
     ('fast',)
     """
     names = mesh_axes.check_axis_names("sharded: axis", axis, optional=True)
-    compressors = {
-        name: None if given is None else check(f"sharded: {name}", given)
-        for name, check, given in (
-            ("gather", packets.check_param_compressor, gather),
-            ("reduce", packets.check_gradient_compressor, reduce),
-        )
-    }
-    if any(x is not None for x in compressors.values()) and (
-        not isinstance(kind, str) or whole is not None
-    ):
+    if gather is not None:
+        packets.check_param_compressor("sharded: gather", gather)
+    if reduce is not None:
+        packets.check_gradient_compressor("sharded: reduce", reduce)
+    has_packets = gather is not None or reduce is not None
+    if has_packets and (not isinstance(kind, str) or whole is not None):
         raise ValueError(
-            f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
+            f"sharded: gather and reduce need the kind {_list_kinds()}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
             "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
     if whole is not None and not _is_kind(kind):
         raise ValueError(
-            f"sharded: whole= needs the kind {_list_kinds(' or ')}, which choose how leaves are "
+            f"sharded: whole= needs the kind {_list_kinds()}, which choose how leaves are "
             f"divided; got {checks.show(kind)}. To keep matrices whole by a PartitionSpec, divide "
             "only the axis of layers, as P('data') does"
         )
     patterns.check_pattern("sharded: whole", whole)
     dtype = check_reduce_dtype("sharded: reduce_dtype", reduce_dtype)
-    return Sharded(kind, names or None, whole, once, **compressors, reduce_dtype=dtype)
+    return Sharded(kind, names or None, whole, once, gather, reduce, dtype)
 
 
 # "state", "params", PartitionSpecs of params, or the result of `sharded`.
@@ -269,9 +265,9 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
             shape, number = jnp.shape(x), place.number
             sizes[number] = math.prod(shape) * jnp.result_type(x).itemsize
             layers[number] = math.prod(shape[: stacked[number]])
-    chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
+    small = (n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n])
     # The smallest first: within the limit they are the most collectives.
-    chosen.sort(key=lambda number: sizes[number])
+    chosen = sorted(small, key=sizes.__getitem__)
     totals = itertools.accumulate(sizes[number] for number in chosen)
     # S bytes of params give shards of S/N, so the limit is S/N/100. From N = 100 on it is S/10,000,
     # or on a large mesh nothing would stay whole.
@@ -355,9 +351,9 @@ def _is_kind(kind: object) -> TypeGuard[str]:
     return isinstance(kind, str) and kind in KINDS
 
 
-def _list_kinds(separator: str) -> str:
-    """Return the names of the ways of sharding in quotes, joined for errors."""
-    return separator.join(f'"{name}"' for name in KINDS)
+def _list_kinds() -> str:
+    """Return the names of the ways of sharding in quotes, for errors."""
+    return " or ".join(f'"{name}"' for name in KINDS)
 
 
 def layout_of(
