@@ -3,6 +3,7 @@
 `make draws N=500 SEED=1` draws more; tests/reference_run has all of it.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -40,3 +41,10 @@ def test_drawn_programs_train_as_the_reference_run(part):
 def test_programs_that_failed_once_train_as_the_reference_run():
     run = draw("--kept")
     assert not run.returncode, run.stdout + run.stderr[-3000:]
+
+
+def test_each_mutation_changes_one_place():
+    for name, file, old, new in json.loads(
+        (ROOT / "tests/reference_run/mutations.json").read_text()
+    ):
+        assert (ROOT / file).read_text().count(old) == 1 and new != old, name
