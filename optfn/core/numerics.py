@@ -34,6 +34,13 @@ def wide_dtype(dtype: object) -> np.dtype[Any] | None:
     return None
 
 
+def promote(*dtypes: Any) -> np.dtype[Any]:
+    """Return the dtype that numbers of some dtypes are promoted to, also where JAX's own promotion
+    is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(jnp.result_type(*dtypes))
+
+
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """Return x.astype(dtype), or x itself if it has this dtype."""
     # `astype` to the same dtype costs a call of JAX, for each leaf in each step.

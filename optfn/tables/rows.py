@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.core import checks
+from optfn.core import checks, numerics
 from optfn.core.tree import is_array
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.mesh.collectives.torus import all_gather_along
@@ -136,7 +136,7 @@ class Rows(LeafKind):
             raise ValueError(
                 f"cannot add rows of an array of shape {self.shape} to one of {p.shape}"
             )
-        wide = jnp.promote_types(p.dtype, self.dtype)
+        wide = numerics.promote(p.dtype, self.dtype)
         if wide == p.dtype:
             narrow = self.map(lambda values: values.astype(p.dtype))
             return _add_blocks(_view_rows(p, self), narrow).reshape(p.shape)
@@ -178,7 +178,7 @@ class Rows(LeafKind):
             return self.add_to(other)
         if (self.shape, self.num_rows) != (other.shape, other.num_rows):
             raise ValueError(f"cannot add rows of arrays of shapes {other.shape} and {self.shape}")
-        dtype = jnp.promote_types(other.dtype, self.dtype)
+        dtype = numerics.promote(other.dtype, self.dtype)
         values = jnp.concatenate([other.values.astype(dtype), self.values.astype(dtype)])
         return self._replace_rows(jnp.concatenate([other.indices, self.indices]), values)
 

@@ -163,9 +163,11 @@ def _count_call(
     if call_weight is not None:
         extra["weight"] = weight
     if call_value is not None:
+        wide = numerics.promote(call_value, jnp.float32)
         # A call without weight has no examples, and its value may be NaN.
-        value += jnp.where(added == 0, 0, added * call_value).astype(value.dtype)
-        extra["value"] = (value / divisor).astype(jnp.result_type(call_value, jnp.float32))
+        of_call = jnp.where(added == 0, 0, jnp.asarray(added, wide) * jnp.asarray(call_value, wide))
+        value += of_call.astype(value.dtype)
+        extra["value"] = (value / divisor).astype(wide)
     # The mean is total/every, and a total of another weight is scaled here: for total/weight
     # XLA's compiler for TPUs keeps a temporary of half the size.
     share = jnp.where(is_last, every / divisor, 1.0)
@@ -280,7 +282,7 @@ def _step_if(
 
 def _widen_to(total: Leaf, u: Leaf) -> Leaf:
     """Return a total in the dtype of its update if that is wider, else unchanged."""
-    return total.astype(jnp.promote_types(total.dtype, u.dtype)) if tree.is_inexact(u) else total
+    return total.astype(numerics.promote(total.dtype, u.dtype)) if tree.is_inexact(u) else total
 
 
 def _overwrite(total: Leaf, u: Leaf) -> Leaf:

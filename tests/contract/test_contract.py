@@ -15,6 +15,7 @@ from compilations import programs
 from grids import by_entry, nightly, suite
 
 import optfn
+from optfn.sparse import Rows
 
 # What the boundary around each rule does, for three rules and everything that wraps another.
 AT_THE_EDGE = {"adagrad", "lamb", "adamw_int8", *registry.WRAPPERS, *registry.EXCHANGES}
@@ -278,7 +279,7 @@ def test_low_precision_leaves(entry, dtype):
     assert len(compiled) == 2
 
 
-@by_entry(registry.ALL, *registry.SUITE, *registry.SUITE_OF_TRANSFORMS)
+@by_entry(registry.ALL, *registry.SUITE, *registry.SUITE_OF_TRANSFORMS, "accumulate")
 def test_strict_dtype_promotion(entry):
     """No rule relies on promotion between dtypes; and it is a transformation of optax."""
     assert isinstance(entry.make(), optax.GradientTransformationExtraArgs)
@@ -290,6 +291,17 @@ def test_strict_dtype_promotion(entry):
             step = functools.partial(updated, entry, tx)
             updates, _ = jax.eval_shape(step, grads, state, params)
             jax.eval_shape(optfn.apply_updates, params, updates)
+
+
+def test_sums_of_narrow_losses_and_rows_of_another_dtype_under_strict_promotion():
+    params, tx = jnp.ones(4, jnp.bfloat16), optfn.accumulate(optfn.sgd(0.1), 2)
+    with jax.numpy_dtype_promotion("strict"):
+        state = tx.init(params)
+        for value in (jnp.ones((), jnp.bfloat16), 1.0):
+            _, state = tx.update(params, state, params, value=value)
+        rows = Rows(jnp.array([1, 3, 1]), jnp.ones((3, 2)), 5)
+        total = jnp.zeros((5, 2), jnp.bfloat16) + rows
+    np.testing.assert_array_equal(total, np.array([[0, 2, 0, 1, 0]] * 2).T)
 
 
 @by_entry(registry.ALL, *registry.OTHER_SUITE, *registry.SUITE_OF_TRANSFORMS)

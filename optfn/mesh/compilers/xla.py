@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from optfn.core import tree
-from optfn.core.numerics import abs_squared, sqrt
+from optfn.core.numerics import abs_squared, promote, sqrt
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.compilers.groups import manual_axes, map_groups, varying_axes
 
@@ -163,7 +163,7 @@ def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
     def by_largest(arrays: list[jax.Array]) -> jax.Array:
         # A maximum keeps NaN.
         largest = [jnp.max(jnp.abs(x)) for x in arrays]
-        wide = jnp.result_type(jnp.float32, *largest)
+        wide = promote(jnp.float32, *(x.dtype for x in largest))
         return ~jnp.all(jnp.isfinite(jnp.stack([x.astype(wide) for x in largest])))
 
     found = [x for x in arrays if x.size]
