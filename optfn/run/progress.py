@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,13 +29,12 @@ class Progress:
         steps: int | None,
         shown: bool,
         done: int = 0,
-        file: TextIO | None = None,
         per_call: int = 1,
         seen: Callable[[float], None] = lambda loss: None,
     ) -> None:
         self.steps, self.done, self.per_call = steps, done, per_call
         # None without a console, as under pythonw.
-        self.file, self.seen = file or sys.stderr, seen
+        self.file, self.seen = sys.stderr, seen
         self.shown = shown and self.file is not None
         self.bar: Any = None
         self.every = max(1, steps // 10) if steps else 100

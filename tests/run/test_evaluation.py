@@ -1,5 +1,6 @@
 """Epochs, which evaluation is better, means over batches, auxiliary numbers, several logs."""
 
+import contextlib
 import io
 import json
 import re
@@ -67,7 +68,7 @@ def test_the_bar_and_the_log_show_the_epoch(tmp_path, capfd):
             return True
 
     file = Terminal()
-    with Progress(6, True, file=file) as bar:
+    with contextlib.redirect_stderr(file), Progress(6, True) as bar:
         bar(1, {"loss": 1.0, "epoch": 1}, X[0])
     assert "epoch 1 loss 1.0000" in file.getvalue() and "/6" in file.getvalue()
 

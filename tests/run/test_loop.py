@@ -1,5 +1,6 @@
 """minimize: evaluation, early stopping, the best state, callbacks, logs, signals."""
 
+import contextlib
 import gc
 import io
 import json
@@ -329,7 +330,7 @@ class Terminal(io.StringIO):
 
 def test_the_bar_shows_small_losses_and_examples_per_second():
     file = Terminal()
-    with Progress(3, True, file=file) as report:
+    with contextlib.redirect_stderr(file), Progress(3, True) as report:
         for n in range(1, 4):
             report(n, {"loss": 1.25e-6, "evaluation/error": 0.5}, X[0])
     assert "loss 1.2500e-06 error 0.50000" in file.getvalue()
