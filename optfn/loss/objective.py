@@ -27,14 +27,15 @@ from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import DType, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.patterns import Pattern
-from optfn.loss import scaled_loss, scans
+from optfn.loss import scaled_loss
 from optfn.loss.jaxprs.constraints import drop_bound_axes
-from optfn.loss.jaxprs.sharded_param import gather_params, is_sharded_param
+from optfn.loss.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
 from optfn.loss.keys import fold_device, restore_unchanged_keys
 from optfn.loss.loss_form import Inputs, LossForm, Values
 from optfn.loss.loss_program import LossProgram, keep_if
 from optfn.loss.mean import check_constant_weight, is_mean, take_part, take_share
 from optfn.loss.recomputation.named_segments import recompute_function
+from optfn.loss.scans import LeafShard
 from optfn.mesh.collectives import mesh as meshes
 from optfn.mesh.collectives.axes import Axes
 from optfn.mesh.collectives.devices import Devices, Workers
@@ -70,7 +71,15 @@ class Gather(NamedTuple):
           inputs: the inputs of the loss.
           counts: whether this device's examples count in the gradient; None if they do.
         """
-        return scans.wrap_shards(inputs.params, self.entries, self.layout, inputs.packet, counts)
+
+        def wrap(entry: ParamEntry, x: Leaf) -> Leaf:
+            # A loss only looks up the rows of a table.
+            if entry.is_table:
+                return x
+            shard = LeafShard.of(x, entry, self.layout, inputs.packet, counts)
+            return x if shard is None else ShardedParam(shard)
+
+        return jax.tree.map(wrap, self.entries, inputs.params)
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
         """Gather all params but tables, and return fn(inputs) with them in place of the shards.
@@ -123,16 +132,13 @@ def differentiate(
         (loss, *rest), own_weight = values_at(params, inputs)
         return scaled_loss.scale_gradient(loss, inputs.loss_factor), (rest, own_weight)
 
-    def make_program(inputs: Inputs) -> LossProgram:
-        params = inputs.params if gather is None else gather.wrap(inputs)
-        return LossProgram(lambda params: scale_loss(params, inputs), params, tables, owners)
-
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
-        program = make_program(inputs)
+        wrapped = inputs.params if gather is None else gather.wrap(inputs)
+        program = LossProgram(lambda p: scale_loss(p, inputs), wrapped, tables, owners)
         counts = None
         if program.reduces_gradients and program.shapes[1][1] is not None:
             # Gathers and owners of rows average gradients inside the backward pass, so they have
@@ -164,7 +170,12 @@ def wrap_value_and_grad(
     """
 
     def objective(inputs: Inputs) -> tuple[Values, Updates]:
-        scaled_loss.check_unscaled("value_and_grad", inputs.loss_factor)
+        if inputs.loss_factor is not None:
+            raise ValueError(
+                "dynamic_loss_scale needs loss_fn, whose loss it scales, but value_and_grad "
+                "computes loss and gradients itself. Scale the loss there by a constant instead, "
+                "and divide by it in tx"
+            )
         result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
@@ -298,8 +309,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         gather = Gather(layout, layout.describe(inputs.params))
         # An integer leaf has no gradient.
         arriving = jax.tree.map(
-            lambda x: x.arriving_spec if jnp.issubdtype(x.dtype, jnp.inexact) else None,
-            gather.entries,
+            lambda x: x.arriving_spec if tree.is_inexact(x) else None, gather.entries
         )
 
         def run(inputs: Inputs) -> tuple[Values, Updates]:

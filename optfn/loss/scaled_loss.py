@@ -28,13 +28,3 @@ def _scale_gradient(loss: jax.Array, factor: jax.Array) -> jax.Array:
 _scale_gradient.defvjp(
     lambda loss, factor: (loss, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
 )
-
-
-def check_unscaled(name: str, factor: jax.Array | None) -> None:
-    """Raise a ValueError unless the factor is None, because the function `name` computes gradients
-    itself and its loss cannot be scaled."""
-    if factor is not None:
-        raise ValueError(
-            f"dynamic_loss_scale needs loss_fn, whose loss it scales, but {name} computes loss and "
-            "gradients itself. Scale the loss there by a constant instead, and divide by it in tx"
-        )

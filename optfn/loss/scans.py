@@ -16,9 +16,8 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from optfn.core import checks, tree
-from optfn.core.types import Leaf, Params, PyTree
+from optfn.core.types import PyTree
 from optfn.loss.jaxprs.sharded import LAYER
-from optfn.loss.jaxprs.sharded_param import ShardedParam
 from optfn.mesh.collectives.axes import Axes, Division, join_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.collectives.packets import MIN_SIZE
@@ -92,7 +91,7 @@ class LeafShard:
         entry: ParamEntry,
         layout: Layout,
         step: jax.Array,
-        counts: jax.Array | None = None,
+        counts: jax.Array | None,
     ) -> "LeafShard | None":
         """Return the LeafShard of a device's array, with the step only if it is sent in packets, or
         None if shard axes do not divide the leaf."""
@@ -184,33 +183,6 @@ class LeafShard:
         return dataclasses.replace(
             self, array=array, divisions=divisions, slices=P(*self.slices[1:]), is_layer=True
         )
-
-
-def wrap_shards(
-    params: Params,
-    entries: PyTree,
-    layout: Layout,
-    step: jax.Array,
-    counts: jax.Array | None = None,
-) -> Params:
-    """Return params with a ShardedParam in place of each leaf that shard axes divide, and with
-    tables unchanged.
-
-    A loss only looks up the rows of a table.
-
-    Args:
-      params: the shards that a device keeps.
-      entries: a ParamEntry for each leaf of the whole params.
-      layout: how params are divided.
-      step: the number of the training step, for packets.
-      counts: whether this device's gradients count in the mean; None if they do.
-    """
-
-    def wrap(entry: ParamEntry, x: Leaf) -> Leaf:
-        shard = None if entry.is_table else LeafShard.of(x, entry, layout, step, counts)
-        return x if shard is None else ShardedParam(shard)
-
-    return jax.tree.map(wrap, entries, params)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:

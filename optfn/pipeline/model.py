@@ -264,24 +264,17 @@ def make_heterogeneous_model(
     """
     stages = _RavelledStages(functions, policy, params, weights, item)
 
-    def make_branches(method: Callable[..., Any]) -> list[Callable[..., Any]]:
-        return [partial(method, i) for i in range(len(functions.stages))]
+    def choose(method: Callable[..., Any]) -> Callable[..., Any]:
+        branches = [partial(method, i) for i in range(len(functions.stages))]
+        return lambda item, *arguments: lax.switch(item.stage, branches, item, *arguments)
 
-    def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
-        return lax.switch(item.stage, make_branches(stages.forward), item, weights, received)
-
-    def backward(
-        item: WorkItem, weights: Weights, stash: Stash, received: Activation
-    ) -> BackwardResult:
-        return lax.switch(
-            item.stage, make_branches(stages.backward), item, weights, stash, received
-        )
-
-    def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
-        return lax.switch(item.stage, make_branches(stages.weight_gradient), weights, context)
-
-    activation = buffers.make_shapes(stages.activation_lengths)
-    return Model(activation, stages.loss, forward, backward, weight_gradient)
+    return Model(
+        buffers.make_shapes(stages.activation_lengths),
+        stages.loss,
+        choose(stages.forward),
+        choose(stages.backward),
+        choose(stages.weight_gradient),
+    )
 
 
 class _RavelledStages:
@@ -370,9 +363,12 @@ class _RavelledStages:
 
         return self.stages[i].backward(self._unravel_weights(i, weights), stash, item.key, seed)
 
-    def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
+    def weight_gradient(
+        self, i: int, item: WorkItem, weights: Weights, context: buffers.Buffers
+    ) -> Gradient:
         """Compute the gradient of stage i's weights from its context, and return it in buffers of
         the inexact dtypes, and the gradient of shared weights as leaves."""
+        del item
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

@@ -4,7 +4,7 @@ A gradient in `make_train_step(loss, adam(1e-3), mesh=data_mesh(), shard="params
 axis is a shard axis, and there are no worker axes:
 
 1. `loss/objective.shard_objective` runs `differentiate` on each device, on its shards and examples.
-2. `loss/scans.wrap_shards` puts a `ShardedParam` in place of each divided leaf, and
+2. `Gather.wrap` of loss/objective.py puts a `ShardedParam` in place of each divided leaf, and
    `loss/loss_program.py` gathers it: for the whole loss, or a layer at a time in a scan.
 3. The backward pass of `gather_shard` (`mesh/layout/shards.py`) reduce-scatters each gradient: the
    mean over the devices, as a shard; with worker axes it averages the shard over them too.

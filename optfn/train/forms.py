@@ -5,7 +5,7 @@ declares its kind (`Traits.link`); optax's types are in `OPTAX`. The remaining l
 they take every form, and the form that they give is unknown.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import optax
@@ -50,11 +50,6 @@ class LinkKind(NamedTuple):
 def _keep_forms(*forms: str) -> dict[str, str]:
     """Return the `takes` of a link that takes these forms, and gives each of them unchanged."""
     return {form: form for form in forms}
-
-
-def _give_form(given: str, forms: Iterable[str]) -> dict[str, str]:
-    """Return the `takes` of a link that turns all of these forms into the same form."""
-    return dict.fromkeys(forms, given)
 
 
 # At these forms, all links that do not take them have the same warning.
@@ -122,7 +117,7 @@ KINDS: dict[str, LinkKind] = {
     "penalty": LinkKind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
     "decay": LinkKind(_keep_forms(*UPHILL), _GROWS, refuses=_PAUSES),
     "moments": LinkKind(
-        _give_form(DIRECTION, [GRADIENT]),
+        {GRADIENT: DIRECTION},
         _RATE_LOST | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
         refuses=_PAUSES,
@@ -134,12 +129,12 @@ KINDS: dict[str, LinkKind] = {
         _keep_forms(GRADIENT, DIRECTION, STEP), _MOMENTUM_TWICE, refuses=_PAUSES | _STEPS_ADD_UP
     ),
     "trust_ratio": LinkKind(
-        _give_form(DIRECTION, [GRADIENT, DIRECTION]), _RATE_LOST | _MOMENTUM_TWICE
+        dict.fromkeys([GRADIENT, DIRECTION], DIRECTION), _RATE_LOST | _MOMENTUM_TWICE
     ),
-    "rate": LinkKind(_give_form(STEP, UPHILL), TWO_RATES, of_unknown=STEP),
+    "rate": LinkKind(dict.fromkeys(UPHILL, STEP), TWO_RATES, of_unknown=STEP),
     "plateau": LinkKind({GRADIENT: DIRECTION} | _keep_forms(DIRECTION, COMPRESSED, STEP)),
     "optimizer": LinkKind(
-        _give_form(STEP, [GRADIENT]),
+        {GRADIENT: STEP},
         TWO_RATES | _MOMENTUM_TWICE | _TWO_RULES,
         marks=(ADAPTED,),
         refuses=_PAUSES,
@@ -147,18 +142,18 @@ KINDS: dict[str, LinkKind] = {
     ),
     "exchange": LinkKind(_keep_forms(*UPHILL, STEP), marks=(EXCHANGED,), refuses=_EXCHANGED_TWICE),
     "dgc": LinkKind(
-        _give_form(COMPRESSED, [GRADIENT]),
+        {GRADIENT: COMPRESSED},
         _TWO_RULES | _MOMENTUM_TWICE,
         marks=(EXCHANGED, ADAPTED),
         refuses=_EXCHANGED_TWICE,
         of_unknown=COMPRESSED,
     ),
     "average": LinkKind(
-        _give_form(AVERAGED, [*UPHILL, STEP, AVERAGED]) | _keep_forms(DIFFERENCE),
+        dict.fromkeys([*UPHILL, STEP, AVERAGED], AVERAGED) | _keep_forms(DIFFERENCE),
         of_unknown=AVERAGED,
     ),
     # A bare schedule may be a warm-up or, if it is negative, a rate: its state does not tell.
-    "unsure": LinkKind(_give_form(UNKNOWN, [*UPHILL, STEP])),
+    "unsure": LinkKind(dict.fromkeys([*UPHILL, STEP], UNKNOWN)),
 }
 
 # Wrappers, by their effect on the update before the transformation inside of them, or after it.

@@ -173,7 +173,7 @@ def _find_constraints(
     Args:
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
     """
-    for equation in getattr(program, "jaxpr", program).eqns:
+    for equation in _open(program).eqns:
         within, constraint = (
             (*bound, *primitives.find_bound_axes(equation)),
             primitives.as_constraint(equation),
@@ -189,9 +189,12 @@ def _find_constraints(
 def _has_types(program: Any) -> bool:
     """Tell whether an equation of a program, or of a function inside, gives its result a sharding
     as a type."""
-    return any(
-        map(primitives.has_sharding_as_type, primitives.walk(getattr(program, "jaxpr", program)))
-    )
+    return any(map(primitives.has_sharding_as_type, primitives.walk(_open(program))))
+
+
+def _open(program: Jaxpr | jex.ClosedJaxpr) -> Jaxpr:
+    """Return the equations of a program, without the arrays that a closed one has beside them."""
+    return program.jaxpr if isinstance(program, jex.ClosedJaxpr) else program
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
@@ -224,7 +227,7 @@ class _Binding:
     def _rewrite(self, program: Any) -> Any:
         """Return a copy of a jaxpr, closed or not, with bound axes and without the constraints that
         mean nothing."""
-        jaxpr: Jaxpr = getattr(program, "jaxpr", program)
+        jaxpr = _open(program)
         values: dict[Variable, Atom] = {}
 
         def define(names: Iterable[Variable]) -> list[Variable]:

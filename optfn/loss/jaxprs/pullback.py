@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
-import jax.numpy as jnp
 
+from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.loss.jaxprs.equations import replace_leaves
 
@@ -17,18 +17,14 @@ StageFn: TypeAlias = Callable[[Params, PyTree, Key], PyTree]
 Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 
-def select_inexact_leaves(tree: PyTree) -> list[Leaf]:
+def select_inexact_leaves(values: PyTree) -> list[Leaf]:
     """Return the real and complex floating-point leaves, which alone have a gradient."""
-    return list(filter(_is_inexact, jax.tree.leaves(tree)))
+    return list(filter(tree.is_inexact, jax.tree.leaves(values)))
 
 
-def replace_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
+def replace_inexact_leaves(values: PyTree, replacements: Sequence[Leaf]) -> PyTree:
     """Return a tree with its inexact leaves replaced, in order."""
-    return replace_leaves(_is_inexact, tree, replacements)
-
-
-def _is_inexact(x: Leaf) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return replace_leaves(tree.is_inexact, values, replacements)
 
 
 def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:

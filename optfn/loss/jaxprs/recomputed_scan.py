@@ -113,8 +113,7 @@ def scan_recomputed(
         of_results = _select_gradients(cotangents[len(inputs) :])
         zeros = [jnp.zeros_like(x) for x in select_inexact_leaves(constants)]
         (of_init, sums), of_stacks = order.turn().scan(body, (of_carry, zeros))
-        pairs = (constants, sums), (inputs, of_init), (stacks, of_stacks)
-        return tuple(_as_cotangent(values, gradients) for values, gradients in pairs)
+        return _spread(constants, sums), _spread(inputs, of_init), _spread(stacks, of_stacks)
 
     scan.defvjp(forward, backward)
     return list(scan(constants, init, list(stacks)))
@@ -137,10 +136,8 @@ def _select_gradients(cotangents: Sequence[Any]) -> Arrays:
     return [g for g in cotangents if g.dtype != jax.dtypes.float0]
 
 
-def _as_cotangent(values: Any, gradients: Sequence[Any]) -> Any:
+def _spread(values: Any, gradients: Sequence[Any]) -> Any:
     """Return a tree like `values` with the gradients, in order, in place of its inexact leaves, and
     None in place of the rest."""
     remaining = iter(gradients)
-    return jax.tree.map(
-        lambda x: next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else None, values
-    )
+    return jax.tree.map(lambda x: next(remaining) if tree.is_inexact(x) else None, values)
