@@ -195,7 +195,7 @@ def choose_form(directory: Path, state: PyTree, sharded: bool | None = None) -> 
     if sharded and not {*"[\\"}.isdisjoint(str(directory)):
         raise ValueError(
             f"{directory}: the path of checkpoints that are directories must have no '[' and no "
-            "backslash, which orbax takes for a pattern, so that it loses what it saves"
+            "backslash, which orbax takes for a pattern, so that it loses the checkpoint"
         )
     return sharded
 

@@ -136,7 +136,7 @@ def estimate_step(
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
-            "estimate_step: compiled must be what step.lower(...).compile() gives, or its text, "
+            "estimate_step: compiled must be the result of step.lower(...).compile(), or its text, "
             f"got {type(compiled).__name__}"
         )
     devices = [] if isinstance(compiled, str) else _find_devices(compiled)

@@ -95,7 +95,7 @@ class LossWatch:
             "optfn.Mean(total, count)"
         )
         words = (
-            f"the loss of step {n} is {value}. What helps: optfn.skip_nonfinite(tx) leaves out "
+            f"the loss of step {n} is {value}. Remedies: optfn.skip_nonfinite(tx) leaves out "
             "steps whose gradients are not finite; a clip (grad_clip=) or a lower learning rate "
             "makes steps smaller; JAX_DEBUG_NANS=1 shows the operation that makes the first NaN"
             + (mean if math.isnan(value) and "weight" not in self.history.earlier else "")

@@ -51,7 +51,7 @@ def estimate_statistics(
     torch's `update_bn` weights all batches alike.
 
     xᵦ is the value that batch b does not change when it comes once more. A model returns m·s + c
-    for a statistic s, and its results for two values of s say what m and c are, the first time and
+    for a statistic s, and its results for two values of s determine m and c, the first time and
     the second. So neither its momentum matters, nor a correction for the start, as haiku makes it,
     nor statistics from before.
 

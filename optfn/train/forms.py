@@ -63,7 +63,7 @@ REFUSED = {
     "masters: master_weights(chain(…, {link})), with the optimizer without multi_precision",
 }
 
-OTHERWISE = "{link} cannot take what {by} before it gives, {form}: exchange the two"
+OTHERWISE = "{link} cannot take the result of {by} before it, {form}: exchange the two"
 
 TWO_RATES = {
     STEP: "{by} has already applied a learning rate, and {link} applies another. Each turns the "

@@ -41,7 +41,7 @@ EXCLUDES = (
     (
         "recompute",
         "value_and_grad",
-        f"{_OF_LOSS}. Wrap what it differentiates, such as the function of a stage: "
+        f"{_OF_LOSS}. Wrap the function that it differentiates, such as a stage: "
         "optfn.recompute(stage_fn, checkpoints=...)",
     ),
     ("tables", "value_and_grad", _OF_LOSS),
@@ -232,7 +232,7 @@ class StepArguments(StepOptions):
                 self.value_and_grad is not None,
                 "a pipeline divides its work itself",
             ),
-            "shard=sharded(gather=, reduce=)": (has_packets, "workers encode what they send"),
+            "shard=sharded(gather=, reduce=)": (has_packets, "workers encode their messages"),
             "reduce_dtype": (self.reduce_dtype is not None, "the compiler adds up gradients"),
             "packed": (
                 self.packed and bool(self.mesh.explicit_axes),

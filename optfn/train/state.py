@@ -102,8 +102,8 @@ def name_foreign_state(state: TrainState, init: Callable[[TrainState], OptState]
             'rename the counters of optax: docs/moving/optax.md, "A state of optax"'
             if any(x.endswith("/count") for x in foreign)
             and any(x.endswith("/step") for x in known)
-            else "take over what both have: optfn.load_state_dict(step.init(state.params), "
-            "optfn.state_dict(state), strict=False)"
+            else "take over the arrays that both have: "
+            "optfn.load_state_dict(step.init(state.params), optfn.state_dict(state), strict=False)"
         )
         raise TypeError(
             f"the state was made by another optimizer: it has {tree.list_names(foreign)}, which "

@@ -182,8 +182,8 @@ def master_weights(
 
 
 def _widen(form: MasterForm, bits: int | None, place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
-    """Return the master that a leaf begins with, and what is stored of it; a leaf without a master
-    is returned itself."""
+    """Return the master that a leaf begins with, and its stored form; a leaf without a master is
+    returned itself."""
     p = tree.as_array(p)
     if not form.is_narrow(p):
         return p, optax.MaskedNode()
@@ -195,8 +195,8 @@ def _widen(form: MasterForm, bits: int | None, place: tree.Place, p: Leaf) -> tu
 def _make_move(
     form: MasterForm, numbers: Sequence[jax.Array], dropped: jax.Array | None
 ) -> Callable[..., tuple[Leaf, Leaf]]:
-    """Return the function of a leaf, from what is stored, p, u and the new master to u and what is
-    stored then.
+    """Return the function of a leaf, from the stored form, p, u and the new master to u and the new
+    stored form.
 
     Args:
       form: how masters are stored.

@@ -120,12 +120,12 @@ def _restore(before: OptState, after: OptState, skips: Flags, empty: jax.Array |
     if hasattr(after, "_fields"):
         kept = traits_of(after).goes_on
         drops = [[] if name in kept else skips for name in after._fields]
-    else:  # a chain, list or dict, whose guards drop what is beside them too
+    else:  # a chain, list or dict, whose guards drop the states beside them too
         found = list(itertools.starmap(find_skips, pairs))
         others = (found[:i] + found[i + 1 :] for i in range(len(parts)))
         drops = [skips + list(itertools.chain.from_iterable(flags)) for flags in others]
     restored = [
-        # What decides does so for what is inside as well.
+        # A state that decides does so for the states inside as well.
         (optax.tree.where(any_of(drop), old, new) if drop else new)
         if decides else _restore(old, new, drop, empty)
         for (old, new), drop in zip(pairs, drops, strict=True)

@@ -120,7 +120,7 @@ def check_gradient_compressor(argument: str, compressor: object) -> Compressor:
     if getattr(checked, "bias", 0.0) >= _MOST_BIAS:
         warn(
             f"{argument}={compressor!r} is wrong in the mean, and gradients that are reduced to "
-            "shards have no error feedback: what it leaves out is lost in each step. Take one that "
+            "shards have no error feedback: its error is lost in each step. Take one that "
             "is exact in the mean, such as quantize(4, stochastic=True), or exchange(...), which "
             "has error feedback"
         )

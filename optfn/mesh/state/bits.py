@@ -110,7 +110,7 @@ def convert_dtype(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, str]:
         array = array.view(dtype)
     elif is_raw(array.dtype):
         return array, (
-            f"has {array.dtype.itemsize} bytes for each number and nothing says what they are, "
+            f"has {array.dtype.itemsize} bytes for each number and nothing names their dtype, "
             f"but the template has {dtype}. Load the whole result of state_dict, which lists "
             f"dtypes as {DTYPES!r}, or view the array as its dtype"
         )
