@@ -11,7 +11,6 @@ from optfn.core import errors, tree
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import packed
 from optfn.leaves.nodes import Packed, is_packed
-from optfn.leaves.packed import map_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Selection:
                 return packed.take_subset(node, self._numbers(path, node))
             return node if path in self.paths else optax.MaskedNode()
 
-        return map_nodes(keep, values)
+        return packed.map_nodes(keep, values)
 
     def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
         """Undo `keep`, by returning `whole` with its selected leaves replaced by the leaves of
@@ -43,7 +42,7 @@ class Selection:
                 return packed.fill(node, selected, self._numbers(path, node))
             return selected if path in self.paths else node
 
-        return map_nodes(fill, whole, kept)
+        return packed.map_nodes(fill, whole, kept)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
         """Return the indices of the selected leaves in a Packed, which has the path `path`."""

@@ -91,7 +91,7 @@ class LeafShard:
         entry: ParamEntry,
         layout: Layout,
         step: jax.Array,
-        counts: jax.Array | None = None,
+        counts: jax.Array | None,
     ) -> "LeafShard | None":
         """Return the LeafShard of a device's array, with the step only if it is sent in packets, or
         None if shard axes do not divide the leaf."""

@@ -97,7 +97,7 @@ class Clocks:
         totals.asynchronous[kind] += is_asynchronous
         self.flying.append(transfer)
 
-    def compute(self, seconds: float, carried: Iterable[Transfer] = ()) -> None:
+    def compute(self, seconds: float, carried: Iterable[Transfer]) -> None:
         """Advance both clocks by an instruction's seconds of compute.
 
         The links first move the `carried` transfers, one by one, and then the rest.

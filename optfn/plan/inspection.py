@@ -44,12 +44,12 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             "step must be a TrainStep or a function from jax.jit, since it has to be lowered; "
             f"got {checks.show(step)}"
         )
-    if isinstance(step, TrainStep) and not isinstance(args[0] if args else None, TrainState):
-        raise TypeError(
-            "the arguments of a TrainStep are (state, batch), and the state is a TrainState such "
-            f"as step.init(params); got {', '.join(map(checks.show, args)) or 'none'}"
-        )
     if isinstance(step, TrainStep):
+        if not isinstance(args[0] if args else None, TrainState):
+            raise TypeError(
+                "the arguments of a TrainStep are (state, batch), and the state is a TrainState "
+                f"such as step.init(params); got {', '.join(map(checks.show, args)) or 'none'}"
+            )
         args = step.list_arguments(*args)
     compiled = function.lower(*args).compile()
     memory = compiled.memory_analysis()

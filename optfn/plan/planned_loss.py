@@ -111,8 +111,7 @@ def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a part of an array's examples, rounded up, or of a scalar."""
     shape = jnp.shape(x)
     first = [-(-shape[0] // parts)] if shape else []
-    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    return jax.ShapeDtypeStruct((*first, *shape[1:]), dtype)
+    return jax.ShapeDtypeStruct((*first, *shape[1:]), jnp.result_type(x))
 
 
 def _shape_of_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:

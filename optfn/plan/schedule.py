@@ -12,7 +12,7 @@ A compiler writes a collective in one of these forms:
 * A fusion of another kind with a collective, such as a TPU's `all-reduce-scatter`: synchronous.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from optfn.mesh.compilers.chips import Chip
@@ -94,11 +94,11 @@ class Schedule:
         lanes = None if collective.is_queued else lanes
         return Transfer(collective.kind, seconds, collective.sent, lanes)
 
-    def transfers_inside(self, x: Instruction, settings: str = "") -> list[Transfer]:
+    def transfers_inside(self, x: Instruction) -> list[Transfer]:
         """Return the transfers of the collectives that an instruction's computations run, without
         those in loops."""
         return [
-            self.transfer(y, name, settings)
+            self.transfer(y, name, x.attributes)
             for name in x.called
             for y, name in self._collectives(name)
         ]
@@ -206,11 +206,11 @@ class _ScheduleWalk:
         found = {id(t): t for name in x.operands for t in self.held.get(name, ())}
         return [*found.values()]
 
-    def compute(self, x: Instruction, carried: list[Transfer] | None = None) -> None:
+    def compute(self, x: Instruction, carried: Sequence[Transfer] = ()) -> None:
         """Advance the clocks by the compute of an instruction, while the `carried` transfers
         move."""
         seconds = self.schedule.seconds(x, self.body, self.clocks.totals)
-        self.clocks.compute(seconds, carried or ())
+        self.clocks.compute(seconds, carried)
 
     def run(self, transfers: list[Transfer]) -> None:
         """Start collectives, and stop compute until they are done."""
@@ -250,7 +250,7 @@ class _ScheduleWalk:
         if _kind(x):
             self.send(x, [self.schedule.transfer(x, self.name)])
             return
-        transfers = self.schedule.transfers_inside(x, x.attributes)
+        transfers = self.schedule.transfers_inside(x)
         if not transfers:
             self.work(x)
         elif x.opcode == "custom-call-start" and self.has_update(x):
@@ -284,7 +284,7 @@ class _ScheduleWalk:
         inside = [y for _, y in self.schedule.program.inside(x) if y.opcode == "custom-call"]
         targets = {y.target for y in inside}
         if "AsyncCollectiveStart" in targets:
-            transfers = self.schedule.transfers_inside(x, x.attributes)
+            transfers = self.schedule.transfers_inside(x)
             for transfer in transfers:
                 transfer.is_carried = True
             self.send(x, transfers)
@@ -295,7 +295,7 @@ class _ScheduleWalk:
             self.held[x.name] = [t for t in self.transfers_of(x) if t.is_carried]
             self.compute(x, self.held[x.name])
         else:
-            transfers = self.schedule.transfers_inside(x, x.attributes)
+            transfers = self.schedule.transfers_inside(x)
             # Without an estimate of cycles, the time of a fusion around a collective is the links'.
             if not transfers or x.cycles is not None:
                 self.compute(x)

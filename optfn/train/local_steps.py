@@ -36,7 +36,6 @@ from optfn.mesh.layout import data_parallel, shards, traffic
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.state import reports
 from optfn.mesh.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
-from optfn.mesh.state.reports import reduce_over_round
 from optfn.tables.rows import Rows
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
@@ -361,4 +360,4 @@ def _average_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
         if name.partition("/")[0] == "learning_rate":
             # Workers differ in the rate only if a guard has skipped a step of some of them.
             reduced[name] = workers.max(metrics[name][-1])
-    return reduced | reduce_over_round(metrics, workers)
+    return reduced | reports.reduce_over_round(metrics, workers)

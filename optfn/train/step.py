@@ -32,7 +32,6 @@ from optfn.mesh.collectives.mesh import count_devices, is_on_several_cpus
 from optfn.mesh.layout import data_parallel as parallel
 from optfn.mesh.layout import processes
 from optfn.mesh.layout.as_placed import AsPlaced
-from optfn.mesh.layout.data_parallel import REMEDIES_OF_SIZE
 from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import layout_of
 from optfn.mesh.layout.traffic import warn_if_nothing_compressed
@@ -396,7 +395,7 @@ class TrainStep:
                 steps = f" × {self.local_steps} local steps" if self.local_steps > 1 else ""
                 raise ValueError(
                     f"a batch of {size} examples cannot be divided evenly by {workers} workers"
-                    f"{steps}. {REMEDIES_OF_SIZE}"
+                    f"{steps}. {parallel.REMEDIES_OF_SIZE}"
                 )
 
     def place_batch(self, batch: Batch, state: TrainState) -> Batch:
