@@ -93,7 +93,7 @@ def test_bits_without_the_list_of_dtypes_are_read_only_as_the_dtype_of_the_templ
     del saved["dtypes"]
     found = optfn.load_state_dict({"w": jnp.zeros(2, jnp.bfloat16)}, saved)
     np.testing.assert_array_equal(np.asarray(found["w"], float), [1.0, -2.5])
-    with pytest.raises(ValueError, match="'w' has 2 bytes for each number and nothing says"):
+    with pytest.raises(ValueError, match="'w' has 2 bytes for each number and nothing names"):
         optfn.load_state_dict({"w": jnp.zeros(2)}, saved)
 
 
