@@ -122,13 +122,13 @@ def write_checkpoint(
     history: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
-    keep: int = 2,
+    keep: int | None = 2,
     sharded: bool | None = None,
     background: bool | None = None,
     frozen: FrozenParams | None = None,
 ) -> Path:
     """Save a state as `save_checkpoint` does, but without the frozen params if `frozen` is given,
-    and return the path."""
+    and return the path. With `keep=None` all earlier checkpoints stay."""
     check_leaves("save_checkpoint: state", state)
     number = _find_step(state) if step is None else checks.count("step", step, low=0)
     wanted = "a mapping from names to arrays"
@@ -158,7 +158,8 @@ def write_checkpoint(
         )
     write = backend.writer(path, snapshot, beside, is_loss_finite=is_last_finite)
     # Old checkpoints go after the write: if it fails, they are still there.
-    start_write(directory, write, functools.partial(remove_oldest, path, keep))
+    remove = [] if keep is None else [functools.partial(remove_oldest, path, keep)]
+    start_write(directory, write, *remove)
     is_lost_at_exit = sharded and not STARTS_THREADS_AT_EXIT
     if is_lost_at_exit or not (sharded if background is None else background):
         wait_for_writes(directory)

@@ -310,7 +310,8 @@ class Best:
             # A copy, because the next step overwrites the state.
             self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
-                keep = 2 if is_provisional else 1
+                # All stay for it, as one that is not finite would be removed.
+                keep = None if is_provisional else 1
                 write_checkpoint(
                     self.directory, state, keep=keep, background=True, frozen=self.frozen
                 )
