@@ -94,7 +94,7 @@ class Rule:
         (name, options), t = self.p.rule, self.count
         late, before, more = 0.0, state, {}
         if options.get("lazy") == "exact":
-            late, before = catch_up(state, t, p, eps_hat=name == "adam")
+            late, before = catch_up(state, t, p, eps_hat=options.get("eps_hat", name == "adam"))
             more = {"last": t + 0 * p}
         new, after = RULES[name](p, g, before, t, lr, **exact(options))
         if not options.get("lazy"):

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs import primitives
-from optfn.loss.jaxprs.primitives import Atom, Equation, Jaxpr, Variable
+from optfn.loss.jaxprs.primitives import Atom, Equation, Variable
 from optfn.mesh.collectives.axes import to_axes
 
 
@@ -173,7 +173,7 @@ def _find_constraints(
     Args:
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
     """
-    for equation in _open(program).eqns:
+    for equation in primitives.drop_constants(program).eqns:
         within, constraint = (
             (*bound, *primitives.find_bound_axes(equation)),
             primitives.as_constraint(equation),
@@ -189,12 +189,9 @@ def _find_constraints(
 def _has_types(program: Any) -> bool:
     """Tell whether an equation of a program, or of a function inside, gives its result a sharding
     as a type."""
-    return any(map(primitives.has_sharding_as_type, primitives.walk(_open(program))))
-
-
-def _open(program: Jaxpr | jex.ClosedJaxpr) -> Jaxpr:
-    """Return the equations of a program, without the arrays that a closed one has beside them."""
-    return program.jaxpr if isinstance(program, jex.ClosedJaxpr) else program
+    return any(
+        map(primitives.has_sharding_as_type, primitives.walk(primitives.drop_constants(program)))
+    )
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:
@@ -227,7 +224,7 @@ class _Binding:
     def _rewrite(self, program: Any) -> Any:
         """Return a copy of a jaxpr, closed or not, with bound axes and without the constraints that
         mean nothing."""
-        jaxpr = _open(program)
+        jaxpr = primitives.drop_constants(program)
         values: dict[Variable, Atom] = {}
 
         def define(names: Iterable[Variable]) -> list[Variable]:

@@ -130,6 +130,11 @@ class Call(NamedTuple):
     is_jitted: bool
 
 
+def drop_constants(program: Jaxpr | jex.ClosedJaxpr) -> Jaxpr:
+    """Return the equations of a program, without the arrays that a closed one has beside them."""
+    return program.jaxpr if isinstance(program, jex.ClosedJaxpr) else program
+
+
 def as_call(equation: Equation) -> Call | None:
     """Return the function that an equation runs once on its operands, such as a jitted one or a
     checkpoint, or None."""
@@ -137,8 +142,7 @@ def as_call(equation: Equation) -> Call | None:
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _CALLS or inner is None:
         return None
-    body = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
-    return Call(body, [*getattr(inner, "consts", ())], name in _JITTED)
+    return Call(drop_constants(inner), [*getattr(inner, "consts", ())], name in _JITTED)
 
 
 class Checkpoint(NamedTuple):

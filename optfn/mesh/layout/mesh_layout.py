@@ -413,9 +413,10 @@ class Layout:
         shapes = jax.eval_shape(all_workers, like if self.compiler_axes else params)
         self._check_axes_of_exchanges(shapes)
         specs = self.state_specs(shapes, params)
-        hidden = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
+        run: Callable[[Params], OptState] = all_workers
+        if self.compiler_axes:
+            run = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
         placement = self.in_memory(self.shardings(specs, shapes), shapes)
-        run = hidden if self.compiler_axes else all_workers
         return jax.jit(run, out_shardings=placement)(params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
