@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from optfn.core import tree
+from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState
 from optfn.mesh.state.names import iterate_nodes, match_params
 from optfn.mesh.state.per_worker import PerWorker
@@ -17,9 +18,10 @@ _PARAMS = "train/params"
 
 def find_guards(opt_state: OptState) -> list[Any]:
     """Return the states that count steps left out because their gradients are not finite."""
-    return [
-        *iterate_nodes(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state)
-    ]
+    counting = iterate_nodes(
+        lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state
+    )
+    return [x for x in counting if not traits_of(x).applies_nonfinite]
 
 
 def select_judged(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:

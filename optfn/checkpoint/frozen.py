@@ -1,7 +1,8 @@
 """Params that are not trained: a checkpoint may have their checksums in place of the arrays."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def compare_frozen(
     known = _decode_entry(entry)
     found = select_frozen(entry, template)
     compared = _describe_arrays({k: x for k, x in found.items() if is_selected(k)})
-    different = [shown(name) for name, facts in compared.items() if facts != known[name]]
+    different = [shown(name) for name, facts in compared.items() if not _agree(facts, known[name])]
     if different:
         raise ValueError(
             f"{where} was saved without its frozen params (save_frozen=False), and "
@@ -105,6 +106,17 @@ def compare_frozen(
             "their checksums differ. Pass the params that the run began with, or the names to load "
             "beside others by only= of restore_checkpoint"
         )
+
+
+def _agree(facts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether two descriptions are of the same array, whose stages may be folded in another
+    way (`stack_stages`): a checksum does not depend on the shape."""
+    (*kind, shape, row), (*other_kind, other_shape, other_row) = facts, others
+    is_folded = math.prod(shape) == math.prod(other_shape) and any(
+        len(shape) >= i and len(other_shape) >= j and shape[i:] == other_shape[j:]
+        for i, j in ((1, 2), (2, 1), (2, 2))
+    )
+    return (kind, row) == (other_kind, other_row) and (shape == other_shape or is_folded)
 
 
 def _decode_entry(entry: np.ndarray) -> dict[str, list[Any]]:

@@ -63,6 +63,7 @@ class Traits:
       counts_weight: its `update` takes the extra argument `weight`, and itself chooses the arrays
         that an update without weight changes (`optfn.wrappers.uncounted`).
       goes_on: the fields that count on in an update that another part of the optimizer drops.
+      applies_nonfinite: its counter `skipped` counts no updates that are not finite.
 
     Of the arrays that a state has for each leaf:
       made_of_params: fields computed from params, and the start of a leaf that a checkpoint lacks:
@@ -84,6 +85,7 @@ class Traits:
     passes_rows: bool = False
     counts_weight: bool = False
     goes_on: tuple[str, ...] = ()
+    applies_nonfinite: bool = False
     made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
     spans_buffers: bool = False

@@ -294,7 +294,8 @@ class Best:
         found = restore_newest(self.directory, Loader(begun))
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
-            self.state = found[0]
+            # A copy: params that the checkpoint lacks are those of `begun`, which steps overwrite.
+            self.state = jax.tree.map(jnp.copy, found[0])
             self.value = self.evaluator.monitored[int(self.state.step)]
 
     def consider(self, state: TrainState, *, is_provisional: bool = False) -> None:

@@ -25,6 +25,7 @@ from optfn.wrappers.uncounted import drop_uncounted, select_unless_skipped
     passes_rows=True,
     counts_weight=True,
     goes_on=("consecutive", "skipped"),
+    applies_nonfinite=True,
     reports={
         "consecutive": None,
         "skipped": None,

@@ -7,7 +7,7 @@ step should be another one. `shrink.py` makes what fails simpler.
 import dataclasses
 
 from reference_run import limits
-from reference_run.links import BY_PARTS
+from reference_run.links import BY_PARTS, frozen_of
 from reference_run.program import TABLES, Program
 from reference_run.source import WAYS
 
@@ -162,7 +162,9 @@ def structures(rng):
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = "local" not in way and not in_stages and not is_rounded
     return Program(
-        stages=4 if in_stages or (not partition and not compressor and chance(0.15)) else 0,
+        stages=4
+        if in_stages or way == "whole" or (not partition and not compressor and chance(0.15))
+        else 0,
         rows=1 if in_stages else rows,
         way=way,
         compressor=compressor,
@@ -267,6 +269,8 @@ def runs(rng, p):
         save_every=pick(1, 2, 3, 100),
         keep=pick(1, 2, 3),
         prefetch=pick(0, 1),
+        save_frozen=not (frozen_of(p) and chance(0.4)),
+        stops=chance(0.15),
         log=chance(0.4),
     )
     parts = ways_on(rng, made)

@@ -95,6 +95,8 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
         "09 patience at the end": bool(e.get("patience")),
         "78 a best state and a broken end": judges and facts.has_bad and len(p.parts) > 2,
         "10 evaluation at the end": judges and len(p.parts) > 1,
+        "79 a spike's guard stands for one of NaN": p.stops and bool(p.names("skip_spikes")),
+        "80 frozen params of a best state": not p.save_frozen and judges,
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
     }
 
@@ -115,6 +117,7 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         and p.is_weighted
         and bool(p.names("accumulate")),
         "30 packed and frozen": packed and frozen and (records or bool(p.names(*AVERAGES))),
+        "81 frozen stages in another fold": not p.save_frozen and p.is_pipeline,
         "73 a rule of another library behind a packed exchange": packed
         and p.exchanges
         and by_shape,

@@ -84,6 +84,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
     return {
         "it has no call": not facts.steps,
         "it ends before it begins": ends != sorted(set(ends)) or max(ends, default=0) > facts.steps,
+        "a stop is found before a death": p.stops and bool(kills),
         "it dies after its end": any(x.get("kill") == facts.steps for x in p.parts),
         "what goes on has been saved": not p.saves and len(p.parts) > 1,
         "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
@@ -161,6 +162,7 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
     is_chosen = p.rule[0] == "dgc_momentum" or p.compressor not in (None, "top_k(1.0)")
     return {
         "a batch has equal parts": uneven,
+        "what stays whole is stacked": facts.has("whole") and not p.stages,
         "a tree without state on the host": facts.has("host") and not HAS_HOST,
         "model state in microbatches": p.model_state and any(x.microbatches > 1 for x in ways),
         "keys are those of a way": p.key and (len(keys) > 1 or facts.has("grid")),

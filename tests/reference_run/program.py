@@ -44,6 +44,8 @@ class Program:
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
       `drop_last`.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
+    save_frozen: whether checkpoints have the frozen leaves.
+    stops: whether the first loss that is not finite ends the run.
     log: whether the run writes a file of JSON lines.
     """
 
@@ -77,6 +79,8 @@ class Program:
     save_every: int = 100
     keep: int = 2
     prefetch: int = 1
+    save_frozen: bool = True
+    stops: bool = False
     log: bool = False
 
     def names(self, *links: str) -> list[Any]:

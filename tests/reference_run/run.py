@@ -31,6 +31,8 @@ def run(p: Program, ways: dict) -> dict:
     for part in p.parts:
         loop = Loop(p, part, copy.deepcopy(begin), disk, lines, best, given, ways, reached)
         result = loop.run()
+        if "raised" in result:
+            break
     return result | {"reached": reached}
 
 
@@ -81,6 +83,9 @@ class Loop:
                 self.call_round()
             else:
                 self.call()
+            if p.stops and not (np.isfinite(self.last_loss) or self.is_guarded):
+                self.reached.add("a loss that stops the run")
+                return {"raised": "FloatingPointError"}
             if self.is_due():
                 self.note(True)
             is_stopped = self.n in (part.get("callback"), part.get("signal"))
@@ -91,6 +96,18 @@ class Loop:
         if self.n > begin:
             self.end()
         return self.result(is_stopped)
+
+    @property
+    def last_loss(self):
+        """The loss of the last call, 0 for one without weight."""
+        call = self.state["calls"][-1]
+        return call["loss"] if call.get("weight", 1) else 0.0
+
+    @property
+    def is_guarded(self):
+        """Whether the optimizer leaves out gradients that are not finite."""
+        kinds = links.SkipNonfinite, links.LossScale
+        return any(isinstance(x, kinds) for x in links.guards_of(self.state["optimizer"]))
 
     def has_given_up(self):
         return any(getattr(x, "gave_up", False) for x in links.guards_of(self.state["optimizer"]))

@@ -56,6 +56,8 @@ def smaller_runs(p: Program):
         ("keep", 2),
         ("prefetch", 1),
         ("log", False),
+        ("save_frozen", True),
+        ("stops", False),
     ):
         if getattr(p, k) != v:
             yield replace(p, **{k: v})

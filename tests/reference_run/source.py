@@ -38,6 +38,7 @@ class Way:
 
 _MESH, _GRID = "mesh=optfn.distributed.data_mesh(4)", 'mesh=grid, data_axis=("slow", "fast")'
 _HOST = 'state_memory="pinned_host"'
+_RECOMPUTE = 'recompute=["hidden"]'
 _GPIPE = 'schedule="gpipe", stash="input"'
 _TABLES, _DIVIDED = 'tables="[tu]"', "shard_tables=True"
 WAYS = {
@@ -58,6 +59,12 @@ WAYS = {
         4,
         2,
     ),
+    "whole": Way(f'{_MESH}, shard=optfn.distributed.sharded("params", whole="stages/w")', 4),
+    "recompute, microbatches": Way(f"{_RECOMPUTE}, microbatches=4", 0, 4),
+    "recompute, params": Way(f'{_MESH}, {_RECOMPUTE}, shard="params"', 4),
+    "not donated": Way(f"{_MESH}, donate=False", 4),
+    "explicit": Way("mesh=explicit", 4),
+    "explicit, params": Way('mesh=explicit, shard="params"', 4),
     "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
     "host": Way(_HOST),
     "host, mesh, microbatches": Way(f"{_MESH}, {_HOST}, microbatches=2", 4, 2),
@@ -134,7 +141,8 @@ HEADER = """\
 import collections, os, signal, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from optfn.distributed import exchange, power_sgd, quantize, scan_layers, top_k
 from optfn.distributed import PipelineParams, pipeline_value_and_grad, stack_stages
 jax.config.update("jax_enable_x64", True)
@@ -293,6 +301,9 @@ def step_text(p: Program, way: str) -> str:
     hidden = HIDDEN if p.stages else inspect.getsource(model.hidden)
     lines = [hidden, *map(inspect.getsource, (model.outputs, model.errors))]
     lines += [loss_text(p), ""]
+    if "explicit" in options:
+        kinds = "axis_types=(AxisType.Explicit,)"
+        lines += [f'explicit = Mesh(np.array(jax.devices()[:4]), ("data",), {kinds})']
     if "grid" in options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
     if "matrices" in str((p.attrs, p.regularization)):
@@ -480,6 +491,10 @@ def fit_text(p: Program, part: dict) -> str:
             "keep_best": e["keep_best"],
             "evaluate_average": e["average"],
         }
+    if not p.save_frozen:
+        options["save_frozen"] = "False"
+    if p.stops:
+        options["on_nonfinite"] = repr("stop")
     if p.log:
         options["log"] = 'directory + ".jsonl"'
     if part.get("callback"):
