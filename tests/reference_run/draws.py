@@ -274,7 +274,21 @@ def runs(rng, p):
         log=chance(0.4),
     )
     parts = ways_on(rng, made)
+    if len(parts) > 1 and loader in limits.PLAIN and not epochs and chance(0.4):
+        return carried(rng, made, parts)
     return dataclasses.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
+
+
+def carried(rng, p, parts):
+    """Draw how the state reaches the calls behind the first, without checkpoints of the run."""
+    pick, _ = picker(rng)
+    for i, part in enumerate(parts):
+        if "kill" in part:
+            part[pick("steps", "callback", "signal")] = part.pop("kill")
+        part.pop("rate", None)
+        if i:
+            part["carry"] = pick("file", "mapping", *["state"] * ("way" not in part))
+    return dataclasses.replace(p, parts=parts, saves=False, save_frozen=True, log=False)
 
 
 def ways_on(rng, p):

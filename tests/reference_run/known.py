@@ -26,6 +26,9 @@ def refusal(p: Program) -> str:
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
+        is_divided = any(x in p.way for x in ("state", "params", "divided"))
+        if p.rule[0] == "optax.sgd" and is_divided:  # it scales rows, indices and all
+            return "it does not take rows of a sharded table"
         return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""

@@ -1,6 +1,7 @@
 """Programs that are left out: they are wrong, or no text says what they must do."""
 
 import inspect
+import itertools
 import math
 
 import optfn
@@ -26,6 +27,7 @@ NARROW_MOMENTS = [
     ("adamax", {"eps": 0.1, "moment_dtype": "bfloat16"}),
 ]
 NARROW_RATE = 0.01
+PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
 AVERAGES = ("ema", "model_average")
 # An older tree that is tried keeps no state on the host.
 HAS_HOST = "state_memory" in inspect.signature(optfn.make_train_step).parameters
@@ -86,7 +88,13 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "it ends before it begins": ends != sorted(set(ends)) or max(ends, default=0) > facts.steps,
         "a stop is found before a death": p.stops and bool(kills),
         "it dies after its end": any(x.get("kill") == facts.steps for x in p.parts),
-        "what goes on has been saved": not p.saves and len(p.parts) > 1,
+        "what goes on has been saved": not p.saves and not all("carry" in x for x in p.parts[1:]),
+        "what is carried has all that it needs": any("carry" in x for x in p.parts)
+        and bool(p.saves or kills or p.epochs or p.log or any(rates) or p.loader not in PLAIN),
+        "a state is of its way": any(
+            x.get("carry") == "state" and x.get("way", p.way) != before.get("way", p.way)
+            for before, x in itertools.pairwise(p.parts)
+        ),
         "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
         "another rate without a state": any(rates) and min(kills, default=math.inf) < p.save_every,
         "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),

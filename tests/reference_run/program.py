@@ -42,7 +42,8 @@ class Program:
       of the params.
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
-      `drop_last`.
+      `drop_last`, or `carry`: how the state of the call before reaches it, if not by checkpoints of
+      the run, a name in `source.CARRIES`.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.

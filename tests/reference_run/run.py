@@ -28,9 +28,15 @@ def run(p: Program, ways: dict) -> dict:
         "is_finite": True,
     }
     disk, lines, best, given, reached, result = {}, {}, [], [0], set(), {}
+    last = begin
     for part in p.parts:
-        loop = Loop(p, part, copy.deepcopy(begin), disk, lines, best, given, ways, reached)
+        first = last if "carry" in part else begin
+        if "carry" in part:
+            best.clear()
+            reached.add("a state that goes on in another call")
+        loop = Loop(p, part, copy.deepcopy(first), disk, lines, best, given, ways, reached)
         result = loop.run()
+        last = loop.state | {"calls": [], "evaluations": []}
         if "raised" in result:
             break
     return result | {"reached": reached}
@@ -42,6 +48,7 @@ class Loop:
     disk: the checkpoints by step, each a state with the history until there.
     lines: of the log by step, each a dict of numbers.
     best: the states that were the best when they were evaluated: (step, state, is_due).
+    first: the value of the state that the loop begins with, if it compares that one.
     given: how many values the evaluation has given so far.
     """
 
@@ -58,6 +65,11 @@ class Loop:
         for n in [n for n in lines if n > self.n]:
             del lines[n]
         best[:] = [x for x in best if x[0] <= self.n]
+        self.first: list[float] = []
+        if "carry" in part and self.evaluate and self.evaluate["keep_best"]:
+            value = self.value_of_state()
+            if value == value:
+                self.first, self.best[:] = [value], [(self.n, copy.deepcopy(self.state), True)]
 
     @property
     def n(self):
@@ -222,7 +234,7 @@ class Loop:
         """Return how many of the last values in a row were no better than the best before them."""
         best, bad = None, 0
         sign = -1 if self.evaluate["mode"] == "max" else 1
-        for v in values:
+        for v in [*self.first, *values]:
             is_better = v == v and (best is None or sign * v < sign * best)
             best, bad = (v, 0) if is_better else (best, bad + 1)
         return bad
@@ -234,15 +246,7 @@ class Loop:
 
     def note(self, is_due):
         """Evaluate the state; one that is not due only ends the run, and no plateau hears of it."""
-        state, e = self.state, self.evaluate
-        if e["values"]:
-            value = e["values"][self.given[0] % len(e["values"])]
-            self.given[0] += 1
-        else:
-            params, kept = state["params"], state["model_state"]
-            params, kept = self.average() if e["average"] else (params, kept)
-            judged = {**params, **(kept or {})}
-            value = sum(np.sum(x) for x in judged.values() if np.asarray(x).dtype != np.int32)
+        state, value = self.state, self.value_of_state()
         self.lines[self.n]["evaluation"] = value
         state["evaluations"] = [*state["evaluations"], (self.n, float(value), is_due)]
         for x in links.links_of(state["optimizer"]):
@@ -251,6 +255,17 @@ class Loop:
         if not self.judge([v for _, v, _ in state["evaluations"]]):
             before = [x for x in self.best if x[2]]
             self.best[:] = [*before, (self.n, copy.deepcopy(state), is_due)]
+
+    def value_of_state(self):
+        """Return the value that the evaluation gives for the state."""
+        state, e = self.state, self.evaluate
+        if e["values"]:
+            self.given[0] += 1
+            return e["values"][(self.given[0] - 1) % len(e["values"])]
+        params, kept = state["params"], state["model_state"]
+        params, kept = self.average() if e["average"] else (params, kept)
+        judged = {**params, **(kept or {})}
+        return sum(np.sum(x) for x in judged.values() if np.asarray(x).dtype != np.int32)
 
     def save(self):
         """Write a checkpoint, and remove those that are broken, or older than those kept."""

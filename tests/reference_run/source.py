@@ -464,6 +464,14 @@ def data_text(p: Program) -> str:
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
 
 
+CARRIES = {
+    "state": "",
+    "file": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
+    "state, _ = optfn.load_checkpoint(path, start)\n",
+    "mapping": "state = optfn.load_state_dict(start, optfn.state_dict(state))\n",
+}
+
+
 def fit_text(p: Program, part: dict) -> str:
     """Return the text of one call of the loop."""
     e, kill = p.evaluate, part.get("kill")
@@ -472,8 +480,15 @@ def fit_text(p: Program, part: dict) -> str:
     if "drop_last" in part:
         _, size, seed, _ = p.loader
         data = f"optfn.shuffled(arrays, {size}, seed={seed}, drop_last={part['drop_last']})"
+    steps, start, before = part.get("steps"), "jax.tree.map(jnp.copy, start)", ""
+    if "carry" in part:
+        start, before = "state", CARRIES[part["carry"]]
+        each = f" // {p.local_steps}" if p.local_steps > 1 else ""
+        data = f"batches[int(state.step){each}:]"
+        data = f"iter({data})" if p.loader == "generator" else data
+        steps = steps and f"{steps} - int(state.step)"
     options = {
-        "steps": part.get("steps"),
+        "steps": steps,
         "epochs": p.epochs,
         "progress": "False",
         "prefetch": None if p.prefetch else "0",
@@ -506,9 +521,7 @@ def fit_text(p: Program, part: dict) -> str:
         data = "Reader(batches)" if kill is None else f"Reader(batches, {calls})"
     elif kill is not None:
         data = f"Until({data}, {calls})"
-    text = "state, history = " + call(
-        "optfn.fit", "step", "jax.tree.map(jnp.copy, start)", data, **options
-    )
+    text = before + "state, history = " + call("optfn.fit", "step", start, data, **options)
     return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
 
 
