@@ -104,7 +104,7 @@ class Transform(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, init: Any, update: Any, **fields: Any) -> "Transform":
         """Return the transformation of two functions, with some of the fields above."""
-        tx = super().__new__(cls, init, update)
+        tx = super().__new__(cls, init, third_party.watch_rows(update))
         vars(tx).update(fields)
         return tx
 

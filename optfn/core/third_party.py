@@ -2,18 +2,73 @@
 
 To them `Rows` is two arrays, one of them indices, and `Stacked` a tuple. Some
 transformations then fail with an error about tree structures. This module replaces that error by
-one with a remedy, if the transformation accepts the same arrays without these nodes.
+one with a remedy, if the transformation accepts the same arrays without these nodes. Others scale
+the indices: `optax.scale_by_schedule` gives −0.1 the dtype of the indices, which is 0. So while
+such a transformation works on rows, it may return only indices that it was given, or that a
+transformation of optfn inside it has returned.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import optax
 
 from optfn.core import checks, leafwise, tree
 from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
+
+# The indices of rows that are as they should be, by id, while a third-party transformation works.
+_known: ContextVar[dict[int, Any] | None] = ContextVar("known", default=None)
+_CHANGED = (
+    "a transformation of another library has changed the indices of a row-sparse gradient: put "
+    "optfn.sparse.densify() before it"
+)
+
+
+def watch_rows(update: Callable[..., Stepped]) -> Callable[..., Stepped]:
+    """Return an update of optfn's that raises a TypeError for rows whose indices a third-party
+    transformation around it has changed, and makes the indices that it returns known."""
+    if not callable(update) or hasattr(update, "watches_rows"):
+        return update
+
+    @functools.wraps(update)
+    def watched(updates: Updates, *args: Any, **extra: Any) -> Stepped:
+        known = _known.get()
+        if known is None:
+            return update(updates, *args, **extra)
+        if _find_changed(updates, known):
+            raise TypeError(_CHANGED)
+        new, state = update(updates, *args, **extra)
+        known.update((id(x.indices), x.indices) for _, x in _find_rows(new))
+        return new, state
+
+    vars(watched)["watches_rows"] = True
+    return watched
+
+
+@contextlib.contextmanager
+def _knowing(updates: Updates) -> Iterator[dict[int, Any]]:
+    """Know the indices of the rows in some updates, and no others, within a `with` block."""
+    known = {id(x.indices): x.indices for _, x in _find_rows(updates)}
+    token = _known.set(known)
+    try:
+        yield known
+    finally:
+        _known.reset(token)
+
+
+def _find_rows(updates: Updates) -> list[tuple[Any, Any]]:
+    """Return the rows among some updates, each with its place."""
+    return [(place, x) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
+
+
+def _find_changed(updates: Updates, known: dict[int, Any]) -> list[Any]:
+    """Return the rows whose indices are not known."""
+    return [x for _, x in _find_rows(updates) if id(x.indices) not in known]
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
@@ -63,14 +118,21 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
 
     @functools.wraps(tx.update)
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
-        def update_dense() -> PyTree:
-            return tx.update(leafwise.densify_rows(updates), state, params, **extra)
-
-        try:
+        def update_rows(updates: Updates) -> Stepped:
             return tx.update(updates, state, params, **extra)
+
+        rows = _find_rows(updates)
+        try:
+            if not rows:
+                return update_rows(updates)
+            with _knowing(updates) as known:
+                new, next_state = update_rows(updates)
+                if _find_changed(new, known) and not _gives_constants(update_rows, updates):
+                    raise TypeError(_CHANGED)
+            return new, next_state
         except (TypeError, ValueError) as error:
-            sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
-            if sparse and _is_traceable(update_dense):
+            sparse = [str(place) for place, _ in rows]
+            if sparse and _is_traceable(lambda: update_rows(leafwise.densify_rows(updates))):
                 raise TypeError(
                     f"{argument} takes no row-sparse gradients, but the gradient of "
                     f"{tree.list_names(sparse)} is row-sparse: put optfn.sparse.densify() before it"
@@ -78,6 +140,27 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
             raise
 
     return tx._replace(init=init, update=update)
+
+
+def _gives_constants(update: Callable[[Updates], Stepped], updates: Updates) -> bool:
+    """Tell whether the rows whose indices an update changes depend on no updates, as those of
+    `optax.set_to_zero`."""
+
+    def changed(updates: Updates) -> list[Any]:
+        with _knowing(updates) as known:
+            return _find_changed(update(updates)[0], known)
+
+    jaxpr = jax.make_jaxpr(changed)(updates).jaxpr
+    depending = {*jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if not depending.isdisjoint(_variables(equation.invars)):
+            depending.update(equation.outvars)
+    return depending.isdisjoint(_variables(jaxpr.outvars))
+
+
+def _variables(atoms: Sequence[Any]) -> list[jex.Var]:
+    """Return the variables among the inputs of an equation, or the outputs of a program."""
+    return [x for x in atoms if isinstance(x, jex.Var)]
 
 
 def _is_stacked(x: object) -> bool:

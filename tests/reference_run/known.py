@@ -26,9 +26,6 @@ def refusal(p: Program) -> str:
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
-        is_divided = any(x in p.way for x in ("state", "params", "divided"))
-        if p.rule[0] == "optax.sgd" and is_divided:  # it scales rows, indices and all
-            return "it does not take rows of a sharded table"
         return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
@@ -120,6 +117,9 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         and p.is_weighted
         and bool(p.names("accumulate")),
         "30 packed and frozen": packed and frozen and (records or bool(p.names(*AVERAGES))),
+        "82 rows whose indices a schedule of optax scales": p.rule[0] == "optax.sgd"
+        and p.schedule is not None
+        and bool(sparse_of(p)),
         "81 frozen stages in another fold": not p.save_frozen and p.is_pipeline,
         "73 a rule of another library behind a packed exchange": packed
         and p.exchanges
