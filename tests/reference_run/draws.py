@@ -137,6 +137,8 @@ def structures(rng):
             "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]], *in_masters),
         }
         links, partition = [], None
+    if "tables" in way:
+        links = [x for x in links if x[0] != "scaled"]
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
     masters = []
@@ -203,6 +205,8 @@ def chain_members(rng):
     if chance(0.35):
         monitor = pick([], ["evaluation"])
         links.append(["plateau", pick(0, 1), *monitor])
+    elif chance(0.15):
+        links.append(["scaled"])
     if chance(0.5):
         links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
     return links
@@ -256,6 +260,7 @@ def runs(rng, p):
             "keep_best": chance(0.5),
             "average": average,
             "values": None if average and chance(0.7) else values if chance(0.7) else None,
+            "named": chance(0.2),
         }
     loader = pick("list", "list", "generator", "reader") if not epochs else "list"
     if epochs and p.rows == 1 and chance(0.25):
@@ -281,13 +286,15 @@ def runs(rng, p):
 
 def carried(rng, p, parts):
     """Draw how the state reaches the calls behind the first, without checkpoints of the run."""
-    pick, _ = picker(rng)
+    pick, chance = picker(rng)
     for i, part in enumerate(parts):
         if "kill" in part:
             part[pick("steps", "callback", "signal")] = part.pop("kill")
         part.pop("rate", None)
         if i:
             part["carry"] = pick("file", "mapping", *["state"] * ("way" not in part))
+        if i and chance(0.3) and not (p.schedule or p.names("plateau") or p.local_steps > 1):
+            part["set_rate"] = pick(0.02, 0.1)
     return dataclasses.replace(p, parts=parts, saves=False, save_frozen=True, log=False)
 
 

@@ -91,6 +91,8 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "what goes on has been saved": not p.saves and not all("carry" in x for x in p.parts[1:]),
         "what is carried has all that it needs": any("carry" in x for x in p.parts)
         and bool(p.saves or kills or p.epochs or p.log or any(rates) or p.loader not in PLAIN),
+        "a rate is a number": any("set_rate" in x for x in p.parts)
+        and bool(p.schedule or facts.is_foreign or p.names("plateau") or p.local_steps > 1),
         "a state is of its way": any(
             x.get("carry") == "state" and x.get("way", p.way) != before.get("way", p.way)
             for before, x in itertools.pairwise(p.parts)
@@ -150,6 +152,8 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         "a guard is inside of a loss scale": bool({*outside} - {"accumulate"}),
         "one guard": any(names.count(x) > 1 for x in once) or len(facts.guards) > 1,
         "a plateau is inside of wrappers": facts.is_outside("plateau"),
+        "a schedule behind the rule": "scaled" in names
+        and (facts.is_outside("scaled") or "plateau" in names or facts.has("tables")),
         "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
         "norms are those of workers": p.exchanges and "record_metrics" in names,
         "labels exchange nothing": p.exchanges and p.partition is not None,

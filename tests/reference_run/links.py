@@ -387,6 +387,20 @@ class Plateau:
             self.rate, self.bad = self.rate / 2, 0
 
 
+class Scaled:
+    """A schedule of optax behind the rule, as a fraction of its rate."""
+
+    def __init__(self, program, inner):
+        self.inner, self.n = inner, 0
+
+    def update(self, g, p, w, value):
+        u = self.inner.update(g, p, w, value)
+        if not is_update(u):
+            return u
+        self.n += 1
+        return {k: x / self.n for k, x in u.items()}
+
+
 class Average:
     """A mean by weight of what stood after each update, oldest first: params, and model states."""
 
@@ -583,6 +597,7 @@ WRAPPERS = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 LINKS = {
     "trace": Trace,
     "plateau": Plateau,
+    "scaled": Scaled,
     "ema": MovingAverage,
     "model_average": ModelAverage,
     "master_weights": Masters,
@@ -637,6 +652,15 @@ def rates_of(link):
     plateaus = [x.rate for x in links if isinstance(x, Plateau)]
     rules = [x.rate for x in links if isinstance(x, Rule | DeepGradientCompression)]
     return [x for x in plateaus or rules if x is not None]
+
+
+def set_rate(link, rate):
+    """Set all rates in a link, which are numbers."""
+    for x in links_of(link):
+        if isinstance(x, Rule):
+            x.p = dataclasses.replace(x.p, rate=rate)
+        if isinstance(x, Rule | DeepGradientCompression):
+            x.rate = rate
 
 
 def guards_of(link):

@@ -205,8 +205,8 @@ def compare_logs(want: dict, got: dict, near) -> list:
             x = x if np.isfinite(x) else np.nan
             if k not in got[n] or not near(x, got[n][k]):
                 bad.append((f"log/{n} {k}", x, got[n].get(k)))
-        if "evaluation" in got[n] and "evaluation" not in line:
-            bad.append((f"log/{n} evaluation", None, got[n]["evaluation"]))
+        if more := [k for k in got[n] if k.startswith("evaluation") and k not in line]:
+            bad.append((f"log/{n} evaluation", None, more))
     return bad
 
 

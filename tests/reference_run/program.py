@@ -38,12 +38,12 @@ class Program:
     loader: "list", "generator", "reader" (an iterator that saves its position), or ["shuffled",
       size, seed, drop_last].
     epochs: passes over the batches, or None.
-    evaluate: every, patience, keep_best, mode, average, and the values that it gives, if not those
-      of the params.
+    evaluate: every, patience, keep_best, mode, average, the values that it gives, if not those of
+      the params, and perhaps "named": whether it gives a dict, of which the run watches "score".
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
       `drop_last`, or `carry`: how the state of the call before reaches it, if not by checkpoints of
-      the run, a name in `source.CARRIES`.
+      the run, a name in `source.CARRIES`; `set_rate`: the rate that is then set in it.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
@@ -93,6 +93,12 @@ class Program:
     def is_pipeline(self) -> bool:
         """Whether the stages are those of a pipeline."""
         return "pipeline" in self.way
+
+    @property
+    def judged(self) -> str:
+        """The name of the evaluation in history and log."""
+        is_named = bool(self.evaluate and self.evaluate.get("named"))
+        return "evaluation/score" if is_named else "evaluation"
 
     @property
     def exchanges(self) -> bool:

@@ -66,6 +66,8 @@ class Loop:
             del lines[n]
         best[:] = [x for x in best if x[0] <= self.n]
         self.first: list[float] = []
+        if "set_rate" in part:
+            links.set_rate(self.state["optimizer"], part["set_rate"])
         if "carry" in part and self.evaluate and self.evaluate["keep_best"]:
             value = self.value_of_state()
             if value == value:
@@ -86,7 +88,8 @@ class Loop:
                 return {"killed": self.n, "disk": self.disk, "log": self.lines}
             if self.n == begin:  # an evaluation that only ended the run before counts for nothing
                 for n in [n for n, _, is_due in self.state["evaluations"] if not is_due]:
-                    self.lines[n].pop("evaluation", None)
+                    for k in self.values_by_name(0.0):
+                        self.lines[n].pop(k, None)
                 self.state["evaluations"] = [x for x in self.state["evaluations"] if x[2]]
                 self.best[:] = [x for x in self.best if x[2]]
             if self.has_given_up():
@@ -247,7 +250,7 @@ class Loop:
     def note(self, is_due):
         """Evaluate the state; one that is not due only ends the run, and no plateau hears of it."""
         state, value = self.state, self.value_of_state()
-        self.lines[self.n]["evaluation"] = value
+        self.lines[self.n] |= self.values_by_name(value)
         state["evaluations"] = [*state["evaluations"], (self.n, float(value), is_due)]
         for x in links.links_of(state["optimizer"]):
             if is_due and isinstance(x, links.Plateau) and x.monitor == "evaluation":
@@ -266,6 +269,11 @@ class Loop:
         params, kept = self.average() if e["average"] else (params, kept)
         judged = {**params, **(kept or {})}
         return sum(np.sum(x) for x in judged.values() if np.asarray(x).dtype != np.int32)
+
+    def values_by_name(self, value):
+        """Return the numbers of an evaluation by their names in history and log."""
+        more = {} if self.p.judged == "evaluation" else {"evaluation/other": 1.0}
+        return {self.p.judged: value} | more
 
     def save(self):
         """Write a checkpoint, and remove those that are broken, or older than those kept."""
@@ -302,7 +310,8 @@ class Loop:
         calls, e = self.state["calls"], self.evaluate
         history = {k: [c[k] for c in calls] for k in calls[0]} if calls else {}
         if e and self.state["evaluations"]:
-            history |= {"evaluation": [x[1] for x in self.state["evaluations"]]}
+            rows = [self.values_by_name(x[1]) for x in self.state["evaluations"]]
+            history |= {k: [row[k] for row in rows] for k in rows[0]}
             history |= {"evaluation_step": [x[0] for x in self.state["evaluations"]]}
         end = "batches" if self.part.get("steps") is None else "steps"
         stopped = "patience" if self.gave_up() else "callback" if is_stopped else end

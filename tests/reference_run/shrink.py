@@ -39,7 +39,7 @@ def smaller_runs(p: Program):
     for i in range(len(p.parts) - 1):
         yield replace(p, parts=without(p.parts, i))
     for i, part in enumerate(p.parts):
-        for key in ("way", "rate", "drop_last"):
+        for key in ("way", "rate", "drop_last", "set_rate"):
             if key in part:
                 yield replace(
                     p, parts=with_item(p.parts, i, {k: v for k, v in part.items() if k != key})
@@ -68,8 +68,9 @@ def smaller_runs(p: Program):
         for change in ({"bad": None}, {"weights": [1.0] * 8}, {"weights": [0.0] * 8}):
             if b | change != b | {"bad": b.get("bad")}:
                 yield replace(p, batches=with_item(p.batches, i, b | change))
-    for k, v in (("patience", None), ("keep_best", False), ("values", None), ("every", 1)):
-        if p.evaluate and p.evaluate[k] != v:
+    plain = {"patience": None, "keep_best": False, "values": None, "every": 1, "named": False}
+    for k, v in plain.items():
+        if p.evaluate and p.evaluate.get(k, v) != v:
             yield replace(p, evaluate=p.evaluate | {k: v})
     for i, part in enumerate(p.parts):
         for k in part.keys() & {"steps", "kill", "callback", "signal"}:

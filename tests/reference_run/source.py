@@ -127,6 +127,7 @@ _AROUND = {
     "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
     "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau("
     "{rate}, decay_rate=0.5, patience={0}{more}))",
+    "scaled": "optfn.chain({tx}, optax.scale_by_schedule(lambda n: 1 / (1 + n)))",
     "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
     "model_average": "optfn.chain({tx}, optfn.model_average("
     "1.0, min_average_window={0}, max_average_window={0}))",
@@ -447,14 +448,15 @@ def data_text(p: Program) -> str:
             f"values, given = {p.evaluate['values']}, []",
             "def evaluate(params, *model_state):",
         ]
-        lines += ["    given.append(values[len(given) % len(values)])", "    return given[-1]"]
+        lines += ["    given.append(values[len(given) % len(values)])"]
+        lines += [f"    return {result_text(p, 'given[-1]')}"]
     elif p.evaluate:
         # Counters are whole numbers, which an average leaves as they are.
         lines += [
             "def evaluate(*trees):",
             "    leaves = jax.tree.leaves(jax.device_get(trees))",
             "    leaves = [np.float64(x) for x in leaves if x.dtype != np.int32]",
-            "    return float(sum(map(np.sum, leaves)))",
+            f"    return {result_text(p, 'float(sum(map(np.sum, leaves)))')}",
         ]
     if any(part.get("kill") is not None for part in p.parts):
         per_epoch = p.num_steps // (p.epochs or 1) // p.local_steps
@@ -462,6 +464,11 @@ def data_text(p: Program) -> str:
         lines += [_UNTIL.replace("PER_EPOCH", str(per_epoch))] if p.loader != "reader" else []
     lines += [_READER] if p.loader == "reader" else []
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
+
+
+def result_text(p: Program, value: str) -> str:
+    """Return the text of the result of an evaluation."""
+    return f'{{"score": {value}, "other": 1.0}}' if p.evaluate.get("named") else value
 
 
 CARRIES = {
@@ -483,6 +490,8 @@ def fit_text(p: Program, part: dict) -> str:
     steps, start, before = part.get("steps"), "jax.tree.map(jnp.copy, start)", ""
     if "carry" in part:
         start, before = "state", CARRIES[part["carry"]]
+        if "set_rate" in part:
+            before += f"state = optfn.set_learning_rate(state, {part['set_rate']})\n"
         each = f" // {p.local_steps}" if p.local_steps > 1 else ""
         data = f"batches[int(state.step){each}:]"
         data = f"iter({data})" if p.loader == "generator" else data
@@ -505,6 +514,7 @@ def fit_text(p: Program, part: dict) -> str:
             "mode": repr(e["mode"]),
             "keep_best": e["keep_best"],
             "evaluate_average": e["average"],
+            "monitor": repr("score") if e.get("named") else None,
         }
     if not p.save_frozen:
         options["save_frozen"] = "False"
