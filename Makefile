@@ -40,7 +40,7 @@ outside: ## test programs that take an optimizer of optax; 9 GB of packages
 	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
 
 # All values of the grids of which `make test` runs a part, each test on the newest JAX of which CI runs
-# a third, 4,080 properties, all faults, a soak, steps compiled for 512 devices, and programs of others.
+# a third, 1,632 properties, all faults, a soak, steps compiled for 512 devices, and programs of others.
 nightly: ## test whole grids, properties, faults, soak, scale, outside; over an hour
 	$(MAKE) test test-product OPTIONS=--nightly
 	.ci/test-newer --cases 1
@@ -48,7 +48,7 @@ nightly: ## test whole grids, properties, faults, soak, scale, outside; over an 
 	$(MAKE) draws N=1000000 SEED=$$(date +%s) OPTIONS="--avoid --seconds 3600"
 
 # 136 times as many cases as in the suite, other ones each time.
-properties: $(VENV)/.test ## test 4,080 drawn cases
+properties: $(VENV)/.test ## test 1,632 drawn cases
 	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
 	  --quick-compiler tests/contract/test_properties.py
 

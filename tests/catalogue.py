@@ -51,7 +51,6 @@ class Optimizer:
     references: by test id, further calls that are compared with the reference, and another than the
       first one of `calls`.
     ranges: the least and the largest value that properties draw, where not those of all.
-    is_elementwise: whether an element moves without regard to the others of its tensor.
     makes_rows_dense: whether row-sparse gradients become dense, with a warning.
     """
 
@@ -61,7 +60,6 @@ class Optimizer:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     needs_params: bool = False
     complex_leaves: bool = True
-    is_elementwise: bool = True
     makes_rows_dense: bool = False
 
     def entries(self, name: str) -> dict[str, Entry]:
@@ -132,7 +130,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             ),
         },
         needs_params=True,
-        is_elementwise=False,
         makes_rows_dense=True,
     ),
     "asgd": Optimizer(
@@ -252,7 +249,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "lamb-exclude": at(0.01, weight_decay=0.3, exclude=spared),
         },
         needs_params=True,
-        is_elementwise=False,
         makes_rows_dense=True,
     ),
     "muon": Optimizer(
@@ -275,7 +271,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "muon-moonlight": at(0.1, scale="moonlight", weight_decay=0.1, exclude=spared),
         },
         needs_params=True,
-        is_elementwise=False,
         makes_rows_dense=True,
     ),
 }

@@ -26,17 +26,15 @@ def optimizer():
     return optfn.accumulate(optfn.chain(tx, optfn.exponential_moving_average(0.9)), 2)
 
 
+STEP = optfn.make_train_step(loss_fn, optimizer())
+
+
+def begin():
+    return STEP.init(jnp.zeros(3, jnp.bfloat16))
+
+
 def run(directory=None, steps=40, **options):
-    return optfn.minimize(
-        loss_fn,
-        optimizer(),
-        jnp.zeros(3, jnp.bfloat16),
-        X,
-        steps=steps,
-        progress=False,
-        checkpoint=directory,
-        **options,
-    )
+    return optfn.fit(STEP, begin(), X, steps=steps, progress=False, checkpoint=directory, **options)
 
 
 def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path):
@@ -56,11 +54,10 @@ def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
         data[info.header_offset + 30 + len(info.filename) + info.file_size] ^= 0xFF
     length = {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]
     newest.write_bytes(data[:length])
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     with pytest.raises(ValueError, match=rf"{newest.name} is truncated or damaged"):
-        optfn.load_checkpoint(newest, template)
+        optfn.load_checkpoint(newest, begin())
     with pytest.warns(UserWarning, match=newest.name):
-        state, _ = optfn.restore_checkpoint(tmp_path, template)
+        state, _ = optfn.restore_checkpoint(tmp_path, begin())
     assert int(state.step) == 5
     with pytest.warns(UserWarning, match=newest.name):
         state, _ = run(tmp_path)
@@ -131,9 +128,8 @@ def test_files_that_somebody_made(change, words, tmp_path):
     run(tmp_path / "run", steps=2)
     (path,) = (tmp_path / "run").iterdir()
     rewritten(path, lambda arrays: change(arrays, tmp_path / "ran"))
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     with pytest.raises(ValueError, match=words):
-        optfn.load_checkpoint(path, template)
+        optfn.load_checkpoint(path, begin())
     assert not (tmp_path / "ran").exists()
 
 
@@ -147,14 +143,12 @@ def test_entries_that_overlap_are_refused(tmp_path):
         file.writestr("a.npy", buffer.getvalue())
         for _ in range(9):
             file.filelist.append(copy.copy(file.getinfo("a.npy")))
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     with pytest.raises(ValueError, match=r"it would take 83,.* bytes|Overlapped entries"):
-        optfn.load_checkpoint(path, template)
+        optfn.load_checkpoint(path, begin())
 
 
 def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
-    assert optfn.restore_checkpoint(tmp_path / "none", template) is None
+    assert optfn.restore_checkpoint(tmp_path / "none", begin()) is None
     run(tmp_path, steps=2)
     other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3, jnp.bfloat16))
     words = r"no checkpoint can be loaded: .*step_000000002\.npz is from another run: the state"
@@ -176,20 +170,19 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
     run(tmp_path / "0", steps=10, save_every=5)
     run(tmp_path / "1", steps=5)
     content = (tmp_path / "0" / "step_000000010.npz").read_bytes()
-    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
-    want, _ = optfn.restore_checkpoint(tmp_path / "0", template)
+    want, _ = optfn.restore_checkpoint(tmp_path / "0", begin())
     monkeypatch.setattr(processes, "has_state_on_all_processes", lambda state: True)
     monkeypatch.setattr(processes, "gather_values", lambda values: np.array([[10], values]))
     monkeypatch.setattr(processes, "broadcast_bytes", lambda source, mine: b"")
     with pytest.raises(ValueError, match="0 has a checkpoint of step 10 that is a directory"):
-        optfn.restore_checkpoint(tmp_path / "1", template)
+        optfn.restore_checkpoint(tmp_path / "1", begin())
     monkeypatch.setattr(processes, "broadcast_bytes", lambda source, mine: content)
     for directory in ("1", "lost"):
         with pytest.warns(
             UserWarning,
             match=r"10\.npz was missing here, and is now a copy of the file of process 0",
         ):
-            state, _ = optfn.restore_checkpoint(tmp_path / directory, template)
+            state, _ = optfn.restore_checkpoint(tmp_path / directory, begin())
         chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(want))
 
 
@@ -216,11 +209,8 @@ def test_a_checkpoint_of_an_earlier_step_than_those_that_lie_there_stays(tmp_pat
 def test_bad_options(tmp_path):
     with pytest.raises(ValueError, match="save_every must be >= 1"):
         run(tmp_path, save_every=0)
-
-
-def newest(directory):
-    found = optfn.checkpoint.newest.list_checkpoints(directory)
-    return int(found[-1].stem[5:]) if found else 0
+    with pytest.raises(ValueError, match="keep must be >= 1"):
+        run(tmp_path, keep=0)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):

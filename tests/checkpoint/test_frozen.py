@@ -1,7 +1,6 @@
 """Checkpoints without the params that are not trained: resume, refusals, and adapters on a base."""
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,12 +47,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", suite(LAYOUTS, "packed"))
-def test_a_run_resumes_from_what_was_trained_alone(tmp_path, layout):
-    options = LAYOUTS[layout]
-    whole, losses = run(tmp_path / "whole", save_frozen=True, **options)
-    run(tmp_path / "part", batches=X[:3], **options)
-    state, history = run(tmp_path / "part", **options)
+def test_a_run_resumes_from_what_was_trained_alone(tmp_path):
+    whole, losses = run(tmp_path / "whole", save_frozen=True)
+    run(tmp_path / "part", batches=X[:3])
+    state, history = run(tmp_path / "part")
     chex.assert_trees_all_equal(state, whole)
     np.testing.assert_array_equal(history["loss"], losses["loss"])
     assert set(history) == set(losses)
@@ -68,15 +65,6 @@ def test_a_file_has_the_names_that_are_trained(tmp_path):
     assert set(part) - set(whole) == {"history/frozen_checksums"}
     same = set(part) & set(whole) - {"dtypes"}
     assert all(np.array_equal(part[name], whole[name]) for name in same)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_of_one_layout_resumes_in_another(tmp_path):
-    run(tmp_path, batches=X[:3], **LAYOUTS["FSDP"])
-    state, _ = run(tmp_path)
-    whole, _ = run(None)
-    got, want = (jax.device_get(x.params) for x in (state, whole))
-    chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", suite(LAYOUTS, "FSDP"))

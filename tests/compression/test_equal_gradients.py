@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optfn
 from optfn.distributed import data_mesh, exchange, top_k
 
-N = 8
+N = 4
 X = np.asarray(normal(0, N, 4, 64))
 PARAMS = {"w": jnp.zeros((64, 64))}
 DGC = {"rampup_begin_step": 0, "min_size": 1}
@@ -27,23 +27,28 @@ RULES = {
 
 
 def replicate(tree):
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *jnp.shape(x))), tree)
+    return jax.tree.map(lambda x: np.broadcast_to(x, (N, *np.shape(x))), tree)
 
 
-def train(tx, x, around, mean=lambda grads: grads, steps=2):
-    """Take steps of a loop of one's own; return the params of the first worker."""
+def trainer(tx, around):
+    """Return the loop of one's own of two steps: (batches of the workers, whether gradients are
+    averaged) -> params of the first worker."""
 
-    def step(params, state, x):
-        grads = mean(jax.grad(lambda p: jnp.mean((x @ p["w"] - 1.0) ** 2))(params))
+    @around
+    def step(params, state, x, averages):
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - 1.0) ** 2))(params)
+        grads = jax.tree.map(lambda g: jnp.where(averages, jax.lax.pmean(g, "data"), g), grads)
         updates, state = tx.update(grads, state, params)
         return optfn.apply_updates(params, updates), state
 
-    run = around(step)
-    params, state = replicate(PARAMS), replicate(tx.init(PARAMS))
-    for _ in range(steps):
-        params, state = run(params, state, x)
-    jax.effects_barrier()
-    return jax.tree.map(lambda x: np.asarray(x[0]), params)
+    def train(x, averages=False):
+        params, state = replicate(PARAMS), replicate(tx.init(PARAMS))
+        for _ in range(2):
+            params, state = step(params, state, x, np.full(N, averages))
+        jax.effects_barrier()
+        return jax.tree.map(lambda x: np.asarray(x)[0], params)
+
+    return train
 
 
 def pmap(step):
@@ -65,21 +70,18 @@ def untracked(step):
     return jax.jit(jax.shard_map(one, mesh=data_mesh(N), check_vma=False, **specs))
 
 
-def average(grads):
-    return jax.lax.pmean(grads, "data")
-
-
 @pytest.mark.parametrize(
     ("rule", "around"),
     suite(itertools.product(RULES, [pmap, vmap, untracked]), ("exchange", untracked)),
 )
 def test_equal_gradients_are_said_in_the_first_step(rule, around):
+    train = trainer(RULES[rule](), around)
     with pytest.warns(UserWarning, match=r"same gradient in the first step.*Leave out") as caught:
-        averaged = train(RULES[rule](), X, around, average)
+        averaged = train(X, averages=True)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = train(RULES[rule](), X, around)
+        own = train(X)
     assert np.count_nonzero(own["w"]) > 2 * np.count_nonzero(averaged["w"])
 
 
@@ -87,10 +89,10 @@ def test_equal_gradients_are_said_in_the_first_step(rule, around):
 @pytest.mark.parametrize("around", [nightly(pmap), vmap, nightly(untracked)])
 def test_ordinary_loops_hear_nothing(around):
     """Dense leaves, gradients of zero, an exchange that is a plain mean, dense steps first."""
-    train(optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), X, around, average)
-    train(RULES["dgc"](), np.zeros_like(X), around)
-    train(optfn.chain(exchange(axis_name="data"), optfn.sgd(0.1)), X, around, average)
-    train(RULES["dgc"](rampup_begin_step=2), X, around)
+    trainer(optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), around)(X, averages=True)
+    trainer(RULES["dgc"](), around)(np.zeros_like(X))
+    trainer(optfn.chain(exchange(axis_name="data"), optfn.sgd(0.1)), around)(X, averages=True)
+    trainer(RULES["dgc"](rampup_begin_step=2), around)(X)
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,5 +1,7 @@
 """select_top_k: exact for any data; equal to a stable sort by magnitude."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ def check(x, k):
     np.testing.assert_array_equal(values, np.asarray(x)[indices])
 
 
+@functools.cache
 def kinds(n):
     rng = np.random.default_rng(n)
     normal = rng.standard_normal(n).astype(np.float32)
@@ -52,15 +55,7 @@ def kinds(n):
 @pytest.mark.parametrize("kind", kinds(1))
 @pytest.mark.parametrize(
     ("n", "k"),
-    [
-        (1, 1),
-        nightly(5, 2),
-        (33, 32),
-        nightly(256, 256),
-        nightly(5000, 50),
-        (70001, 70),
-        nightly(70001, 30000),
-    ],
+    [(1, 1), (33, 32), nightly(256, 256), (70001, 70), nightly(70001, 30000)],
 )
 def test_exact(n, k, kind):
     check(kinds(n)[kind], k)
@@ -75,7 +70,7 @@ def test_a_million():
     check(x, 700_000)  # more than there are that are not 0
 
 
-@pytest.mark.parametrize("columns", [nightly(255), 256, nightly(768), nightly(1024)])
+@pytest.mark.parametrize("columns", [nightly(255), 256])
 def test_one_large_column_of_a_matrix(columns):
     """A stride that stays in one column would take the sample for the whole."""
     x = np.random.default_rng(1).standard_normal((400, columns)).astype(np.float32)
@@ -88,28 +83,16 @@ def test_not_a_number_is_the_largest():
     assert SELECT(x, 2)[1].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float16)])
-def test_narrow_dtypes(dtype):
-    x = jnp.asarray(np.random.default_rng(2).standard_normal(3000), dtype)
-    values, indices = SELECT(x, 30)
-    assert values.dtype == dtype
-    expected = np.flatnonzero(largest(np.asarray(x, np.float64), 30))
-    np.testing.assert_array_equal(indices, expected)
+def test_narrow_dtypes():
+    x = jnp.asarray(np.random.default_rng(2).standard_normal(3000), jnp.bfloat16)
+    check(x, 30)
+    assert SELECT(x, 30)[0].dtype == x.dtype
 
 
-def test_every_worker_of_a_vmap():
-    x = np.random.default_rng(3).standard_normal((4, 9000)).astype(np.float32)
-    x[2] = 0
-    values, indices = jax.jit(jax.vmap(lambda row: select_top_k(row, 9)))(x)
-    for row, v, i in zip(x, values, indices, strict=True):
-        np.testing.assert_array_equal(i, np.flatnonzero(largest(row.astype(np.float64), 9)))
-        np.testing.assert_array_equal(v, row[i])
-
-
-@pytest.mark.parametrize("kind", [nightly("normal"), "ties", nightly("clustered")])
-def test_a_small_array_of_every_worker_of_a_vmap(kind):
-    """The counts of one segment, of which XLA's CPU compiler once took a single number."""
-    x = np.stack([(1 + n) * kinds(1024)[kind] for n in range(4)])
+@pytest.mark.parametrize(("kind", "size"), [("normal", 9000), ("ties", 1024)])
+def test_every_worker_of_a_vmap(kind, size):
+    """In a small array the counts of one segment, of which XLA's CPU compiler once took one."""
+    x = np.stack([n * kinds(size)[kind] for n in range(4)])
     values, indices = jax.jit(jax.vmap(lambda row: select_top_k(row, 10)))(x)
     for row, v, i in zip(x, values, indices, strict=True):
         np.testing.assert_array_equal(i, np.flatnonzero(largest(row.astype(np.float64), 10)))

@@ -39,28 +39,16 @@ def test_an_orthonormal_basis(rank):
         np.testing.assert_allclose(rows @ basis.T @ basis, rows, atol=1e-5)
 
 
-def test_power_sgd_of_one_worker():
-    """Its packet is the two factors: their product is the projection of the matrix."""
-    compressor, x = power_sgd(3), normal(0, 40, 30)
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_power_sgd_of_one_worker(batch):
+    """The product of the two factors is the projection of a matrix, and of each one of a batch."""
+    compressor, x = power_sgd(3), normal(0, *batch, 20, 15)
     q = compressor.init(x.shape)
-    assert q.shape == (3, 30)
-    packet, q_next = jax.jit(compressor.encode)(x, q)
-    assert sum(a.nbytes for a in packet) == compressor.num_bytes(x.shape)
-    sent, want_q, _ = reference.power_sgd(x[None].astype(np.float64), np.asarray(q))
-    np.testing.assert_allclose(compressor.decode(packet, x.shape), sent[0], atol=1e-5)
-    np.testing.assert_allclose(q_next, want_q, atol=1e-5)
-    chex.assert_trees_all_equal(q, compressor.init(x.shape))
-
-
-def test_power_sgd_of_a_batch_of_matrices_is_that_of_each():
-    """Packet and factor of a leaf (2, 3, m, n) are those of its six matrices, one by one."""
-    compressor, x = power_sgd(3), normal(0, 2, 3, 20, 15)
-    q = compressor.init(x.shape)
-    assert q.shape == (2, 3, 3, 15)
+    assert q.shape == (*batch, 3, 15)
     packet, q_next = jax.jit(compressor.encode)(x, q)
     assert sum(a.nbytes for a in packet) == compressor.num_bytes(x.shape)
     decoded = compressor.decode(packet, x.shape)
-    for i in np.ndindex(2, 3):
+    for i in np.ndindex(batch):
         np.testing.assert_array_equal(q[i], compressor.init((20, 15)))
         sent, want_q, _ = reference.power_sgd(x[i][None].astype(np.float64), np.asarray(q[i]))
         np.testing.assert_allclose(decoded[i], sent[0], atol=1e-5)

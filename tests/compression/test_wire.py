@@ -71,11 +71,10 @@ def test_what_is_sent_dense():
                 assert ramp.is_sent_dense(packet_format) == (dense and k <= 60_000)
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_params_without_a_leaf_to_compress(wire):
+def test_params_without_a_leaf_to_compress():
     """All leaves are below min_size: nothing is packed, and the step is that of momentum."""
     params = {"w": jnp.arange(4.0)}
-    tx = optfn.dgc_momentum(0.5, 0.9, rampup_begin_step=0, wire=wire)
+    tx = optfn.dgc_momentum(0.5, 0.9, rampup_begin_step=0)
     grads = {"w": np.stack([np.ones(4), 3 * np.ones(4)]).astype(np.float32)}
     update = jax.vmap(
         lambda g: tx.update(g, tx.init(params), params)[0], axis_name="data", out_axes=None
@@ -98,8 +97,9 @@ def test_the_mean_of_packets(wire):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("check_vma", [True, nightly(False)])
-@pytest.mark.parametrize(("value_dtype", "entry"), [("bfloat16", 4), nightly("float32", 8)])
+@pytest.mark.parametrize(
+    ("value_dtype", "entry", "check_vma"), [("bfloat16", 4, True), nightly("float32", 8, False)]
+)
 def test_bytes_on_the_network(value_dtype, entry, check_vma):
     """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""
     params = {"w": jnp.zeros(400_000), "v": jnp.zeros((300, 100)), "b": jnp.zeros(10)}

@@ -99,10 +99,9 @@ def test_a_hyper_parameter_that_a_loop_closes_over(wrap):
         np.testing.assert_allclose(jax.jit(mode(loss))(np.float32(-0.6)), difference, rtol=0.01)
 
 
-@pytest.mark.parametrize("dtype", ["int8", nightly("bfloat16")])
-def test_quantized_moments_do_not_keep_others_from_being_differentiated(dtype):
+def test_quantized_moments_do_not_keep_others_from_being_differentiated():
     def loss(rate, b1):
-        tx = optfn.accumulate(optfn.adam(rate, b1=b1, moment_dtype=dtype), 1)
+        tx = optfn.accumulate(optfn.adam(rate, b1=b1, moment_dtype="int8"), 1)
         p = jnp.ones(3)
         return jnp.sum(tx.update(p, tx.init(p), p)[0])
 

@@ -1,8 +1,8 @@
-"""The algebra that the documentation promises, over drawn trees, numbers, wrappers and their order.
+"""What every update keeps, over drawn trees, numbers, wrappers and their order.
 
-A case is one drawn example. 30 of them belong to the suite; `make properties` draws 4,080. Cases
-run operation by operation, on few shapes, so that little is compiled. What compiled
-programs, packed params and a mesh change is drawn by tests/reference_run.
+A case is one drawn example. 12 of them belong to the suite; `make properties` draws 1,632. Cases
+run operation by operation, on few shapes, so that little is compiled. The numbers of wrappers, of
+compiled programs, packed params and a mesh are drawn by tests/reference_run.
 """
 
 import dataclasses
@@ -43,8 +43,6 @@ WRAPPERS = {
     "average": lambda tx: optfn.chain(tx, optfn.exponential_moving_average(0.9)),
     "window": lambda tx: optfn.chain(tx, optfn.model_average(0.5, min_average_window=2)),
 }
-# Sums over a tensor depend on the order of its elements.
-OF_TENSORS = {"clip_by_global_norm", "record_metrics"}
 
 
 class Pair(NamedTuple):
@@ -74,10 +72,6 @@ class Recipe(NamedTuple):
     @property
     def keeps_dtypes(self) -> bool:
         return "master_weights" not in self.wrappers
-
-    @property
-    def is_elementwise(self) -> bool:
-        return OPTIMIZERS[self.name].is_elementwise and not OF_TENSORS & {*self.wrappers}
 
 
 def cases(count: int) -> Any:
@@ -173,16 +167,12 @@ def numbers_of(name: str, seed: int) -> dict[str, float]:
 
 @st.composite
 def problems(draw: Any) -> Any:
-    """Draw a recipe, its transform, params, and a function (i, scale) -> gradients."""
+    """Draw a recipe, its transform, params and gradients."""
     recipe, tree, seed = draw(RECIPES), draw(TREES), draw(SEEDS)
     tx = recipe.build(numbers_of(recipe.name, seed))
     scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
-    params = filled(tree, seed)
-
-    def gradients(i: int) -> Any:
-        return filled(tree, (seed + i + 1) % 2**32, scale, of_gradient=True)
-
-    return recipe, tx, params, gradients
+    gradients = filled(tree, (seed + 1) % 2**32, scale, of_gradient=True)
+    return recipe, tx, filled(tree, seed), gradients
 
 
 # How it is compared
@@ -190,7 +180,7 @@ def problems(draw: Any) -> Any:
 
 def spec(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(jnp.shape(x), jnp.asarray(x).dtype) for x in leaves]
+    return structure, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
 
 
 def bits(x: Any) -> tuple[Any, ...]:
@@ -205,25 +195,13 @@ def assert_same_bits(got: Any, want: Any) -> None:
         assert bits(a) == bits(b), (jax.tree_util.keystr(path), a, b)
 
 
-def run(tx: Any, params: Any, gradients: Any, state: Any = None) -> Any:
-    """Return params and state after a step with each gradient."""
-    state = tx.init(params) if state is None else state
-    for g in gradients:
-        updates, state = tx.update(g, state, params)
-        params = optfn.apply_updates(params, updates)
-    return params, state
-
-
-# One at a time
-
-
 @cases(12)
 @given(problems())
 @eagerly
 def test_an_update_is_pure_and_keeps_structures(problem):
-    """And the state after it goes through a dict, from which training continues bit for bit."""
-    recipe, tx, params, gradients = problem
-    state, g = tx.init(params), gradients(0)
+    """And the state after it goes through a dict, which changes no bit of it."""
+    recipe, tx, params, g = problem
+    state = tx.init(params)
     before = [bits(x) for x in jax.tree.leaves((params, state, g))]
     first, second = (tx.update(g, state, params) for _ in range(2))
     assert_same_bits(first, second)
@@ -240,64 +218,4 @@ def test_an_update_is_pure_and_keeps_structures(problem):
     assert all(isinstance(x, np.ndarray) and x.dtype.kind != "V" for x in saved.values())
     loaded = optfn.load_state_dict(tx.init(params), saved)
     assert_same_bits(loaded, first[1])
-    ends = [tx.update(gradients(1), s, after) for s in (first[1], loaded)]
-    assert_same_bits(*ends)
-
-
-@cases(4)
-@given(problems(), st.sampled_from([1, 2, 4]))
-@eagerly
-def test_accumulate_is_the_mean(problem, every):
-    """Bit for bit the step with the mean in float32, and none before it.
-
-    For powers of two, which XLA divides by exactly; of others it multiplies by the reciprocal.
-    """
-    _, tx, params, gradients = problem
-    each = [gradients(i) for i in range(4)]
-    outer = optfn.accumulate(tx, every)
-    got, want, state, inner = params, params, outer.init(params), tx.init(params)
-    for i, g in enumerate(each):
-        updates, state = outer.update(g, state, got)
-        got = optfn.apply_updates(got, updates)
-        if (i + 1) % every:
-            assert not any(np.any(u) for u in jax.tree.leaves(updates))
-        else:
-            window = each[i + 1 - every : i + 1]
-            updates, inner = tx.update(jax.tree.map(mean, *window), inner, want)
-            want = optfn.apply_updates(want, updates)
-        assert_same_bits(got, want)
-        assert_same_bits(state.inner_state, inner)
-
-
-def mean(*gradients: Any) -> Any:
-    """Return the mean in float32, added in order, by NumPy."""
-    first, *others = (np.asarray(g) for g in gradients)
-    if first.dtype == jax.dtypes.float0:
-        return first
-    total = first.astype(np.float32)
-    for g in others:
-        total = total + g.astype(np.float32)
-    return jnp.asarray(total / np.float32(len(gradients)))
-
-
-@cases(14)
-@given(problems(), st.lists(st.sampled_from([0.0, np.nan, np.inf, -np.inf]), max_size=5))
-@eagerly
-def test_a_skipped_step_is_left_out(problem, damages):
-    """Params and state are bit for bit those of the good gradients alone."""
-    _, tx, params, gradients = problem
-    each = []
-    for i, damage in enumerate(damages):
-        leaves, structure = jax.tree.flatten(gradients(i))
-        k = next((k for k, x in enumerate(leaves) if x.size and x.dtype != jax.dtypes.float0), None)
-        bad = k is not None and damage != 0
-        if bad:
-            leaves[k] = leaves[k].at[(0,) * leaves[k].ndim].set(damage)
-        each.append((structure.unflatten(leaves), bad))
-    got, state = run(optfn.skip_nonfinite(tx), params, [g for g, _ in each])
-    want, inner = run(tx, params, [g for g, bad in each if not bad])
-    assert_same_bits((got, state.inner_state), (want, inner))
-    assert int(state.skipped) == sum(bad for _, bad in each)
-
-
-# Compiled programs: a few recipes and trees, any numbers
+    assert spec(loaded) == spec(state)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import nightly
 
 import optfn
 from optfn.leaves.contents import leaves_with_names
@@ -69,15 +68,13 @@ def nnx_model():
     return nnx.state(Net(), nnx.Param)
 
 
-@pytest.mark.parametrize("stacks", [nightly(False), True])
 @pytest.mark.parametrize("make", [flax_model, nnx_model])
-def test_models_of_others(make, stacks):
+def test_models_of_others(make):
     """The chosen leaves are those of one axis before layers are stacked; flax's projections of
     attention have a bias for each head."""
     params = make()
     want = {k for k, x in leaves_with_names(params) if np.ndim(x) == 1 or k.endswith("bias")}
-    stack = lambda x: jnp.stack([x, x])  # noqa: E731
-    params = jax.tree.map(stack, params) if stacks else params
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), params)
     assert want and match_names(optfn.NORMS_AND_BIASES, params, "exclude") == want
 
 

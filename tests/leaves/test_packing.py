@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import nightly, suite
 
 import optfn
 from optfn import sparse
@@ -97,47 +96,20 @@ def follow(tx, packed, steps=3, **extra):
     return optfn.unpack(p), state
 
 
-def assert_same(tx, **extra):
+@pytest.mark.parametrize("name", ["adam_clip_l2", "lars"])
+def test_a_rule_is_that_of_the_tree(name):
+    """And the state of each loads into the template of the other."""
+    tx, extra = registry.ALL[name].make(), dict(registry.ALL[name].extra)
     (tree, state), (found, packed_state) = follow(tx, False, **extra), follow(tx, True, **extra)
     chex.assert_trees_all_close(found, tree, rtol=1e-6, atol=1e-6)
     want, names = optfn.state_dict(state), optfn.state_dict(packed_state)
     assert set(names) == set(want)
     for name in want:
         np.testing.assert_allclose(names[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    # Either state loads into the other's template.
     loaded = optfn.load_state_dict(packed_state, want)
     assert jax.tree.structure(loaded) == jax.tree.structure(packed_state)
     chex.assert_trees_all_close(loaded, packed_state, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(optfn.load_state_dict(state, names), state, rtol=1e-5, atol=1e-6)
-
-
-# Those whose rules look at tensors or paths, and some of each other kind.
-RULES = [
-    "adam_clip_l2", "asgd_batches", "ftrl", "lamb", "lars", "clip_by_norm", "clip_by_global_norm",
-    "scale_by_trust_ratio", "add_decayed_weights", "exponential_moving_average", "model_average",
-    "accumulate", "multi_precision", "skip_nonfinite", "record_metrics", "stack",
-    "reduce_on_plateau",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    suite(
-        RULES, "adam_clip_l2", "lars", "add_decayed_weights", "multi_precision", "reduce_on_plateau"
-    ),
-)
-def test_every_rule_is_that_of_the_tree(name):
-    entry = registry.ALL[name]
-    assert_same(entry.make(), **dict(entry.extra))
-
-
-def test_moments_in_fewer_bits():
-    """Rounded by other random bits, in other blocks: the same to their precision."""
-    tree, _ = follow(optfn.adam(0.1, moment_dtype="int8"), False)
-    found, state = follow(optfn.adam(0.1, moment_dtype="int8"), True)
-    chex.assert_trees_all_close(found, tree, atol=0.03)
-    again = optfn.load_state_dict(state, optfn.state_dict(state))
-    chex.assert_trees_all_equal(again, state)
 
 
 def loss_fn(tree, x):
@@ -147,10 +119,7 @@ def loss_fn(tree, x):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    "name", ["adam_clip_l2", nightly("adam"), nightly("momentum"), nightly("rmsprop")]
-)
-def test_a_packed_step_is_in_place(name):
+def test_a_packed_step_is_in_place():
     tree = {f"layer{k}": {"w": normal((32, 32), k), "b": normal(32, k)} for k in range(8)}
 
     def loss_fn(tree, x):
@@ -158,7 +127,8 @@ def test_a_packed_step_is_in_place(name):
             x = x + jnp.tanh(x @ layer["w"] + layer["b"])
         return jnp.mean(x**2)
 
-    step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make(), packed=True)
+    tx = registry.OPTIMIZERS["adam_clip_l2"].make()
+    step = optfn.make_train_step(loss_fn, tx, packed=True)
     optfn.assert_in_place(step, step.init(tree), jnp.ones((4, 32)))
 
 

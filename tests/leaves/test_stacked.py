@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import registry
 from grids import nightly, suite
-from problems import STAGES, batch, block, blocks, compiled, mean_square, mesh_of, steps, whole
+from problems import STAGES, steps
 
 import optfn
-from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
+from optfn.distributed import stack_stages, unstack_stages
 
-# Blocks of 8-bit moments lie across layers, and leaves of one shape have the same random bits.
-EXACT = {k: v for k, v in registry.EVERYTHING.items() if not v.quantized}
 STEPS = 2
 
 
@@ -26,28 +24,18 @@ def normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-def trained(tx, entry, params, gradients):
+def trained(tx, params, gradients):
     """Return the updates of a few steps."""
-    return [step.updates for step in steps(tx, params, gradients, **dict(entry.extra))]
+    return [step.updates for step in steps(tx, params, gradients)]
 
 
-SUITE = (
-    "sgd", "decayed_adagrad", "adamw", "lamb_corrected", "clip_by_global_norm_off",
-    "scale_by_adamax", "ftrl_proximal", "skip_nonfinite",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    suite(EXACT, *SUITE),
-)
-def test_every_rule_takes_stacked_layers_apart(name):
+@pytest.mark.parametrize("name", ["adamw", "lamb_corrected"])
+def test_a_rule_takes_stacked_layers_apart(name):
     """The updates of a stacked tree are those of the list of its layers."""
-    entry = EXACT[name]
-    apart = [layers(seed) for seed in range(1 + STEPS)]
-    want = trained(entry.make(), entry, apart[0], apart[1:])
+    tx, apart = registry.OPTIMIZERS[name].make(), [layers(seed) for seed in range(1 + STEPS)]
+    want = trained(tx, apart[0], apart[1:])
     stacked = [stack_stages(tree) for tree in apart]
-    got = trained(entry.make(), entry, stacked[0], stacked[1:])
+    got = trained(tx, stacked[0], stacked[1:])
     for a, b in zip(got, want, strict=True):
         chex.assert_trees_all_close(unstack_stages(a), b, rtol=2e-6, atol=1e-7)
 
@@ -57,7 +45,6 @@ NORM_RULES = {
     "lars": lambda **attrs: optfn.lars(0.1, 0.9, lars_coeff=0.1, **attrs),
     "clip_by_norm": lambda **attrs: optfn.sgd(0.1, grad_clip=optfn.clip_by_norm(0.5), **attrs),
 }
-ENTRY = registry.OPTIMIZERS["lamb"]
 
 
 @pytest.mark.parametrize("packed", [nightly(False), True])
@@ -70,17 +57,17 @@ def test_an_attribute_stacks_as_stack_stages_does(name, packed):
     for seed in range(1 + STEPS):
         alone = normal(np.random.default_rng(100 + seed), STAGES, 4, 3)
         trees.append({"layers": layers(seed), "w": alone})
-    want = trained(make(), ENTRY, trees[0], trees[1:])
+    want = trained(make(), trees[0], trees[1:])
     stacked = [t | {"layers": stack_stages(t["layers"]).layers} for t in trees]
     kept = [optfn.pack(t) for t in stacked] if packed else stacked
-    got = trained(make(param_attrs=attrs), ENTRY, kept[0], kept[1:])
+    got = trained(make(param_attrs=attrs), kept[0], kept[1:])
     for a, b in zip(got, want, strict=True):
         a = optfn.unpack(a) if packed else a
         chex.assert_trees_all_close(unstack_stages(a["layers"]), b["layers"], rtol=2e-6)
         # Norms of packed leaves add up in another order, which shows where a difference is small.
         np.testing.assert_allclose(a["w"], b["w"], rtol=2e-6, atol=1e-8)
     # Without the mark the layers share a norm: the test above can fail.
-    unmarked = trained(make(), ENTRY, stacked[0], stacked[1:])
+    unmarked = trained(make(), stacked[0], stacked[1:])
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(unstack_stages(unmarked[0]["layers"]), want[0]["layers"])
 
@@ -126,36 +113,3 @@ def test_a_mark_of_leaves_without_gradient(packed):
     np.testing.assert_array_equal(moved["frozen"], jnp.ones((2, 3)))
     np.testing.assert_array_equal(moved["n"], jnp.arange(3))
     assert float(jnp.max(moved["w"])) < 1
-
-
-@pytest.fixture(scope="module")
-def gradients():
-    """The gradient of a pipeline, compiled once, and that of the model on one device."""
-    f = pipeline_value_and_grad(block, mean_square, mesh=mesh_of(False), num_microbatches=3)
-    return f, jax.jit(jax.grad(whole))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name",
-    [k for k, v in registry.OPTIMIZERS.items() if not v.quantized],
-)
-def test_a_pipeline_trains_with_every_optimizer_as_one_device(gradients, name):
-    pipelined, alone = gradients
-    tx, stages = registry.OPTIMIZERS[name].make(), blocks()
-    params, want = stack_stages(stages), stages
-    state, want_state = tx.init(params), tx.init(want)
-    for k in range(STEPS):
-        _, grads = pipelined(params, batch(k))
-        updates, state = compiled(tx)(grads, state, params)
-        params = optfn.apply_updates(params, updates)
-        updates, want_state = compiled(tx)(alone(want, batch(k)), want_state, want)
-        want = optfn.apply_updates(want, updates)
-    moved, error = distance(want, stages), distance(unstack_stages(params), want)
-    # Adam's first steps divide by the gradient: an element near zero may turn its sign.
-    assert error < 1e-3 * moved
-
-
-def distance(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return np.linalg.norm(np.concatenate([np.ravel(x - y) for x, y in pairs]))

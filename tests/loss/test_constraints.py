@@ -73,22 +73,34 @@ def test_models_with_shardings_inside(model, way):
 
 
 @pytest.mark.parametrize(
-    "shape", [nightly({"data": 8}), {"node": 2, "data": 2, "model": 2}], ids=str
+    "model, inside",
+    suite(itertools.product(MODELS, [False, True]), *zip(MODELS, itertools.cycle([True, False]))),
 )
-def test_other_meshes(shape):
-    apply, params, _, expected, _ = on_one_device(custom_derivatives)
-    options = {"shard": "params"}
-    if "node" in shape:
-        options = {"data_axis": ("node", "data"), "shard": sharded("params", axis="data")}
-
-        def apply(params, x, apply=apply):
-            return apply(params, constrain(x, ("node", "data"), "model"))
-
-    else:  # constraints over an axis that this mesh lacks are errors, so both axes are data's
-        options["data_axis"] = ("data", "model")
-        shape = {"data": 4, "model": 2}
-    _, state, _ = train(loss_of(apply), params, mesh=mesh_of(**shape), **options)
+def test_the_compiler_keeps_shardings_inside_of_models_and_of_their_params(model, inside):
+    apply, params, specs_of, expected, _ = on_one_device(model)
+    mesh = mesh_of()
+    placements = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs_of(params), is_leaf=lambda x: isinstance(x, P)
+    )
+    there = jax.device_put(params, placements)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        _, state, _ = train(loss_of(apply), there, mesh=mesh, partitioner="compiler")
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
     assert_near(state.params, expected)
+    divided = [x for x in jax.tree.leaves(state) if any(x.sharding.spec) and x.ndim > 1]
+    kernels = [x for x in jax.tree.leaves(placements) if any(x.spec)]
+    assert kernels and len(divided) == 3 * len(kernels)  # each kernel and its two moments
+
+
+def test_two_levels_and_an_axis_of_the_model():
+    apply, params, _, expected, _ = on_one_device(custom_derivatives)
+    options = {"data_axis": ("node", "data"), "shard": sharded("params", axis="data")}
+    mesh = mesh_of(node=2, data=2, model=2)
+
+    def divided(params, x):
+        return apply(params, constrain(x, ("node", "data"), "model"))
+
+    assert_near(train(loss_of(divided), params, mesh=mesh, **options)[1].params, expected)
 
 
 def test_inside_of_set_mesh():
@@ -198,15 +210,25 @@ def test_boxes_of_another_rank_name_the_remedy(shape, boxed):
     assert_near(state.params, train(loss, params)[1].params)
 
 
-@pytest.mark.parametrize("kind", ["mine", "rank", "axis"])
-def test_an_error_of_the_loss_itself_is_raised_as_it_is(kind):
+@pytest.mark.parametrize(
+    "kind, error, words",
+    [
+        ("mine", ValueError, "a text of my own"),
+        ("rank", ValueError, ""),
+        ("axis", ValueError, "unknown"),
+        ("shape", TypeError, "dot_general"),
+    ],
+)
+def test_an_error_of_the_loss_itself_is_raised_as_it_is(kind, error, words):
     def loss(params, x):
         if kind == "mine":
             raise ValueError("with_sharding_constraint, Manual: a text of my own")
+        if kind == "shape":
+            return jnp.mean(constrain(x, "data", None) @ params["w"][1:])
         spec = {"rank": ("data", None, None), "axis": ("unknown", None)}[kind]
         return jnp.mean(jax.lax.with_sharding_constraint(x @ params["w"], P(*spec)))
 
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(error, match=words) as caught:
         train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=mesh_of())
     assert "JAX says" not in str(caught.value)
 
@@ -285,32 +307,6 @@ def test_bfloat16_and_recomputation():
 
     found = train(loss, narrow, tx=optfn.sgd(0.1), shard="params", **options)[1]
     assert_near(found.params, train(loss, narrow, tx=optfn.sgd(0.1), steps=1)[1].params, 2e-2)
-
-
-def test_a_loss_without_constraints_is_traced_once():
-    traced = []
-
-    def loss(params, x):
-        traced.append(x.shape)
-        return jnp.mean(x @ params["w"])
-
-    train(loss, {"w": weights(0, WIDTH, WIDTH)}, mesh=mesh_of())
-    assert len(traced) == 1
-
-
-def test_errors_of_the_model_stay():
-    params = {"w": weights(0, WIDTH, WIDTH)}
-
-    def of_axis(params, x):
-        return jnp.mean(constrain(x @ params["w"], "other", None))
-
-    def of_shape(params, x):
-        return jnp.mean(constrain(x, "data", None) @ params["w"][1:])
-
-    with pytest.raises(ValueError, match="other"):
-        train(of_axis, params, mesh=mesh_of())
-    with pytest.raises(TypeError, match="dot_general"):
-        train(of_shape, params, mesh=mesh_of())
 
 
 def typed_losses():

@@ -56,7 +56,6 @@ def flops_of_transformer():
 TWO_LEVELS = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "fast"))
 WAYS = {
     "one device": {},
-    "data parallel": {"mesh": 8},
     "FSDP": {"mesh": 8, "shard": "params"},
     "two levels": {
         "mesh": TWO_LEVELS,

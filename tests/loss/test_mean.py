@@ -13,10 +13,9 @@ import optax
 import pytest
 from grids import nightly
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
+from optfn.distributed import pipeline_value_and_grad, stack_stages
 from optfn.loss.mean import Mean
 
 EXAMPLES, WIDTH, STEPS, TOLERANCE = 32, 8, 3, 1e-12
@@ -74,15 +73,8 @@ def mesh_of(*sizes, names=("data", "model")):
     return Mesh(devices, names[: len(sizes)])
 
 
-WAYS = {
-    "microbatches": lambda: {"microbatches": 4},
-    "workers": lambda: {"mesh": mesh_of(8)},
-    "params": lambda: {"mesh": mesh_of(8), "shard": "params"},
-}
-
-
-def cases(names, often):
-    return [pytest.param(n, marks=() if n in often else pytest.mark.nightly) for n in names]
+def divided():
+    return {"mesh": mesh_of(8), "shard": "params"}
 
 
 def adam():
@@ -107,8 +99,7 @@ def assert_near(a, b, tolerance=TOLERANCE):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b)
 
 
-@pytest.mark.parametrize("way", cases(WAYS, ("params", "microbatches")))
-def test_a_gradient_flows_through_a_weight_that_depends_on_params(way):
+def test_a_gradient_flows_through_a_weight_that_depends_on_params():
     def mean(params, batch):
         x, mask = batch
         weights = mask * jax.nn.sigmoid(x @ params["w"])[:, :WIDTH]
@@ -117,12 +108,9 @@ def test_a_gradient_flows_through_a_weight_that_depends_on_params(way):
     def quotient(params, batch):
         return mean(params, batch).total / mean(params, batch).weight
 
-    options = WAYS[way]()
-    if options.get("microbatches", 1) > 1:
-        with pytest.raises(ValueError, match="stop_gradient"):
-            train(mean, **options)
-        return
-    assert_near(train(mean, **options)[0], train(quotient)[0])
+    assert_near(train(mean, **divided())[0], train(quotient)[0])
+    with pytest.raises(ValueError, match="stop_gradient"):
+        train(mean, microbatches=4)
 
 
 def test_weights_of_accumulate_in_a_loop_of_your_own():
@@ -167,65 +155,15 @@ def test_line_searches_see_the_same_loss():
         return optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(4))
 
     want = train(quotient, tx, steps=2)[0]
-    assert_near(train(loss_alone, tx, steps=2, **WAYS["params"]())[0], want, 1e-9)
-
-
-TABLES = {
-    "one device": dict,
-    "microbatches": lambda: {"microbatches": 4},
-    "workers": lambda: {"mesh": mesh_of(8)},
-    "rows": lambda: {"mesh": mesh_of(8), "shard_tables": True},
-    "rows, microbatches": lambda: {
-        "mesh": mesh_of(4, 2), "shard_tables": True, "microbatches": 2
-    },
-    "rows, params": lambda: {"mesh": mesh_of(8), "shard": "params", "shard_tables": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", cases(TABLES, ("rows, microbatches",)))
-def test_rows_of_tables(way):
-    params = {"table": normal(5, 40, 6), "w": normal(6, 6)}
-    ids = np.random.default_rng(7).integers(0, 40, size=(EXAMPLES, 5))
-    mask = (np.random.default_rng(8).random((EXAMPLES, 5)) < 0.5).astype(int)
-    mask[:8] = 0
-
-    def loss(params, batch):
-        ids, mask = batch
-        each = (params["table"][ids] @ params["w"] - 1) ** 2
-        return Mean(jnp.sum(each * mask) / jnp.sum(mask) * jnp.sum(mask), jnp.sum(mask))
-
-    def quotient(params, batch):
-        return loss(params, batch).total / loss(params, batch).weight
-
-    def lazy():
-        return optfn.adam(1e-2, lazy=True)
-
-    options = {"tx": lazy, "params": params, "batch": (ids, mask), "tables": "table"}
-    found = train(loss, **options, **TABLES[way]())
-    want = train(quotient, **options)
-    for name in params:
-        assert_near(np.asarray(found[0][name]), want[0][name])
-    assert_near(found[1]["loss"], want[1]["loss"])
+    assert_near(train(loss_alone, tx, steps=2, **divided())[0], want, 1e-9)
 
 
 BLOCKS = [0.5 * normal(i, WIDTH, WIDTH) for i in range(4)]
-PIPELINES = {
-    "1f1b": ((4,), {}, False),
-    "gpipe": ((4,), {"schedule": "gpipe"}, False),
-    "zb": ((4,), {"schedule": "zb"}, False),
-    "data axis": ((4, 2), {"data_axis": "data"}, False),
-    "data axis of the step": ((4, 2), {}, True),
-    "list": ((4,), {"is_list": True}, False),
-}
 
 
-@pytest.mark.parametrize("name", cases(PIPELINES, ("data axis of the step",)))
-def test_pipelines(name):
-    sizes, options, in_mesh = PIPELINES[name]
-    is_list = options.get("is_list", False)
-    options = {k: x for k, x in options.items() if k != "is_list"}
-    mesh = mesh_of(*sizes, names=("stage", "data"))
-    batch = X, (X[::-1].copy(), MASK)
+@pytest.mark.nightly
+def test_a_pipeline_of_a_list_of_functions():
+    """tests/reference_run draws those of one function."""
 
     def stage(w, x):
         return jnp.tanh(x @ w)
@@ -240,20 +178,14 @@ def test_pipelines(name):
             x = stage(w, x)
         return jnp.sum((x - target[0]) ** 2 * target[1]) / jnp.sum(target[1])
 
-    stages = [stage] * 4 if is_list else stage
-    value_and_grad = pipeline_value_and_grad(stages, loss, mesh=mesh, num_microbatches=4, **options)
-    of_step = {"mesh": mesh, "shard": {".*": P("stage")}} if in_mesh else {}
-    params = (
-        list(map(jnp.asarray, BLOCKS)) if is_list else stack_stages(list(map(jnp.asarray, BLOCKS)))
+    value_and_grad = pipeline_value_and_grad(
+        [stage] * 4, loss, mesh=mesh_of(4, names=("stage",)), num_microbatches=4
     )
-    step = optfn.make_train_step(None, adam(), value_and_grad=value_and_grad, **of_step)
-    state = step.init(params)
-    for _ in range(STEPS):
-        state, metrics = step(state, batch)
-    want = train(whole, params=BLOCKS, batch=batch)
-    found = state.params if is_list else unstack_stages(state.params)
-    assert_near(np.stack(found), np.stack(want[0]))
-    assert_near(metrics["loss"], want[1]["loss"])
+    options = {"params": BLOCKS, "batch": (X, (X[::-1].copy(), MASK))}
+    found, metrics = train(None, value_and_grad=value_and_grad, **options)
+    want, of_want = train(whole, **options)
+    assert_near(found, want)
+    assert_near(metrics["loss"], of_want["loss"])
     assert metrics["weight"] == MASK.sum()
 
 
@@ -313,7 +245,7 @@ def test_count_tokens_by_weight_needs_a_mean(tmp_path):
 
 def test_weights_may_be_numbers_and_integers():
     want, of_want = train(lambda p, b: jnp.mean(squares(p, b[0])), steps=1)
-    for kind, parts in ((int, 4), (np.int32, 1), (float, 4)):
+    for kind, parts in ((int, 4), (np.int32, 1)):
         params, metrics = train(
             lambda p, b: Mean(jnp.sum(squares(p, b[0])), kind(32 * WIDTH // parts)),  # noqa: B023
             steps=1,
@@ -351,10 +283,13 @@ def test_multi_steps_of_optax_knows_no_weights():
         train(loss_alone, lambda: optax.MultiSteps(optfn.sgd(0.1), 2))
 
 
-def test_a_plain_loss_has_no_weight_and_no_more_equations():
-    def text(loss):
-        step = optfn.make_train_step(loss, adam(), mesh=mesh_of(8), shard="params")
-        return step.lower(jax.tree.map(jnp.asarray, PARAMS), (X, MASK)).as_text()
+@pytest.mark.optimized
+def test_the_pass_that_gives_the_weight_is_dropped():
+    """Under shard="params" the weight is known before the loss is differentiated, once."""
+
+    def lowered(loss):
+        step = optfn.make_train_step(loss, adam(), **divided())
+        return step.lower(jax.tree.map(jnp.asarray, PARAMS), (X, MASK))
 
     def of_examples(params, batch):
         return jnp.mean(squares(params, batch[0]))
@@ -362,25 +297,12 @@ def test_a_plain_loss_has_no_weight_and_no_more_equations():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "weight" not in train(of_examples)[1]
+    of_mean, plain = lowered(loss_alone), lowered(of_examples)
     # A sum of weights and one of totals, both of one number.
-    more = text(loss_alone).count("all_reduce") - text(of_examples).count("all_reduce")
-    assert more >= 1
-
-
-@pytest.mark.optimized
-def test_the_pass_that_gives_the_weight_is_dropped():
-    """Under shard="params" the weight is known before the loss is differentiated, once."""
-
-    def program(loss):
-        step = optfn.make_train_step(loss, adam(), mesh=mesh_of(8), shard="params")
-        lowered = step.lower(jax.tree.map(jnp.asarray, PARAMS), (X, MASK))
-        return lowered.compile().as_text()
-
-    def of_examples(params, batch):
-        return jnp.mean(squares(params, batch[0]))
-
+    assert of_mean.as_text().count("all_reduce") - plain.as_text().count("all_reduce") >= 1
+    of_mean, plain = (x.compile().as_text() for x in (of_mean, plain))
     for name in ("all-gather(", "reduce-scatter(", " dot("):
-        assert program(loss_alone).count(name) == program(of_examples).count(name)
+        assert of_mean.count(name) == plain.count(name)
 
 
 @pytest.mark.parametrize(

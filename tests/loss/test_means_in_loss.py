@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
+from grids import suite
 from jax import lax
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh
@@ -55,7 +56,6 @@ OPTIMIZERS = {
         exchange(top_k(0.25, chunk=32), axis_name="slow", min_size=64), optfn.sgd(0.1)
     ),
 }
-EXCHANGES = ("exchange", "top_k")
 
 
 def layer(w, x):
@@ -110,32 +110,6 @@ def make_loss(apply):
 def make_batch(seed):
     ids = np.random.default_rng(seed).integers(0, ROWS, EXAMPLES)
     return ids, np.asarray(normal([seed, 1], EXAMPLES))
-
-
-def draw(seed):
-    """Return a name, or a choice of each kind by the name, for a random case."""
-    rng = np.random.default_rng(seed)
-
-    def choose(options):
-        return list(options)[rng.integers(len(options))]
-
-    case = {
-        "loss": choose(LOSSES),
-        "kind": choose(KINDS),
-        "codecs": choose(CODECS),
-        "option": choose(OPTIONS),
-        "optimizer": choose(OPTIMIZERS),
-        "sizes": choose(SIZES),
-        "dtype": choose(["float32", "bfloat16"]),
-        "explicit": bool(rng.integers(2)),
-    }
-    if case["kind"] == "specs":
-        case["codecs"] = "as they are"
-    cannot = [("specs", "packed")]
-    cannot += [(name, "local steps") for name in ("loss scale", *EXCHANGES)]
-    if any({*pair} <= {*case.values()} for pair in cannot):
-        case["option"] = "nothing"
-    return case
 
 
 def make_step(case):
@@ -194,65 +168,55 @@ def count(case):
     return count_averaged(needed, "slow")
 
 
-def check(case, monkeypatch):
-    """Bits and sends are those of the step with the mean after the loss."""
-    monkeypatch.setattr(mesh_layout, "SMALL_BYTES", SMALL)
-    got, sent = train(case), count(case)
-    with mean_after_the_loss(monkeypatch):
-        chex.assert_trees_all_equal(got, train(case))
-        assert sum(count(case)) == sum(sent)
-
-
-SUITE = range(1)
-
-
-@pytest.mark.parametrize("seed", SUITE)
-def test_the_place_of_the_mean_changes_no_bit(seed, monkeypatch):
-    check(draw(seed), monkeypatch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(len(SUITE), 150))
-def test_the_place_of_the_mean_changes_no_bit_of_many(seed, monkeypatch):
-    check(draw(seed), monkeypatch)
-
-
 PLAIN = {
     "loss": "scan_layers", "kind": "params", "codecs": "as they are", "option": "nothing",
     "optimizer": "adam", "sizes": "2 of 4", "dtype": "float32", "explicit": False,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"loss": name} for name in ("scan", "scan of checkpoints")),
-        {"optimizer": "loss scale"},
-        {"codecs": "packets"},
-        {"kind": "specs"},
-    ],
-    ids=str,
-)
-def test_layers_are_averaged_inside_of_the_loop(change, monkeypatch):
+INSIDE = [
+    *({"loss": name} for name in ("scan", "scan of checkpoints")),
+    {"optimizer": "loss scale"},
+    {"codecs": "packets"},
+    {"kind": "specs"},
+]
+OUTSIDE = [
+    {"kind": "state"},
+    {"codecs": "once"},
+    *({"option": name} for name in ("microbatches", "packed", "local steps")),
+    {"optimizer": "top_k"},
+]
+
+
+@pytest.mark.parametrize("change", INSIDE + OUTSIDE, ids=str)
+def test_layers_are_averaged_inside_of_the_loop_or_after_the_loss(change, monkeypatch):
     monkeypatch.setattr(mesh_layout, "SMALL_BYTES", SMALL)
     inside, outside = count(PLAIN | change)
-    assert inside == LAYERS * 4 * WIDTH**2 / 4  # a quarter of a group's
-    assert outside <= ROWS * WIDTH / 4 + 16
+    assert inside == (
+        LAYERS * 4 * WIDTH**2 / 4 if change in INSIDE else 0
+    )  # a quarter of a group's
+    assert change in OUTSIDE or outside <= ROWS * WIDTH / 4 + 16
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "state"},
-        {"codecs": "once"},
-        *({"option": name} for name in ("microbatches", "packed", "local steps")),
-        {"optimizer": "top_k"},
-    ],
-    ids=str,
-)
-def test_they_are_averaged_after_the_loss(change, monkeypatch):
+# tests/reference_run draws two levels with more optimizers.
+CASES = [
+    {"loss": "scan of checkpoints", "sizes": "4 of 2"},
+    {"loss": "scan", "kind": "specs", "explicit": True},
+    {"loss": "no scan", "optimizer": "exchange"},
+    {"codecs": "packets", "optimizer": "loss scale", "dtype": "bfloat16"},
+    {"codecs": "float32 inside", "optimizer": "guard", "sizes": "4 of 2"},
+    {"option": "float32", "optimizer": "frozen", "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("change", suite(CASES, CASES[0]), ids=str)
+def test_the_place_of_the_mean_changes_no_bit_and_sends_no_more(change, monkeypatch):
     monkeypatch.setattr(mesh_layout, "SMALL_BYTES", SMALL)
-    assert count(PLAIN | change)[0] == 0
+    case = PLAIN | change
+    got, sent = train(case), count(case)
+    with mean_after_the_loss(monkeypatch):
+        chex.assert_trees_all_equal(got, train(case))
+        assert sum(count(case)) == sum(sent)
 
 
 def scan_twice(layers, x):

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import weights
-from compilations import compilations
 from jax.sharding import Mesh
+from problems import trained as trained_on
 
 import optfn
 from benchmarks import wire
 from optfn.distributed import data_mesh, scan_layers, sharded
-from optfn.mesh.layout import data_parallel
 
 EXAMPLES, WIDTH, LAYERS = 64, 16, 3
 
@@ -30,45 +29,31 @@ def loss_fn(params, batch):
     return batch["rate"] * jnp.mean((jnp.mean(x, -1) - batch["target"]) ** 2)
 
 
-def trained(microbatches, steps=3, loss=loss_fn, **options):
-    step = optfn.make_train_step(loss, optfn.adam(1e-3), microbatches=microbatches, **options)
-    state = step.init(PARAMS)
-    for _ in range(steps):
-        state, metrics = step(state, BATCH)
-    return jax.device_get(state.params), float(metrics["loss"]), step
-
-
-def four():
-    return {"mesh": data_mesh(4)}
-
-
-def two_level():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))
-    return {"mesh": mesh, "data_axis": ("slow", "fast"), "shard": sharded("params", axis="fast")}
-
-
+GRID = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))
 # tests/reference_run draws the others.
 WAYS = {
-    "tables": lambda: {"tables": "table"},
-    "tables on a mesh": lambda: four() | {"tables": "table"},
-    "sharded tables": lambda: four() | {"tables": "table", "shard_tables": True},
-    "two levels": two_level,
-    "own gradient": lambda: {"value_and_grad": jax.value_and_grad(loss_fn, allow_int=True)},
-    "rounds": lambda: four() | {"local_steps": 2},
+    "two levels": {
+        "mesh": GRID,
+        "data_axis": ("slow", "fast"),
+        "shard": sharded("params", axis="fast"),
+    },
+    "rounds": {"mesh": data_mesh(4), "local_steps": 2},
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", [*WAYS])
 def test_the_step_is_that_of_the_whole_batch(way):
-    options = WAYS[way]()
-    loss = None if way == "own gradient" else loss_fn
-    expected, of_loss, _ = trained(1, loss=loss, **options)
-    found, loss, step = trained(4, loss=loss, **options)
-    assert loss == pytest.approx(of_loss, rel=1e-5)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-6)
-    assert compilations(step) == 1
+    def trained(microbatches):
+        step = optfn.make_train_step(
+            loss_fn, optfn.adam(1e-3), microbatches=microbatches, **WAYS[way]
+        )
+        state, losses = trained_on(step, step.init(PARAMS), [BATCH] * 3)
+        return jax.device_get((state.params, losses))
+
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained(4), trained(1)
+    )
 
 
 def test_parts_have_keys_and_a_model_state_in_turn():
@@ -109,20 +94,19 @@ def test_gradients_of_bfloat16_are_added_in_float32():
 )
 def test_bad_numbers(microbatches, kind, words):
     with pytest.raises(kind, match=words):
-        trained(microbatches, steps=1)
+        step = optfn.make_train_step(loss_fn, optfn.adam(1e-3), microbatches=microbatches)
+        step(step.init(PARAMS), BATCH)
 
 
 @pytest.mark.optimized
 def test_memory_and_bytes():
+    batch = {"ids": np.arange(4096) % 32, "target": weights(2, 4096), "rate": np.float32(1)}
+
     def compiled(microbatches, **options):
-        options = four() | options
         step = optfn.make_train_step(
-            loss_fn, optfn.adam(1e-3), microbatches=microbatches, **options
+            loss_fn, optfn.adam(1e-3), microbatches=microbatches, mesh=data_mesh(4), **options
         )
-        state = step.init(PARAMS)
-        batch = {"ids": np.arange(4096) % 32, "target": weights(2, 4096), "rate": np.float32(1)}
-        batch = data_parallel.split_batch(batch, step.layout.mesh, step.layout.data_axes)
-        program = step.compiled.lower(state, batch).compile()
+        program = step.lower(PARAMS, batch).compile()
         return program.memory_analysis().temp_size_in_bytes, wire.bytes_sent(program, 4)
 
     whole, sent = compiled(1)

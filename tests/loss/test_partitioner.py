@@ -1,8 +1,6 @@
 """A step that is left to the compiler is the step of one device, whatever divides its arrays."""
 
-import contextlib
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from compilations import count_compilations
 from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_models import MODELS, WIDTH, constrain
+from sharded_models import WIDTH, constrain
 
 import optfn
 from optfn.distributed import data_mesh, exchange, plan_memory, quantize, sharded, top_k
@@ -93,31 +91,28 @@ def assert_near(a, b, tolerance=2e-5):
         np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance), a, b)  # fmt: skip
 
 
+# tests/reference_run draws the others, wrappers and averages.
 WAYS = {
-    "whole": lambda mesh: {},
     "as placed": lambda mesh: {"params": placed(mesh)},
     "specs": lambda mesh: {"shard": SPECS},
-    "specs of one axis": lambda mesh: {"shard": {".*/w": P(None, "model")}},
-    "state": lambda mesh: {"shard": "state"},
-    "params": lambda mesh: {"shard": "params"},
     "over one of two axes": lambda mesh: {
         "data_axis": ("data", "model"), "shard": sharded("params", axis="model")
     },
 }  # fmt: skip
-# tests/reference_run draws the others, wrappers and averages.
 OPTIMIZERS = {
     "adamw": lambda: optfn.adamw(1e-2),
-    "lamb": lambda: optfn.lamb(1e-2),
-    "muon": lambda: optfn.muon(1e-2),
-    "int8": lambda: optfn.adam(1e-2, moment_dtype="int8"),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "line search": lambda: optax.chain(
         optax.sgd(0.1), optax.scale_by_backtracking_linesearch(4, store_grad=True)
     ),
 }
 OF_OPTAX = ("adafactor", "line search")  # these take no integers
-CASES = [(way, "adamw", kind) for way in WAYS for kind in (AUTO, EXPLICIT)] + [
-    ("specs", name, kind) for name in OPTIMIZERS if name != "adamw" for kind in (AUTO, EXPLICIT)
+CASES = [
+    ("over one of two axes", "adamw", AUTO),
+    ("specs", "adamw", EXPLICIT),
+    ("as placed", "adamw", AUTO),
+    ("specs", "adafactor", AUTO),
+    ("specs", "line search", EXPLICIT),
 ]
 
 
@@ -132,22 +127,15 @@ def on_one_device(name):
     return jax.device_get((state.params, metrics["loss"]))
 
 
-OFTEN = (
-    ("over one of two axes", "adamw", AUTO),
-    ("specs", "int8", EXPLICIT),
-)
-
-
-@pytest.mark.parametrize(
-    "way, name, kind", suite(CASES, *OFTEN), ids=lambda x: getattr(x, "name", x)
-)
+@pytest.mark.parametrize("way, name, kind", suite(CASES, *CASES[:2]))
 def test_a_step_left_to_the_compiler_is_that_of_one_device(way, name, kind):
     tx, mesh = OPTIMIZERS[name], mesh_of(kind)
-    params = params_for(name)
     expected, loss = on_one_device(name)
-    options = {"mesh": mesh, "partitioner": "compiler", "params": params} | WAYS[way](mesh)
+    options = {"mesh": mesh, "partitioner": "compiler", "params": params_for(name)} | WAYS[way](
+        mesh
+    )
     _, state, found = train(tx(), **options)
-    assert_near(state.params, expected, 1e-3 if name in ("int8", "muon") else 2e-5)
+    assert_near(state.params, expected)
     np.testing.assert_allclose(found["loss"], loss, rtol=1e-4)
 
 
@@ -180,25 +168,9 @@ def test_steps_in_a_scan():
     assert_near(state.params, on_one_device("adamw")[0])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("way, kind", [("as placed", EXPLICIT), ("params", AUTO)])
-def test_microbatches_and_masters(way, kind):
-    def tx():
-        return optfn.adamw(1e-2, multi_precision=True)
-
-    mesh = mesh_of(kind)
-    narrow = jax.tree.map(lambda x: x if x.dtype == int else x.astype(jnp.bfloat16), PARAMS)
-    options = {"mesh": mesh, "partitioner": "compiler"} | WAYS[way](mesh)
-    options["params"] = placed(mesh, narrow) if way == "as placed" else narrow
-    _, expected, _ = train(tx(), params=narrow)
-    _, state, _ = train(tx(), microbatches=2, **options)
-    assert_near(state.params, expected.params, 2e-2)  # a few units in the last place of bfloat16
-
-
-@pytest.mark.parametrize("examples", [8, 12])
-def test_rows_of_an_example_stay_in_its_microbatch(examples):
+def test_rows_of_an_example_stay_in_its_microbatch():
     """Of 12 examples 2 microbatches have no equal shares on 4 devices; of their 48 rows they do."""
-    x = np.random.default_rng(0).normal(size=(examples, 3)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
     batch = (x, np.repeat(x, 4, axis=0))
 
     def loss(w, batch):
@@ -234,44 +206,6 @@ def test_model_state_and_aux_are_those_of_the_whole_batch():
     state, found = run(mesh=mesh_of(EXPLICIT), partitioner="compiler", shard=SPECS)
     assert_near(state.model_state, expected.model_state)
     assert_near(found["aux"], metrics["aux"])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
-def test_checkpoints_go_to_other_layouts_and_back(kind):
-    mesh = mesh_of(kind)
-
-    def loss(params, batch):  # without the constraints, which a worker does not take
-        out = jnp.tanh(batch["x"] @ params["first"]["w"]) @ params["last"]["w"]
-        return jnp.mean((jnp.mean(out, -1) - batch["y"]) ** 2)
-
-    tx = optfn.adam(1e-2, moment_dtype="int8")
-    other = optfn.make_train_step(loss, tx, mesh=data_mesh(8), shard="params")
-    state = other.init(PARAMS)
-    state, _ = other(state, BATCH)
-    saved = jax.device_get(optfn.state_dict(state))
-    expected, _ = other(state, BATCH)
-    step = optfn.make_train_step(
-        loss_fn_of(loss, kind), tx, mesh=mesh, partitioner="compiler", shard=SPECS
-    )
-    loaded = optfn.load_state_dict(step.init(PARAMS), saved)
-    here = jax.device_get(optfn.state_dict(loaded))
-    after, _ = step(loaded, BATCH)
-    assert_near(after.params, expected.params, 1e-3)
-    back = optfn.load_state_dict(other.init(PARAMS), here)
-    assert_near(other(back, BATCH)[0].params, expected.params)
-
-
-def loss_fn_of(loss, kind):
-    """Return a loss that runs along explicit axes: on arrays that are whole there."""
-    if kind == AUTO:
-        return loss
-
-    def run(params, batch):
-        whole = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), (params, batch))
-        return loss(*whole)
-
-    return run
 
 
 def test_lower_plans_the_step_of_params_as_they_are_placed():
@@ -328,28 +262,3 @@ def test_a_pipeline_is_refused():
 def test_other_names_are_refused():
     with pytest.raises(ValueError, match="partitioner"):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), partitioner="xla")
-
-
-@pytest.mark.parametrize(
-    "model, inside",
-    suite(itertools.product(MODELS, [False, True]), *zip(MODELS, itertools.cycle([True, False]))),
-)
-def test_models_with_shardings_inside(model, inside):
-    apply, params, specs_of = model()
-    mesh = mesh_of()
-
-    def loss(params, batch):
-        return jnp.mean((apply(params, batch["x"]) - 1.0) ** 2)
-
-    _, expected, _ = train(optfn.adam(1e-2), loss, params=jax.device_get(params))
-    placements = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs_of(params), is_leaf=lambda x: isinstance(x, P)
-    )
-    there = jax.device_put(params, placements)
-    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
-        _, state, _ = train(optfn.adam(1e-2), loss, params=there, mesh=mesh, partitioner="compiler")
-    assert jax.tree.structure(state.params) == jax.tree.structure(params)
-    assert_near(jax.tree.leaves(state.params), jax.tree.leaves(expected.params))
-    divided = [x for x in jax.tree.leaves(state) if any(x.sharding.spec) and x.ndim > 1]
-    kernels = [x for x in jax.tree.leaves(placements) if any(x.spec)]
-    assert kernels and len(divided) == 3 * len(kernels)  # each kernel and its two moments

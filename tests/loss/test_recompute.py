@@ -18,7 +18,7 @@ from optfn.loss.recomputation.budget import is_recomputation_kept
 from optfn.loss.recomputation.costs import estimate_costs
 from optfn.loss.recomputation.rotor import FunctionCosts, Rotor
 
-WIDTH, BATCH, LAYERS = 16, 64, 16
+WIDTH, BATCH, LAYERS = 16, 64, 8
 
 
 def random(seed, *shape):
@@ -100,8 +100,13 @@ FORMS = {
     "sqrt": lambda: optfn.recompute(chain(), segments="sqrt"),
     "each": lambda: optfn.recompute(chain(), segments="each"),
     "three": lambda: optfn.recompute(chain(), segments=3),
-    "budget": lambda: optfn.recompute(chain(), memory_budget=200_000),
+    "budget": lambda: optfn.recompute(chain(), memory_budget=160_000),
 }
+
+
+@functools.cache
+def of_plain():
+    return jax.jit(jax.value_and_grad(plain))(layers(), X)
 
 
 def params_of(form):
@@ -111,9 +116,8 @@ def params_of(form):
 @pytest.mark.optimized
 @pytest.mark.parametrize("form", suite(FORMS, "a name", "three"))
 def test_gradients_are_bitwise_the_same(form):
-    want = jax.jit(jax.value_and_grad(plain))(layers(), X)
     value, gradient = jax.jit(jax.value_and_grad(FORMS[form]()))(params_of(form), X)
-    assert_same((value, gradient[:LAYERS]), want)
+    assert_same((value, gradient[:LAYERS]), of_plain())
 
 
 @pytest.mark.optimized
@@ -129,7 +133,7 @@ def test_a_cut_after_each_layer_saves_a_quarter(form):
 @pytest.mark.optimized
 def test_only_named_values_are_saved():
     """Three values: inputs of segments, the last one also a residual of the square in the loss."""
-    f = optfn.recompute(named, checkpoints=("layer_3", "layer_7", "layer_15"))
+    f = optfn.recompute(named, checkpoints=("layer_1", "layer_3", "layer_7"))
     assert residual_bytes(f, layers(), X) == 3 * X.nbytes
 
 
@@ -195,8 +199,7 @@ def test_under_vmap(form):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("check", [True, nightly(False)])
-@pytest.mark.parametrize("form", ["all names", nightly("sqrt"), nightly("budget")])
+@pytest.mark.parametrize("form, check", [("all names", True), nightly("budget", False)])
 def test_inside_shard_map(form, check):
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
 
@@ -227,8 +230,7 @@ def test_an_axis_inside_the_functions_of_a_budget():
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stash", [nightly("input"), "residual"])
-def test_inside_pipeline_stages(stash):
+def test_inside_pipeline_stages():
     def stage(p, x):
         return jnp.tanh(checkpoint_name(layer(p, x), "layer")) * 0.5 + x
 
@@ -246,7 +248,7 @@ def test_inside_pipeline_stages(stash):
         loss,
         mesh=mesh,
         num_microbatches=4,
-        stash=stash,
+        stash="residual",
     )
     value, grads = f(stack_stages(layers()[:4]), X, 2 * X)
     want, want_grads = jax.jit(jax.value_and_grad(whole))(layers()[:4], X, 2 * X)
@@ -305,9 +307,8 @@ def simulate(costs, segmentation, last, occupied):
     return flops, peak
 
 
-@pytest.mark.parametrize("seed", [0, nightly(1), nightly(2)])
-def test_the_table_finds_the_best_of_all_segmentations(seed):
-    rng = np.random.default_rng(seed)
+def test_the_table_finds_the_best_of_all_segmentations():
+    rng = np.random.default_rng(0)
     costs = []
     for _ in range(6):
         forward, output, residuals = (int(k) for k in rng.integers(1, 30, 3))
@@ -401,7 +402,7 @@ def test_a_large_budget_changes_nothing():
 
 
 def test_the_error_of_a_budget_below_the_minimum_says_the_minimum():
-    fns, params = heterogeneous_chain()
+    fns, params = [layer] * 3 + [mean_square], [*layers(HETEROGENEOUS[:3]), {}]
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as error:
         jax.eval_shape(optfn.recompute(fns, memory_budget=1000), params, X)
     least = int(str(error.value).split("at least ")[1].split()[0])

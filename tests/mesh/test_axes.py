@@ -1,18 +1,27 @@
 """Meshes of several axes: what is exchanged, averaged and divided over which of them."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import by_name, nightly, suite
+from grids import nightly, suite
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import trained
 
 import optfn
-from optfn.distributed import data_mesh, exchange, plan_memory, rescale_residuals, top_k
+from optfn.distributed import (
+    data_mesh,
+    exchange,
+    plan_memory,
+    rescale_residuals,
+    scan_layers,
+    top_k,
+)
 
 AXES = ("a", "b")
 RNG = np.random.default_rng(0)
@@ -45,7 +54,6 @@ def on_four(tx, **options):
 
 
 EXCHANGES = {
-    "dense": lambda: optfn.chain(exchange(axis_name="a"), optfn.adam(0.01)),
     "top_k": lambda: optfn.chain(exchange(top_k(0.2), axis_name="a", min_size=1), optfn.sgd(0.1)),
     "dgc": lambda: optfn.dgc_momentum(
         0.1,
@@ -108,22 +116,18 @@ def test_an_exchange_over_an_axis_that_splits_no_batch():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_bytes_count_the_mean_and_the_packets():
+def test_bytes_count_the_mean_and_the_packets_and_residuals_are_those_of_the_axis():
     link = exchange(top_k(0.25), axis_name="a", min_size=10)  # "b" goes dense
     tx = optfn.chain(link, optfn.sgd(0.1))
     step = optfn.make_train_step(loss_fn, tx, mesh=mesh(), data_axis=AXES)
-    _, metrics = step(step.init(PARAMS), X[0])
+    state, metrics = step(step.init(PARAMS), X[0])
     mean_over_b = 2 * (2 - 1) / 2 * 4 * (96 + 8)
     packets = (4 - 1) * top_k(0.25).num_bytes((12, 8)) + 2 * (4 - 1) / 4 * 4 * 8
     assert float(metrics["bytes_sent"]) == mean_over_b + packets
     loss, agreed = 2 * 7 / 8 * 4, 2 * 3 / 4 * 2 * 4  # the largest of two numbers over axis a
     planned = plan_memory(tx, PARAMS, mesh(), data_axis=AXES).sent
     assert planned == mean_over_b + packets + loss + agreed
-
-
-def test_residuals_of_some_axes_move_to_another_number_of_workers():
-    tx = EXCHANGES["top_k"]
-    state, _ = run(tx(), mesh=mesh(), data_axis=AXES)
+    # They move to another number of workers.
     before = np.asarray(state.opt_state[0].residual["w"]).reshape(4, -1)
     moved = rescale_residuals(state.opt_state, 2)[0].residual["w"]
     assert moved.shape == (2 * 12, 8)
@@ -142,58 +146,43 @@ def test_a_guard_judges_for_all_workers_whatever_its_own_axes(axis_name):
     assert int(state.opt_state.skipped) == 1
 
 
-SPECS = {
-    "all": P(AXES),
-    "reversed": P(("b", "a")),
-    "the first": P("a"),
-    "the second": P(None, "b"),
-    "each a dimension": P("b", "a"),
-    "none": P(),
-}
 TABLE = RNG.normal(size=(16, 8)).astype(np.float32)
+LAYERS = 0.3 * RNG.normal(size=(8, 8, 8)).astype(np.float32)
 IDS = RNG.integers(0, 16, (4, 16))
 
 
-@pytest.mark.parametrize("spec", by_name(SPECS, "reversed", "the second", "each a dimension"))
-def test_a_spec_over_any_of_the_data_axes(spec):
-    """In any order, over some of them, or one for each dimension: the run of one device."""
-
-    def loss(params, ids):
-        return jnp.mean(params["t"][ids] * ids[:, None]) + jnp.mean(params["t"] ** 2)
-
-    tx = optfn.lamb(0.01)
-    state, losses = run(tx, IDS, {"t": TABLE}, loss, mesh=mesh(), data_axis=AXES, shard={"t": spec})
-    want, expected = run(tx, IDS, {"t": TABLE}, loss)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-4, atol=1e-6)
-    part = state.params["t"].addressable_shards[0].data.shape
-    assert np.prod(part) == 16 * 8 // np.prod(
-        [1, *(mesh().shape[a] for e in spec for a in axes(e))]
-    )
+def lookup_loss(params, ids):
+    x = params["t"][ids] * ids[:, None]
+    x = scan_layers(lambda p, x: jnp.tanh(x @ p), params["w"], x)
+    return jnp.mean(x**2) + jnp.mean(params["t"] ** 2)
 
 
-def axes(entry):
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+def train_lookups(**options):
+    return run(optfn.lamb(0.01), IDS, {"t": TABLE, "w": LAYERS}, lookup_loss, **options)
+
+
+on_one_device = functools.cache(train_lookups)
 
 
 @pytest.mark.parametrize(
-    "spec", [nightly(P("b")), nightly(P(None, "a")), P("b", None, "a"), P(("b", "a"))], ids=str
+    ("table", "layers", "parts"),
+    [
+        (P(("b", "a")), P(("b", "a")), (8, 8)),
+        (P("b", "a"), P("b", None, "a"), (8, 8)),
+        (P(None, "b"), P(None, "a"), (2, 4)),
+    ],
+    ids=["in any order", "each a dimension", "over one of them"],
 )
-def test_layers_whose_specs_name_some_of_the_axes_are_scanned(spec):
-    layers = {"w": 0.3 * RNG.normal(size=(8, 8, 8)).astype(np.float32)}
-
-    def loss(params, x):
-        def layer(p, x):
-            return jnp.tanh(x @ p["w"])
-
-        return jnp.mean(optfn.distributed.scan_layers(layer, params, x) ** 2)
-
-    batches = RNG.normal(size=(3, 16, 8)).astype(np.float32)
-    options = {"mesh": mesh(), "data_axis": AXES, "shard": {"w": spec}}
-    state, losses = run(optfn.adam(0.01), batches, layers, loss, **options)
-    want, expected = run(optfn.adam(0.01), batches, layers, loss)
+def test_specs_over_any_of_the_data_axes(table, layers, parts):
+    """The run of one device; layers are scanned."""
+    shard = {"t": table, "w": layers}
+    state, losses = train_lookups(mesh=mesh(), data_axis=AXES, shard=shard)
+    want, expected = on_one_device()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-4, atol=1e-6)
+    for name, x in state.params.items():
+        np.testing.assert_allclose(x, want.params[name], rtol=1e-4, atol=1e-6)
+    found = [x.size // x.addressable_shards[0].data.size for x in state.params.values()]
+    assert found == [*parts]
 
 
 @pytest.mark.parametrize("shard", [nightly(None), nightly("state"), "params"])
@@ -223,12 +212,12 @@ def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard):
     ids=str,
 )
 @pytest.mark.parametrize("mask", [optax.MaskedNode, nightly(lambda: None)])
-def test_masked_leaves_of_params(options, mask):
+def test_masked_leaves_of_params_and_a_python_number(options, mask):
     """A partition of an equinox module has None in the place of what is no array."""
-    params = {**PARAMS, "activation": mask(), "layers": [mask(), PARAMS["w"]]}
+    params = {**PARAMS, "activation": mask(), "layers": [mask(), PARAMS["w"]], "scale": 2.0}
 
     def loss(params, x):
-        return loss_fn(params, x) + jnp.mean(params["layers"][1] ** 2)
+        return loss_fn(params, x) * params["scale"] + jnp.mean(params["layers"][1] ** 2)
 
     state, losses = run(optfn.adam(0.01), X, params, loss, mesh=mesh(), data_axis="a", **options)
     want, expected = run(optfn.adam(0.01), X, params, loss)
@@ -237,20 +226,6 @@ def test_masked_leaves_of_params(options, mask):
     chex.assert_trees_all_close(
         jax.device_get(state.params), jax.device_get(want.params), rtol=1e-4, atol=1e-6
     )
-
-
-def test_a_python_number_among_sharded_params():
-    params = {**PARAMS, "scale": 2.0}
-
-    def loss(params, x):
-        return loss_fn(params, x) * params["scale"]
-
-    state, losses = run(
-        optfn.adam(0.01), X, params, loss, mesh=mesh(), data_axis=AXES, shard="params"
-    )
-    want, expected = run(optfn.adam(0.01), X, params, loss)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    np.testing.assert_allclose(state.params["scale"], want.params["scale"], rtol=1e-6)
 
 
 def test_a_history_of_gradients_lies_as_its_parameter_does():

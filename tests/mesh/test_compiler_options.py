@@ -21,8 +21,8 @@ def loss_fn(params, batch):
     return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"])))
 
 
-PARAMS = {"w": jnp.ones((4, 4))}
-BATCH = jnp.arange(32.0).reshape(8, 4) / 32
+PARAMS = {"w": np.ones((4, 4), np.float32)}
+BATCH = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 
 
 def make(**options):
@@ -36,8 +36,9 @@ def text(step):
 @pytest.mark.parametrize("workers", [None, 2])
 def test_a_step_is_compiled_with_its_options(workers):
     mesh = None if workers is None else data_mesh(workers)
-    assert text(make(mesh=mesh)) == text(make(mesh=mesh, compiler_options={}))
-    assert text(make(mesh=mesh, compiler_options=NO_FUSION)) != text(make(mesh=mesh))
+    plain = text(make(mesh=mesh))
+    assert text(make(mesh=mesh, compiler_options={})) == plain
+    assert text(make(mesh=mesh, compiler_options=NO_FUSION)) != plain
     with pytest.raises(jax.errors.JaxRuntimeError, match="'maybe' is not a valid bool value"):
         make(mesh=mesh, compiler_options={"xla_cpu_enable_fast_math": "maybe"})
 
@@ -47,13 +48,10 @@ def test_names_that_the_compiler_does_not_know_are_dropped_with_one_warning():
     with pytest.warns(UserWarning, match="does not know xla_tpu_one, xla_gpu_two,") as found:
         step = make(compiler_options=options)
     assert len(found) == 1 and found[0].filename == __file__
-    assert text(step) == text(make(compiler_options=NO_FUSION)) != text(make())
+    plain = text(make())
+    assert text(step) == text(make(compiler_options=NO_FUSION)) != plain
     with pytest.warns(UserWarning, match="does not know xla_tpu_one"):
-        unknown = make(compiler_options={"xla_tpu_one": "true"})
-    state, metrics = unknown(unknown.init(PARAMS), BATCH)
-    expected, expected_metrics = make()(make().init(PARAMS), BATCH)
-    np.testing.assert_array_equal(state.params["w"], expected.params["w"])
-    assert metrics["loss"] == expected_metrics["loss"]
+        assert text(make(compiler_options={"xla_tpu_one": "true"})) == plain
 
 
 @pytest.mark.parametrize("value", [True, "true", "false"])

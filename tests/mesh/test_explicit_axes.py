@@ -58,19 +58,20 @@ def explicit_loss(p, x):
 
 
 TX = {
-    "int8": lambda: optfn.adam(1e-3, moment_dtype="int8"),
-    "int8, clip, masters": lambda: optfn.master_weights(
-        optfn.adamw(1e-3, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0))
+    "int8, clip, average, masters": lambda: optfn.master_weights(
+        optfn.chain(
+            optfn.adamw(1e-3, moment_dtype="int8", grad_clip=optfn.clip_by_global_norm(1.0)),
+            optfn.exponential_moving_average(0.9),
+        )
     ),
     "bfloat16": lambda: optfn.momentum(1e-3, 0.9, moment_dtype="bfloat16"),
-    "averages": lambda: optfn.chain(optfn.adam(1e-3), optfn.exponential_moving_average(0.9)),
     "optax": lambda: optax.adamw(1e-3),
 }
 
 
 @pytest.mark.parametrize(
     "name, microbatches",
-    suite(itertools.product(TX, [1, 2]), ("int8, clip, masters", 2), ("averages", 2)),
+    suite(itertools.product(TX, [1, 2]), ("int8, clip, average, masters", 2)),
 )
 def test_the_run_is_that_of_one_device(name, microbatches):
     alone = optfn.make_train_step(loss_fn, TX[name](), microbatches=microbatches)
@@ -100,14 +101,13 @@ def _has_scales(x):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("rate", [1e-3, optfn.schedules.warmup_cosine(1e-3, 2, 10)])
-def test_a_run_resumes_bit_for_bit(rate, tmp_path):
+def test_a_run_resumes_bit_for_bit(tmp_path):
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):
 
         def minimize(batches, directory=None):
             return optfn.minimize(
-                explicit_loss, optfn.adam(rate), placed(mesh), batches,
+                explicit_loss, optfn.adam(1e-3), placed(mesh), batches,
                 checkpoint=directory, progress=False,
             )  # fmt: skip
 

@@ -42,17 +42,18 @@ def memory(lowered):
     return [getattr(found, f"{name}_size_in_bytes") for name in names]
 
 
-SUITE = (
-    "exchange + local_steps", "dgc + specs", "params + search", "pipeline + accumulate",
-    "microbatches + rng",
-)  # fmt: skip
+TOGETHER = (
+    "exchange + local_steps + specs",
+    "dgc + pipeline + accumulate",
+    "params + search + microbatches + rng",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize("pair", suite(PAIRS, *SUITE))
-def test_the_program_of_shapes_is_that_of_a_call(pair):
-    names = tuple(pair.split(" + "))
+@pytest.mark.parametrize("together", suite([*PAIRS, *TOGETHER], *TOGETHER))
+def test_the_program_of_shapes_is_that_of_a_call(together):
+    names = tuple(together.split(" + "))
     step, state = made(names)
     rng = np.random.default_rng(3)
     batch = rng.integers(0, 32, EXAMPLES).astype(np.int32), rng.normal(size=EXAMPLES).astype("f")

@@ -14,14 +14,6 @@ from mesh_layouts import WAYS, Layout, difference, outcomes
 
 import optfn
 
-# `make test` runs a layout of these ways: each takes a second or two to compile.
-SUITE = ("tables", "pipeline in a step")
-
-
-@pytest.mark.nightly
-def test_layouts_train_as_one_device_and_as_planned():
-    assert outcomes([(way, 0) for way in SUITE]) == {}
-
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import normal, weights
+from arrays import weights
 from compilations import compilations
 from grids import nightly, suite
 from jax.sharding import Mesh
@@ -122,21 +122,6 @@ def test_gradients_are_means_of_packets(kind):
         np.testing.assert_allclose(moved, exact, atol=1e-5)
 
 
-def test_rounding_at_random_is_right_in_the_mean():
-    """Over batches that differ by noise far below a rounding step."""
-    step = made(sharded("state", reduce=Q4), donate=False)
-    state = step.init(PARAMS)
-    ids, target = batches(1)[0]
-    moved = []
-    for seed in range(60):
-        after, _ = step(state, (ids, target + normal(seed, *target.shape, scale=1e-4)))
-        moved.append((PARAMS["table"] - np.asarray(after.params["table"])) / 0.1)
-    exact = np.asarray(GRADIENT(PARAMS, (ids, target))["table"])
-    error = np.linalg.norm(np.mean(moved, axis=0) - exact) / np.linalg.norm(exact)
-    of_one = np.linalg.norm(moved[0] - exact) / np.linalg.norm(exact)
-    assert error < 2 * of_one / np.sqrt(60)
-
-
 def two_level_mesh():
     return Mesh(np.array(jax.devices()[:N]).reshape(2, 4), ("slow", "fast"))
 
@@ -247,15 +232,10 @@ def test_bytes_of_sharded_layers():
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: sharded("params", gather=8), TypeError, "sharded: gather must be a compressor"),
         (lambda: sharded("state", gather=False), TypeError, "sharded: gather must be a compressor"),
         (lambda: sharded("params", reduce=0), TypeError, "sharded: reduce must be a compressor"),
         (lambda: sharded("state", reduce=quantize), TypeError, "sharded: reduce must be a compr"),
-        (
-            lambda: sharded("params", gather=power_sgd(2)),
-            ValueError,
-            r"power_sgd\(2\) cannot: it needs",
-        ),
+        (lambda: sharded("params", gather=power_sgd(2)), ValueError, r"power_sgd\(2\) cannot: it"),
         (lambda: sharded("params", reduce=power_sgd(2)), ValueError, "sharded: reduce must be a"),
         (
             lambda: sharded({"w": P("data")}, gather=Q8),

@@ -17,26 +17,20 @@ PAIRS = [
     for a, b in itertools.combinations(FEATURES, 2)
     if not any({a, b} <= group for group in ALTERNATIVES)
 ]
-# What people use together.
+# What people use together, and tests/reference_run does not draw.
 TRIPLES = [
     "exchange + local_steps + params",
     "exchange + local_steps + state",
     "exchange + local_steps + pipeline",
-    "params + microbatches + average",
-    "params + microbatches + skip",
     "local_steps + params + model_state",
-    "local_steps + tables + skip",
-    "local_steps + packed + masters",
     "dgc + params + skip",
     "dgc + pipeline + skip",
-    "state + tables + masters",
-    "exchange + accumulate + skip",
+    "dgc + specs + tables",
     "params + pipeline + microbatches",
 ]
-# What tests/reference_run does not draw: of each such feature a pair, and a triple.
+# Of each feature that is not drawn a case.
 SUITE = (
-    "dgc + specs",
-    "specs + tables",
+    "dgc + specs + tables",
     "pipeline + loss_scale",
     "exchange + local_steps + params",
 )

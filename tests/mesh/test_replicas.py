@@ -50,15 +50,6 @@ def test_one_flipped_bit_on_one_device_is_found(tx, options):
         compare_replicas(damaged, mesh)
 
 
-def test_a_flipped_bit_in_the_state_is_found():
-    mesh = data_mesh(N)
-    step = optfn.make_train_step(loss_fn, optfn.adam(0.1), mesh=mesh)
-    state = step.init(PARAMS)
-    changed = jax.tree.map(lambda x: flipped(x, 3) if x.shape == (6,) else x, state.opt_state)
-    with pytest.raises(RuntimeError, match=r"the copies of 'opt_state/.*mu/w' differ"):
-        compare_replicas(state._replace(opt_state=changed), mesh)
-
-
 def test_a_run_ends_with_the_error_of_a_callback():
     mesh = data_mesh(N)
     step = optfn.make_train_step(loss_fn, optfn.adam(0.1), mesh=mesh)
@@ -73,6 +64,14 @@ def test_a_run_ends_with_the_error_of_a_callback():
     with pytest.raises(RuntimeError, match="'params/w'"):
         optfn.fit(step, state, [X] * 3, callback=compare, progress=False)
     assert found == [1, 2, 3, 4]
+
+
+def test_a_flipped_bit_in_the_state_is_found():
+    mesh = data_mesh(N)
+    state = optfn.make_train_step(loss_fn, optfn.adam(0.1), mesh=mesh).init(PARAMS)
+    changed = jax.tree.map(lambda x: flipped(x, 3) if x.shape == (6,) else x, state.opt_state)
+    with pytest.raises(RuntimeError, match=r"the copies of 'opt_state/.*mu/w' differ"):
+        compare_replicas(state._replace(opt_state=changed), mesh)
 
 
 def test_one_flipped_bit_in_a_shard_that_two_groups_of_devices_have_is_found():

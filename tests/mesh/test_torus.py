@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
-from arrays import weights
+from arrays import normal, weights
 from grids import nightly, suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -289,12 +290,11 @@ def trained(mesh=(8,), tx=None, **options):
     step = optfn.make_train_step(
         loss, tx or optfn.adam(1e-2, **lazy), mesh=mesh, data_axis=names, **options
     )
-    state, rng = step.init(PARAMS), np.random.default_rng(3)
-    for _ in range(3):
-        batch = rng.integers(0, 64, 32), rng.normal(size=32).astype(np.float32)
-        state, metrics = step(state, batch)
+    rng = np.random.default_rng(3)
+    batches = [(rng.integers(0, 64, 32), normal(k, 32)) for k in range(3)]
+    state, losses = problems.trained(step, step.init(PARAMS), batches)
     found = optfn.state_dict(state)
-    return {k: v for k, v in found.items() if v.dtype.kind == "f"}, metrics["loss"]
+    return {k: v for k, v in found.items() if v.dtype.kind == "f"}, losses
 
 
 @pytest.mark.parametrize("way", suite(WAYS, "params over two axes"))

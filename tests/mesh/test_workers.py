@@ -11,7 +11,7 @@ import optax
 import pytest
 from grids import nightly
 from jax.sharding import PartitionSpec as P
-from problems import batch, block, blocks, mean_square, mesh_of
+from problems import batch, block, blocks, mean_square, mesh_of, state_after
 from simulation import stacked
 
 import optfn
@@ -60,10 +60,7 @@ def simulated(tx, batches):
 
 def on_mesh(tx, batches):
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))
-    state = step.init(start())
-    for whole in batches:
-        state, _ = step(state, whole)
-    return step, state
+    return step, state_after(step, step.init(start()), batches)
 
 
 def assert_replicated(params):
@@ -83,7 +80,6 @@ BESIDE_OTHERS = {
         optax.masked(dgc(), {"w": True, "v": True, "b": False}),
         optax.masked(optfn.adam(0.1), {"w": False, "v": False, "b": True}),
     ),
-    "accumulate": lambda: optfn.accumulate(dgc(), 2),
     "accumulated partition": lambda: optfn.accumulate(
         optax.partition({"fast": dgc(), "slow": optfn.adam(0.1)}, labels), 2
     ),
@@ -165,10 +161,8 @@ def pipelined(tx, steps):
     f = pipeline_value_and_grad(block, mean_square, mesh=mesh, num_microbatches=3)
     shard = {".*": P("stage")}
     step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard=shard)
-    state = step.init(stack_stages(blocks(), mesh=mesh))
-    for k in range(steps):
-        state, _ = step(state, batch(k))
-    return state
+    first = step.init(stack_stages(blocks(), mesh=mesh))
+    return state_after(step, first, map(batch, range(steps)))
 
 
 def test_partitions_and_sums_beside_a_pipeline():

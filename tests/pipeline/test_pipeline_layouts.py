@@ -39,24 +39,6 @@ def pipeline(devices, virtual, workers):
     return step, step.init(stack_stages(PARAMS, virtual_stages=virtual, mesh=mesh))
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """The state dict after three steps of 2 stages × 2 workers, and what one device comes to."""
-    alone = optfn.make_train_step(
-        lambda params, batch: mean_square(stage_after_stage(params.layers, batch[0]), batch[1]),
-        optimizer(),
-    )
-    want = alone.init(stack_stages(PARAMS))
-    losses = []
-    for _ in range(6):
-        want, metrics = alone(want, (X, Y))
-        losses.append(float(metrics["loss"]))
-    step, state = pipeline(2, 2, 2)
-    for _ in range(3):
-        state, _ = step(state, (X, Y))
-    return optfn.state_dict(state), want.params, losses
-
-
 def stage_after_stage(params, x):
     for s in range(STAGES):
         x = stage(jax.tree.map(lambda w, s=s: w[s], params), x)
@@ -64,24 +46,7 @@ def stage_after_stage(params, x):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [(1, 4, 4), (4, 1, 2)], ids=str)
-def test_training_goes_on_in_another_layout(layout, trained):
-    """Stage r·p + d is [r, d] of (v, p): the order of stages is that of memory in each layout."""
-    saved, params, losses = trained
-    step, state = pipeline(*layout)
-    state = optfn.load_state_dict(state, saved)
-    for k in range(3, 6):
-        state, metrics = step(state, (X, Y))
-        np.testing.assert_allclose(metrics["loss"], losses[k], rtol=3e-6)
-    found = unstack_stages(state.params, virtual_stages=layout[1])
-    for a, b in zip(found, unstack_stages(params), strict=True):
-        np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)
-    here = state.params["w"].addressable_shards[0].data
-    assert here.size == STAGES // layout[0] * WIDTH**2
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("virtual", [1, 4])
 def test_a_run_goes_on_with_other_virtual_stages(virtual, tmp_path):
     """By its checkpoint, also on one device without a pipeline, and to a list of stages."""
     options = {"checkpoint": tmp_path, "progress": False}
@@ -120,10 +85,12 @@ def test_other_numbers_of_stages_stay_errors():
 @pytest.mark.parametrize("virtual", [1, 2, 4])
 def test_unstacking_knows_the_virtual_stages(virtual):
     """A list with another number of stages would broadcast, and be another model without a word."""
-    found = unstack_stages(stack_stages(PARAMS, virtual_stages=virtual))
-    assert len(found) == STAGES
-    for a, b in zip(found, PARAMS, strict=True):
-        np.testing.assert_array_equal(a["w"], b["w"])
+    stacked = stack_stages(PARAMS, virtual_stages=virtual)
+    lead = (STAGES,) if virtual == 1 else (virtual, STAGES // virtual)
+    assert [x.shape[:-2] for x in jax.tree.leaves(stacked)] == [lead]
+    for found in (unstack_stages(stacked), unstack_stages(stacked, virtual_stages=virtual)):
+        for a, b in zip(found, PARAMS, strict=True):
+            np.testing.assert_array_equal(a["w"], b["w"])
     layers = [optfn.Stacked(p) for p in PARAMS]  # each stage a stack of its own
     one = unstack_stages(stack_stages(layers), virtual_stages=1)
     assert [x["w"].shape for x in one] == [x["w"].shape for x in PARAMS]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import by_name, nightly, suite
+from grids import nightly
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import mean_square
@@ -64,12 +64,9 @@ def placed(params, mesh, specs=SPECS):
     }
 
 
-CASES = [("1f1b", 1, False), ("gpipe", 1, False), ("zb", 1, False)]
-CASES += [("1f1b", 2, False), ("1f1b", 1, True)]
-
-
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "explicit"), suite(CASES, ("zb", 1, False), ("1f1b", 1, True))
+    ("schedule", "virtual", "explicit"),
+    [("zb", 1, False), ("1f1b", 1, True), nightly("1f1b", 2, False)],
 )
 def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit):
     mesh, params = mesh_of(explicit), stacked(STAGES * virtual)
@@ -85,19 +82,13 @@ def test_loss_and_gradients_are_those_of_one_device(schedule, virtual, explicit)
         assert grads["in"].addressable_shards[0].data.shape == (1, WIDTH // 2, HIDDEN // 2)
 
 
-OPTIMIZERS = {
-    "adam and clip": lambda: optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(0.5)),
-    "lamb": lambda: optfn.lamb(0.01),
-    "lars": lambda: optfn.lars(0.05, 0.9),
-}
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("make_tx", by_name(OPTIMIZERS, "lars"))
-def test_training_is_that_of_one_device_with_an_eighth_of_the_bytes(make_tx):
+def test_training_is_that_of_one_device_with_an_eighth_of_the_bytes():
+    """Also with norms: of each layer, and of all gradients."""
+    tx = optfn.lamb(0.01, grad_clip=optfn.clip_by_global_norm(0.5))
     mesh, params = mesh_of(), optfn.Stacked(stacked(STAGES))
-    alone = optfn.make_train_step(lambda p, b: on_one_device(p.layers, b), make_tx())
-    step = optfn.make_train_step(None, make_tx(), value_and_grad=make(mesh))
+    alone = optfn.make_train_step(lambda p, b: on_one_device(p.layers, b), tx)
+    step = optfn.make_train_step(None, tx, value_and_grad=make(mesh))
     state, want = step.init(optfn.Stacked(placed(params.layers, mesh))), alone.init(params)
     for _ in range(20):
         state, metrics = step(state, (X, Y))
@@ -144,11 +135,9 @@ def test_specs_that_do_not_fit_params():
     for specs, words in (
         ({"in": P(), "out": P()}, "param_specs must be a tree of PartitionSpecs like"),
         (SPECS | {"scale": P(None, "model")}, r"has more entries than leaf 'scale'.*\(8,\)"),
-        (SPECS | {"scale": P(("data", "model"))}, None),
     ):
-        if words is not None:
-            with pytest.raises(ValueError, match=words):
-                make(mesh_of(), specs)(params, X, Y)
+        with pytest.raises(ValueError, match=words):
+            make(mesh_of(), specs)(params, X, Y)
     narrow = {"in": params["in"][..., :3], "out": params["out"][:, :3], "scale": params["scale"]}
     words = r"of a stage: dimension 1 of leaf 'in', which has shape \(8, 3\), .* the 2 devices"
     with pytest.raises(ValueError, match=words):
@@ -216,24 +205,6 @@ def test_heterogeneous_stages_keep_their_axes(schedule, explicit):
             assert found[name].sharding.is_equivalent_to(
                 NamedSharding(mesh, specs[name]), right[name].ndim
             )
-
-
-@pytest.mark.nightly
-def test_heterogeneous_stages_train_as_one_device():
-    mesh = mesh_of()
-    tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(0.5))
-    step = optfn.make_train_step(None, tx, value_and_grad=make_unlike(mesh))
-    alone = optfn.make_train_step(unlike_on_one_device, tx)
-    state, want = step.init(placed_list(mesh)), alone.init(UNLIKE)
-    for _ in range(5):
-        state, metrics = step(state, (X, Y))
-        want, expected = alone(want, (X, Y))
-        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=3e-6)
-    matrices = [x for x in jax.tree.leaves(state) if x.shape == (WIDTH, HIDDEN)]
-    assert len(matrices) == 3  # a weight and its moments
-    for x in matrices:
-        assert x.addressable_shards[0].data.shape == (WIDTH // 2, HIDDEN // 2)
-    assert compilations(step) == 1
 
 
 def test_specs_that_do_not_fit_a_list():

@@ -11,7 +11,7 @@ from grids import nightly
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
+from problems import STAGES, batch, block, blocks, mean_square, mesh_of, trained, whole
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, stack_stages
@@ -21,12 +21,8 @@ def optimizer():
     return optfn.adam(1e-2, grad_clip=optfn.clip_by_global_norm(1.0))
 
 
-def train(step, params, steps=3):
-    state, losses = step.init(params), []
-    for k in range(steps):
-        state, metrics = step(state, batch(k))
-        losses.append(float(metrics["loss"]))
-    return state, losses
+def train(step, params):
+    return trained(step, step.init(params), map(batch, range(3)))
 
 
 @functools.cache

@@ -44,17 +44,7 @@ def test_train_steps_are_in_place(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ftrl",
-        nightly("lamb"),
-        nightly("lamb_corrected"),
-        "adam",
-        nightly("lars"),
-        nightly("accumulate"),
-    ],
-)
+@pytest.mark.parametrize("name", ["ftrl", "adam", *map(nightly, ("lamb", "lars", "accumulate"))])
 def test_updates_keep_no_temporaries(name):
     """Beyond params, state and gradients, less than a tenth of a byte per parameter."""
     tx, params = registry.EVERYTHING[name].make(), {k: jnp.ones((512, 128)) for k in "abc"}

@@ -8,14 +8,35 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 
 import optfn
-from examples import demo, gallery, recommender, text, transformer, words
+from examples import compression, demo, gallery, pipeline, recommender, text, transformer, words
 from optfn.checkpoint.newest import list_checkpoints
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path, capsys):
+    """Run an example on a small model and text; return its lines, of which one names a picture."""
+
+    def run(module, blocks, *options):
+        small = transformer.Config(width=8, heads=2, blocks=blocks, hidden=16, length=8, recent=2)
+        monkeypatch.setattr(module, "CONFIG", small)
+        training = np.arange(3000, dtype=np.uint8)
+        monkeypatch.setattr(text, "standard_library", lambda: (training, training))
+        monkeypatch.setattr(sys, "argv", [module.__name__, *options, "--out", str(tmp_path)])
+        module.main()
+        lines = capsys.readouterr().out.splitlines()
+        (picture,) = tmp_path.glob("*.png")
+        assert f"picture: {picture}" in lines
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        return lines
+
+    return run
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -146,3 +167,43 @@ def test_the_elastic_program_goes_on_where_a_signal_stopped_it(tmp_path):
     assert second.returncode == 0, words
     assert f"resumed from step {stopped}" in words
     assert list_checkpoints(tmp_path / "run0")[-1].stem == "step_000000200"
+
+
+def test_the_example_of_compression_trains_and_draws(toy, monkeypatch):
+    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.99))
+    out = toy(compression, 1, "--steps", "5")
+    rows = [line for line in out if line.startswith(tuple(compression.schemes(5)))]
+    assert len(rows) == 4 and rows[0].startswith("dense momentum")
+
+
+def test_the_bytes_of_the_ramp_fall():
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: transformer.init(key, compression.CONFIG))
+    state = jax.eval_shape(compression.schemes(25)["dgc_momentum"]["tx"].init, params)
+    traffic = state[0].exchanged.traffic
+    sent = np.array([traffic.bytes_sent(jnp.int32(n), jnp.int32(4)) for n in range(10)])
+    assert (np.diff(sent) <= 0).all()
+    assert (sent[4:] == sent[4]).all() and sent[0] > 50 * sent[4]
+
+
+@pytest.mark.nightly  # its schedules are compared with one device in test_pipeline.py
+def test_the_example_of_a_pipeline_trains_as_one_device(toy, monkeypatch):
+    """What `--dgc` adds is compared in test_pipeline_in_mesh.py."""
+    monkeypatch.setattr(pipeline, "BATCH", 16)
+    out = toy(pipeline, 4, "--steps", "4")
+    assert out[0].startswith("1f1b: 4 stages, 8 microbatches; 14 ticks")
+    runs = [line for line in out if " from one device" in line]
+    assert len(runs) == 3
+    for line in runs:
+        assert float(line.split("at most ")[1].split()[0]) <= 1e-5
+        first, last = line.split("loss ")[1].split(",")[0].split(" to ")
+        assert float(last) < float(first) == pytest.approx(np.log(256), abs=1e-3)
+
+
+def test_stages_hold_the_whole_model():
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: transformer.init(key, pipeline.CONFIG))
+    stages = pipeline.split(params)
+    assert len(stages) == pipeline.STAGES
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (stages, params)]
+    assert sizes[0] == sizes[1]

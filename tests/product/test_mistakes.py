@@ -180,13 +180,22 @@ def test_a_stage_that_names_its_shared_params_otherwise_is_told_the_name():
         run(stage, lambda y, t, table: jnp.mean(y))
 
 
-def test_a_wide_pattern_after_a_narrow_one_gets_the_other_leaves():
-    tx = optfn.sgd(1.0, param_attrs={
-        "head/w": optfn.ParamAttr(learning_rate=0.5), "head/.*": optfn.ParamAttr(trainable=False),
-    })  # fmt: skip
-    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+HALF, FROZEN = optfn.ParamAttr(learning_rate=0.5), optfn.ParamAttr(trainable=False)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "bias"),
+    [
+        ({"head/w": HALF, "head/.*": FROZEN}, 0.0),
+        ({"head/.*": HALF, "scale": optfn.ParamAttr(), ".*": FROZEN}, -0.5),
+    ],
+)
+def test_a_wide_pattern_after_narrow_ones_gets_the_other_leaves(attributes, bias):
+    """If there are any: a last pattern for the rest may find no leaf left."""
+    tx = optfn.sgd(1.0, param_attrs=attributes)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, PARAMS), tx.init(PARAMS), PARAMS)
     np.testing.assert_array_equal(updates["head"]["w"], -0.5 * np.ones((4, 3)))
-    np.testing.assert_array_equal(updates["head"]["b"], np.zeros(3))
+    np.testing.assert_array_equal(updates["head"]["b"], bias * np.ones(3))
     np.testing.assert_array_equal(updates["scale"], -np.ones(3))
 
 
@@ -198,13 +207,3 @@ def test_names_of_a_checkpoint_that_does_not_fit_are_those_that_only_takes(tmp_p
         optfn.restore_checkpoint(tmp_path, step.init(wider))
     with pytest.raises(TypeError, match="params must be the parameters alone; got a TrainState"):
         optfn.load_params(tmp_path, step.init(PARAMS))
-
-
-def test_a_last_pattern_for_the_rest_may_find_no_leaf_left():
-    tx = optfn.sgd(1.0, param_attrs={
-        "head/.*": optfn.ParamAttr(learning_rate=0.5), "scale": optfn.ParamAttr(),
-        ".*": optfn.ParamAttr(trainable=False),
-    })  # fmt: skip
-    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    np.testing.assert_array_equal(updates["head"]["w"], -0.5 * np.ones((4, 3)))
-    np.testing.assert_array_equal(updates["scale"], -np.ones(3))

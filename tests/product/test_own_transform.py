@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import run
 
 import optfn
 from docs.programs import programs
@@ -39,11 +40,8 @@ def test_adan_of_the_page_follows_its_paper(packed):
     gradients = [jax.tree.map(lambda p: rng.normal(size=p.shape), params) for _ in range(7)]
     tx = optfn.chain(adan_of_page(), optfn.scale_by_learning_rate(RATE))
     to = optfn.pack if packed else lambda x: x
-    found = to(jax.tree.map(jnp.float32, params))
-    state, update = tx.init(found), jax.jit(tx.update)
-    for g in gradients:
-        updates, state = update(to(jax.tree.map(jnp.float32, g)), state, found)
-        found = optfn.apply_updates(found, updates)
+    given = [to(jax.tree.map(jnp.float32, tree)) for tree in (params, *gradients)]
+    found = run(tx, given[0], given[1:])[0][-1]
     found = optfn.unpack(found) if packed else found
     for name, p in params.items():
         expected = reference(p, [g[name] for g in gradients])

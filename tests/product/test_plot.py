@@ -1,5 +1,6 @@
 """Pictures: the numbers that are drawn are those that were given; matplotlib is optional."""
 
+import itertools
 import sys
 
 import jax.numpy as jnp
@@ -205,6 +206,10 @@ def test_a_timetable_has_a_bar_for_each_cell():
     bars = {(bar.get_x(), round(bar.get_y() + bar.get_height() / 2)) for bar in ax.patches}
     assert len(bars) == len(list(theory.cells())) == 18
     assert max(bar.get_x() + bar.get_width() for bar in ax.patches) == theory.units
+    for stage in range(2):  # side by side in each row
+        row = sorted((x.get_x(), x.get_width()) for x in ax.patches if round(x.get_y()) == stage)
+        assert all(a + width <= b for (a, width), (b, _) in itertools.pairwise(row))
+        assert sum(width for _, width in row) == 3 * 3
     assert len(ax.get_legend().get_texts()) == 3
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_worker
-from grids import nightly
 
 import optfn
 
@@ -103,23 +102,17 @@ def test_sharded_processes_train_as_one_device(two):
             np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))
 
 
-@pytest.mark.parametrize("devices", [2, nightly(4)])
-def test_two_levels_are_those_of_one_process(devices, tmp_path):
-    """Two processes of several devices each train as one process with all of them.
+def test_two_levels_are_those_of_one_process(tmp_path):
+    """Two processes of two devices each train as one process with all of them, bit for bit.
 
     The gradient of the fourth batch is NaN in one entry, which one device of one process keeps.
-    Sums of two terms are the same bits; those of four are in another order between processes.
     """
-    results = launch(tmp_path, 2, 0, "two_levels", devices=devices)
+    results = launch(tmp_path, 2, 0, "two_levels", devices=2)
     first, second = found_in(results, "two_levels")
-    for name, run in train_worker.two_levels(devices).items():
+    for name, run in train_worker.two_levels(2).items():
         found = first[name]
-        assert found["hashes"] == second[name]["hashes"]
-        if devices == 2:
-            assert found["hashes"] == run["hashes"]
-            np.testing.assert_array_equal(found["losses"], run["losses"])
-        np.testing.assert_allclose(found["losses"], run["losses"], rtol=2.5e-7)
-        np.testing.assert_allclose(found["params"], run["params"], atol=1e-6)
+        assert found["hashes"] == second[name]["hashes"] == run["hashes"]
+        np.testing.assert_array_equal(found["losses"], run["losses"])
         before, nan, after = found["hashes"][2:]
         assert before == nan != after
         assert np.isfinite(found["losses"][4])

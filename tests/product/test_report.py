@@ -1,7 +1,6 @@
 """The report of a run, and its log for TensorBoard: the numbers are those of the history."""
 
 import gc
-import json
 import re
 import shutil
 import struct
@@ -145,18 +144,6 @@ def test_the_report_is_one_valid_file(tmp_path):
     assert not re.findall(r"(?:src|href|url\()\W*(?:\w+:)?//|@import", text)
     links = [value for value in page.values if value and value.startswith("#")]
     assert links and {link[1:] for link in links} <= {*page.ids}
-
-
-def test_norms_are_in_the_history():
-    """Those of SGD, in NumPy; NaN for the steps before a restart without them."""
-    _, history = run(steps=6)
-    w, found = np.zeros(3), []
-    for x in X[:6].astype(np.float64):
-        grad = 2 / len(x) * x.T @ (x @ (w - TARGET))
-        found.append([np.linalg.norm(grad), 0.1 * np.linalg.norm(grad), np.linalg.norm(w), 1.0])
-        w = w - 0.1 * grad
-    names = ["grad_norm", "update_norm", "param_norm", "clip_factor"]
-    np.testing.assert_allclose(np.stack([history[k] for k in names], 1), found, rtol=1e-4)
 
 
 def test_a_run_that_records_more_after_a_restart(tmp_path):
@@ -355,10 +342,3 @@ def test_tensorboard_reads_the_scalars(tmp_path):
         if value.tag == "loss"
     ]
     assert losses == [(n + 1, x) for n, x in enumerate(history["loss"].tolist())]
-
-
-def test_a_log_of_lines_has_the_norms_too(tmp_path):
-    path = tmp_path / "run.jsonl"
-    _, history = run(steps=2, log=path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["grad_norm"] for line in lines] == history["grad_norm"].tolist()

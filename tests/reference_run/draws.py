@@ -244,7 +244,8 @@ def wrappers_of_workers(rng, outer):
 def runs(rng, p):
     """Draw data, and a run over it, for a structure."""
     pick, chance = picker(rng)
-    batches = batch_lists(rng, p)
+    stops = chance(0.2)
+    batches = batch_lists(rng, p, stops)
     epochs = pick(None, None, 1, 2, 3)
     has_average = bool(p.names("ema", "model_average"))
     evaluate = None
@@ -274,8 +275,8 @@ def runs(rng, p):
         save_every=pick(1, 2, 3, 100),
         keep=pick(1, 2, 3),
         prefetch=pick(0, 1),
-        save_frozen=not (frozen_of(p) and chance(0.4)),
-        stops=chance(0.15),
+        save_frozen=not (frozen_of(p) and chance(0.6)),
+        stops=stops,
         log=chance(0.4),
     )
     parts = ways_on(rng, made)
@@ -332,13 +333,13 @@ def ways_on(rng, p):
     return parts
 
 
-def batch_lists(rng, p):
-    """Draw the batches of a run."""
+def batch_lists(rng, p, stops):
+    """Draw the batches of a run; one that stops at NaN likes to meet some."""
     pick, chance = picker(rng)
     has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
     is_calm, scale = chance(0.2), 1e-17 if chance(0.04) else 1.0
     may_fail = not p.clip and p.rule[0] not in ("ftrl", "dgc_momentum") and not p.compressor
-    often = 0.35 if has_guard else 0.15 if may_fail and chance(0.1) else 0.0
+    often = 0.35 if has_guard else 0.15 if may_fail and chance(0.5 if stops else 0.1) else 0.0
     batches = []
     # These remember: a window, bad values, good steps, a residual.
     remembers = p.exchanges or p.names("plateau", "skip_spikes", "loss_scale")

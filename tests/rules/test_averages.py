@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import run, tree
+from problems import tree
 
 import optfn
 
@@ -42,17 +42,6 @@ def test_averages_share_no_buffer_and_choose_by_name():
         optfn.averaged_params(optfn.sgd(0.1).init(params), params)
     with pytest.raises(ValueError, match="min_average_window must be <= max"):
         optfn.model_average(0.5, min_average_window=5, max_average_window=4)
-
-
-def test_averages_see_what_apply_updates_makes():
-    """Rounded to the parameter's dtype outside master_weights, the master inside."""
-    params, gradients = tree(0, jnp.bfloat16), [tree(k, jnp.bfloat16) for k in (1, 2)]
-    average = optfn.exponential_moving_average(0.0)
-    trail, state = run(optfn.chain(optfn.sgd(0.1), average), params, gradients)
-    chex.assert_trees_all_equal(optfn.averaged_params(state, trail[-1]), trail[-1])
-    inside = optfn.master_weights(optfn.chain(optfn.sgd(0.1), average))
-    _, state = run(inside, params, gradients)
-    chex.assert_trees_all_equal(state.inner_state[1].average, state.master)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import suite
 
 import optfn
 from optfn.distributed import data_mesh, exchange, quantize
 
-FROZEN = {"base": optfn.ParamAttr(trainable=False)}
-PARAMS = {"base": jnp.linspace(0.5, 1.5, 60).reshape(6, 10), "lora": jnp.ones((6, 2))}
+FROZEN = {"base.*": optfn.ParamAttr(trainable=False)}
+BASE = np.linspace(0.5, 1.5, 60, dtype=np.float32).reshape(6, 10)
+LORA = np.ones((6, 2), np.float32)
 WRAPPERS = {
     "accumulate": lambda tx: optfn.accumulate(tx, 2),
     "masters": lambda tx: optfn.master_weights(tx),
@@ -24,35 +24,31 @@ WRAPPERS = {
         optfn.accumulate(optfn.chain(tx, optfn.exponential_moving_average(0.9)), 2)
     ),
 }
-GRADIENTS = {"NaN": jnp.nan, "large": 1e30, "none": None}
 
 
 def optimizer(attrs=None):
     return optfn.adamw(0.1, param_attrs=attrs, grad_clip=optfn.clip_by_global_norm(1.0))
 
 
-def train(tx, params, **of_base):
-    state = tx.init(params)
-    for n in range(4):
-        grads = of_base | {"lora": jnp.full((6, 2), 1.0 + n, params["lora"].dtype)}
-        updates, state = tx.update(grads, state, params)
+def train(tx, params, of_frozen):
+    state, lora = tx.init(params), LORA.astype(jnp.bfloat16)
+    for n in range(1, 5):
+        updates, state = tx.update(of_frozen | {"lora": n * lora}, state, params)
         params = optfn.apply_updates(params, updates)
     return params, state
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("dtype", suite(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_frozen_leaf_is_as_good_as_absent(name, dtype, gradient):
-    """Bit for bit the run without the leaf, and no array of its shape in the state."""
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    g = GRADIENTS[gradient]
-    g = None if g is None else jnp.full((6, 10), g, dtype)
-    found, state = train(WRAPPERS[name](optimizer(FROZEN)), params, base=g)
-    alone, _ = train(WRAPPERS[name](optimizer()), {"lora": params["lora"]})
-    np.testing.assert_array_equal(found["lora"], alone["lora"])
-    np.testing.assert_array_equal(found["base"], params["base"])
-    assert all(x.shape != (6, 10) for x in jax.tree.leaves(state))
+def test_a_frozen_leaf_is_as_good_as_absent(name):
+    """Bit for bit the run without it, whatever its gradient; no array of its shape in the state."""
+    base, lora = BASE.astype(jnp.bfloat16), {"lora": LORA.astype(jnp.bfloat16)}
+    gradients = {"base of NaN": np.nan * base, "base of 1e30": 1e30 * base, "base of None": None}
+    frozen = dict.fromkeys(gradients, base)
+    found, state = train(WRAPPERS[name](optimizer(FROZEN)), frozen | lora, gradients)
+    alone, _ = train(WRAPPERS[name](optimizer()), lora, {})
+    np.testing.assert_array_equal(found.pop("lora"), alone["lora"])
+    jax.tree.map(np.testing.assert_array_equal, found, frozen)
+    assert all(x.shape != BASE.shape for x in jax.tree.leaves(state))
 
 
 EXCHANGES = {
@@ -60,26 +56,23 @@ EXCHANGES = {
     "dgc": lambda attrs: optfn.dgc_momentum(
         0.1, 0.9, rampup_begin_step=0, sparsity=(0.99,), min_size=1, param_attrs=attrs
     ),
-    "mean": optimizer,
-    "accumulate": lambda attrs: optfn.accumulate(optimizer(attrs), 2),
 }
 
 
-@pytest.mark.parametrize("name", suite(EXCHANGES, "exchange", "dgc"))
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_a_frozen_leaf_is_not_sent(name):
     """The step sends what it sends without the leaf."""
 
     def loss_fn(p, x):
-        return jnp.mean((x @ p.get("base", PARAMS["base"]).T @ p["lora"]) ** 2)
+        return jnp.mean((x @ p.get("base", BASE).T @ p["lora"]) ** 2)
 
     def run(attrs, params):
-        step = optfn.make_train_step(loss_fn, EXCHANGES[name](attrs), mesh=data_mesh())
-        state, metrics = step(step.init(params), x)
-        return state.params, metrics.get("bytes_sent", 0)
+        step = optfn.make_train_step(loss_fn, EXCHANGES[name](attrs), mesh=data_mesh(2))
+        state, metrics = step(step.init(params), np.ones((2, 10), np.float32))
+        return state.params, metrics["bytes_sent"]
 
-    x = np.ones((8, 10), np.float32)
-    found, sent = run(FROZEN, PARAMS)
-    alone, sent_alone = run(None, {"lora": PARAMS["lora"]})
+    found, sent = run(FROZEN, {"base": BASE, "lora": LORA})
+    alone, sent_alone = run(None, {"lora": LORA})
     assert sent == sent_alone
     np.testing.assert_allclose(found["lora"], alone["lora"], rtol=1e-6)
-    np.testing.assert_array_equal(found["base"], PARAMS["base"])
+    np.testing.assert_array_equal(found["base"], BASE)

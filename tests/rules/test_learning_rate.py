@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference_schedules
-import registry
-from grids import by_entry, nightly
+from grids import nightly
 
 import optfn
 from optfn.transforms import rates
@@ -118,21 +117,6 @@ def test_a_python_step_beyond_int32_gives_the_value_of_the_formula(name, argumen
         rate = schedule(step)
         assert rate.dtype == jnp.float32
         np.testing.assert_allclose(rate, reference(int(step)), rtol=1e-6)
-
-
-@by_entry(registry.OPTIMIZERS, "momentum_int8", "lars", "adadelta", "adam", "ftrl", "muon")
-def test_a_zero_rate_leaves_parameters_alone(entry):
-    """Also in rules that have the rate inside, and for momentum kept outside it."""
-    tx = entry.make()
-    state = tx.init(P)
-    if isinstance(optfn.get_learning_rate(state), jax.Array):
-        try:
-            state = optfn.set_learning_rate(state, 0.0)
-        except ValueError:
-            return  # a schedule drives it
-    for _ in range(2):
-        updates, state = tx.update(G, state, P)
-        assert not np.any(updates["w"])
 
 
 def test_ftrl_state_stays_where_the_rate_is_zero():

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import nightly
 
 import optfn
 from optfn.transforms.codes import join_float32, remainder_beside, split_float32
@@ -131,32 +130,22 @@ def gradients(seed):
     }
 
 
-def run(tx, steps, compiled=False):
+def run(tx, steps):
     """Return the params and the states of each step."""
-    update = jax.jit(tx.update) if compiled else tx.update
     params, state, found = PARAMS, tx.init(PARAMS), []
     for k in range(steps):
-        updates, state = update(gradients(k), state, params)
+        updates, state = tx.update(gradients(k), state, params)
         params = optax.apply_updates(params, updates)
         found.append((params, state))
     return found
 
 
-@pytest.mark.parametrize("compiled", [nightly(False), True])
-def test_masters_of_32_bits_are_those_of_copies(compiled):
-    """At each of 12 steps bit for bit; the parameters too, save at exact ties.
-
-    Two compiled programs may round a product before its sum, or not.
-    """
-    make = lambda bits: optfn.adamw(3e-3, multi_precision=bits)  # noqa: E731
-    for (p, state), (want, copies) in zip(
-        run(make(32), 12, compiled), run(make(True), 12, compiled), strict=True
-    ):
+def test_masters_of_32_bits_are_those_of_copies():
+    """At each step bit for bit; the parameters too, save at exact ties."""
+    steps = (run(optfn.adamw(3e-3, multi_precision=bits), 4) for bits in (32, True))
+    for (p, state), (want, copies) in zip(*steps, strict=True):
         for k in "wb":
             master = join_float32(p[k], state.remainder[k])
-            if compiled:
-                np.testing.assert_allclose(master, copies.master[k], rtol=1e-6, atol=1e-8)
-                continue
             np.testing.assert_array_equal(master, copies.master[k])
             is_tie = (bits_of(master) & 0xFFFF) == 0x8000
             np.testing.assert_array_equal(
@@ -171,12 +160,12 @@ def test_masters_stay_by_the_parameters_that_they_belong_to(bits, most):
     """p is the master rounded: to half a unit of its last place, of 8 bits."""
     tx = optfn.master_weights(optfn.sgd(0.1), bits=bits)
     plain = optfn.master_weights(optfn.sgd(0.1))
-    (p, state), (_, copies) = run(tx, 6)[-1], run(plain, 6)[-1]
+    (p, state), (_, copies) = run(tx, 3)[-1], run(plain, 3)[-1]
     for k in "wb":
         master = np.asarray(join_float32(p[k], state.remainder[k]))
         assert np.all(np.abs(master - p[k].astype(np.float32)) <= 2.0**-8 * np.abs(master))
         wide = np.asarray(copies.master[k])
-        assert np.all(np.abs(master - wide) <= 6 * most * np.abs(wide).max())
+        assert np.all(np.abs(master - wide) <= 3 * most * np.abs(wide).max())
 
 
 def test_24_bits_lose_no_small_step():
@@ -280,32 +269,9 @@ def test_what_has_no_remainder_is_refused_by_name(make, error, words):
         make()
 
 
-@pytest.mark.parametrize("where", [nightly("packed"), nightly("state"), "params"])
-def test_remainders_lie_where_the_parameters_lie(where):
-    """In buffers and in parts of leaves the masters are those of copies."""
-    options = {"packed": True}
-    if where != "packed":
-        options = {"mesh": optfn.distributed.data_mesh(8), "shard": where}
-    params = {"w": PARAMS["w"], "b": PARAMS["b"]}
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.bfloat16)
-
-    def trained(bits):
-        tx = optfn.adamw(1e-3, multi_precision=bits)
-        step = optfn.make_train_step(
-            lambda p, x: jnp.mean((x @ p["w"] + p["b"]).astype(jnp.float32) ** 2), tx, **options
-        )
-        state = step.init(params)
-        for _ in range(4):
-            state, _ = step(state, x)
-        return state
-
-    found, copies = trained(32), trained(True)
-    masters = jax.tree.map(join_float32, found.params, found.opt_state.remainder)
-    assert jax.tree.structure(masters) == jax.tree.structure(copies.opt_state.master)
-    for a, b in zip(
-        jax.tree.leaves(masters), jax.tree.leaves(copies.opt_state.master), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
-    if where != "packed":
-        part = found.opt_state.remainder["w"].addressable_shards[0].data
-        assert part.size * 8 == PARAMS["w"].size
+def test_remainders_are_divided_as_the_parameters_are():
+    tx, mesh = optfn.adamw(1e-3, multi_precision=32), optfn.distributed.data_mesh(8)
+    step = optfn.make_train_step(lambda p, x: jnp.sum(x @ p["w"]), tx, mesh=mesh, shard="params")
+    state = step.init({k: PARAMS[k] for k in "wb"})
+    part = state.opt_state.remainder["w"].addressable_shards[0].data
+    assert part.size * 8 == PARAMS["w"].size

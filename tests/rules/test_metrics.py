@@ -98,21 +98,6 @@ def test_a_training_step_reports_the_norms_of_patterns_over_workers():
     np.testing.assert_allclose(reported, 3.0 * np.linalg.norm(tree(0)["c"]), rtol=1e-5)
 
 
-def test_metrics_inside_scan():
-    tx = optfn.record_metrics(optfn.adam(0.1))
-
-    def step(carry, g):
-        p, state = carry
-        updates, state = tx.update(g, state, p)
-        return (p + updates, state), optfn.metrics(state)
-
-    p = jnp.ones(3)
-    _, series = jax.lax.scan(step, (p, tx.init(p)), jnp.arange(12.0).reshape(4, 3))
-    np.testing.assert_allclose(
-        series["grad_norm"], np.linalg.norm(np.arange(12.0).reshape(4, 3), axis=1), rtol=1e-6
-    )
-
-
 def test_norms_are_taken_in_float32():
     """Also of narrow gradients: in float16 the squares of large ones are infinite."""
     for dtype, value in ((jnp.bfloat16, 0.7), (jnp.float16, 297.06)):

@@ -1,7 +1,6 @@
 """Muon: the orthogonalized momentum of matrices, and another optimizer for the rest."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import nightly, suite
 from problems import steps
 from references import JORDAN
 
@@ -37,14 +35,13 @@ def followed(tx, params, gradients):
 
 @pytest.mark.parametrize(
     ("coefficients", "shape", "is_complex"),
-    suite(
-        itertools.product(
-            [JORDAN, DION], [(3, 7), (7, 3), (2, 5, 5), (1, 4), (4, 1)], [False, True]
-        ),
-        (JORDAN, (3, 7), True), (JORDAN, (2, 5, 5), False), (DION, (7, 3), False),
+    [
+        (JORDAN, (3, 7), True),
+        (JORDAN, (2, 5, 5), False),
+        (DION, (7, 3), False),
         (DION, (4, 1), True),
-    ),
-)  # fmt: skip
+    ],
+)
 def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shape, is_complex):
     """U·p(S/‖m‖)·Vᴴ, with the singular vectors of NumPy in float64."""
     m = normal(0, *shape) + (1j * normal(1, *shape) if is_complex else 0)
@@ -58,25 +55,19 @@ def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shap
     np.testing.assert_allclose(found, (u * s[..., None, :]) @ vh, atol=2e-5)
 
 
-def test_singular_values_come_near_one():
-    values = jnp.linalg.svd(
-        orthogonalize(normal(0, 32, 64), coefficients=JORDAN, eps=1e-7), compute_uv=False
-    )
-    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
-
-
 PARAMS = {"wide": normal(0, 4, 6), "tall": normal(1, 9, 3), "b": normal(2, 5), "s": normal(3)}
 
 
 @pytest.mark.parametrize(
     ("own", "of_optax"),
     [
-        ({"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_weight_decay": 0.1}),
-        ({"scale": "moonlight"}, {"consistent_rms": 0.2}),
-        nightly({"coefficients": "dion"}, {"ns_coeffs": "dion"}),
-        nightly({"momentum": 0.5}, {"beta": 0.5}),
+        (
+            {"weight_decay": 0.1, "coefficients": "dion"},
+            {"weight_decay": 0.1, "adam_weight_decay": 0.1, "ns_coeffs": "dion"},
+        ),
+        ({"scale": "moonlight", "momentum": 0.5}, {"consistent_rms": 0.2, "beta": 0.5}),
     ],
-    ids=["decay", "moonlight", "dion", "momentum"],
+    ids=["decay", "moonlight"],
 )
 def test_without_nesterov_it_is_the_muon_of_optax(own, of_optax):
     """With nesterov, optax corrects the bias of the moving average and of g by other factors."""
@@ -86,13 +77,6 @@ def test_without_nesterov_it_is_the_muon_of_optax(own, of_optax):
     found, _ = followed(ours, PARAMS, gradients)
     want, _ = followed(theirs, PARAMS, gradients)
     chex.assert_trees_all_close(found, want, atol=2e-6)
-
-
-def test_the_first_step_with_nesterov_is_that_of_optax():
-    params, grads = {"w": PARAMS["wide"]}, {"w": normal(7, 4, 6)}
-    found, _ = followed(optfn.muon(0.05, eps=1e-8), params, [grads])
-    want, _ = followed(optax.contrib.muon(0.05), params, [grads])
-    chex.assert_trees_all_close(found, want, atol=1e-6)
 
 
 LAYERS = [{"w": normal(k, 4, 6), "b": normal(k + 9, 6)} for k in range(3)]
@@ -122,14 +106,12 @@ def test_stacked_layers_are_matrices_of_their_own():
     assert "others/scale_by_adam/mu/layers/w" in optfn.state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "attrs", [nightly(None), {"layers/.*w": optfn.ParamAttr(learning_rate=0.5)}]
-)
-def test_packed_params_are_those_of_the_tree(attrs):
+def test_packed_params_are_those_of_the_tree():
     """Matrices of unlike shapes lie in one buffer, beside vectors with rates of their own."""
     params = {"layers": LAYERS, "head": normal(20, 6, 2), "n": jnp.arange(2)}
     params |= {"half": normal(21, 3).astype(jnp.bfloat16)}
-    attrs = attrs and attrs | {"layers/1/b|head": optfn.ParamAttr(learning_rate=0.1)}
+    rates = {"layers/.*w": 0.5, "layers/1/b|head": 0.1}
+    attrs = {k: optfn.ParamAttr(learning_rate=rate) for k, rate in rates.items()}
     tx = optfn.muon(0.1, matrices="layers/.*w|head", weight_decay=0.1, param_attrs=attrs)
     grads = like({k: v for k, v in params.items() if k != "n"}, 50)
     grads = [grads | {"n": np.zeros(2, jax.dtypes.float0)}] * 3
@@ -172,40 +154,6 @@ def test_the_others_may_have_an_optimizer_and_a_rate_of_their_own():
     lower = optfn.set_learning_rate(state, 0.01, "matrices")
     assert float(optfn.get_learning_rate(lower, "matrices")) == pytest.approx(0.01)
     assert float(optfn.get_learning_rate(lower, "others")) == 0.5
-
-
-def test_one_rate_moves_all_leaves_where_no_other_optimizer_is_given():
-    """It is what metrics show, inside a compiled step too."""
-    params = {"w": normal(1, 4, 4), "b": normal(2, 4)}
-    tx = optfn.record_metrics(optfn.muon(0.02))
-    state = optfn.set_learning_rate(tx.init(params), 0.0)
-    updates, _ = tx.update(like(params, 60), state, params)
-    assert not any(np.any(u) for u in jax.tree.leaves(updates))
-    _, state = jax.jit(tx.update)(like(params, 60), tx.init(params), params)
-    assert float(optfn.metrics(state)["learning_rate"]) == pytest.approx(0.02)
-
-
-def test_held_leaves_clips_and_masters_are_those_of_every_optimizer():
-    params = {"w": normal(1, 4, 6), "v": normal(2, 6, 4), "b": normal(3, 4)}
-    gradients = [like(params, 80)]
-    held, state = followed(
-        optfn.muon(0.1, matrices="w|v", param_attrs={"v": optfn.ParamAttr(trainable=False)}),
-        params,
-        gradients,
-    )
-    np.testing.assert_array_equal(held["v"], params["v"])
-    assert not [k for k in optfn.state_dict(state) if k.endswith("/v")]
-    clipped = optfn.muon(0.1, grad_clip=optfn.clip_by_global_norm(1e-3))
-    norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradients[0])))
-    small = jax.tree.map(lambda g: g * 1e-3 / norm, gradients[0])
-    found, _ = followed(clipped, params, gradients)
-    want, _ = followed(optfn.muon(0.1), params, [small])
-    chex.assert_trees_all_close(found, want, atol=1e-6)
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    _, state = followed(optfn.muon(0.1, multi_precision=True), half, gradients)
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), half)
-    want, _ = followed(optfn.muon(0.1), wide, gradients)
-    chex.assert_trees_all_close(state.master, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

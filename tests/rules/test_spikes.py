@@ -30,8 +30,7 @@ def skipped_and_ratios(norms, factor, window, most):
 NORMS = [1, 2, 1.5, 40, 3, 2, 50, 1, 0, 0, 2, np.nan, 3, 90, 90, 90, 90, 90, 90, np.inf, 80, 1, 700]
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("most", [0, 2, 100])
+@pytest.mark.parametrize(("window", "most"), [(1, 2), (2, 100), (3, 0), (4, 2), (7, 100)])
 def test_skipped_updates_and_ratios_are_those_of_numpy(window, most):
     tx = optfn.skip_spikes(optfn.momentum(1.0, 0.0), 5, window=window, max_consecutive=most)
     params = {"a": jnp.zeros(2), "b": jnp.zeros(())}
@@ -49,14 +48,6 @@ def test_skipped_updates_and_ratios_are_those_of_numpy(window, most):
             np.testing.assert_allclose(updates["b"], -0.8 * n, rtol=1e-6)
     assert int(state.skipped) == sum(skipped)
     assert any(skipped) == (most > 0)
-
-
-def test_with_none_to_skip_the_ratio_is_only_recorded():
-    tx = optfn.skip_spikes(optfn.adam(0.1), window=3, max_consecutive=0)
-    state, history = optfn.minimize(square_error, tx, jnp.zeros(3), X, progress=False)
-    want, _ = optfn.minimize(square_error, optfn.adam(0.1), jnp.zeros(3), X, progress=False)
-    np.testing.assert_array_equal(state.params, want.params)
-    assert history["spike_ratio"][3:].all()
 
 
 def test_the_guard_may_be_added_in_mid_run(tmp_path):
@@ -82,10 +73,11 @@ def test_a_schedule_that_begins_anew_is_no_spike(optimizer):
     """The rate is 1,000 times as large every other ten steps, and all updates with it."""
     rate = optfn.schedules.piecewise([10, 20, 30], [1e-4, 0.1, 1e-4, 0.1])
     tx = optfn.skip_spikes(optimizer(rate), window=4)
-    state = tx.init(jnp.zeros(3))
+    params, update = np.zeros(3, np.float32), jax.jit(tx.update)
+    state = tx.init(params)
     for n in range(40):
-        updates, state = tx.update(jnp.full(3, 1.0 + n % 2), state, jnp.zeros(3))
-        assert abs(updates).min() > 0
+        updates, state = update(params + 1 + n % 2, state, params)
+        assert np.abs(updates).min() > 0
     assert state.skipped == 0
-    _, state = tx.update(jnp.full(3, 1e3), state, jnp.zeros(3))
+    _, state = update(params + 1000, state, params)
     assert state.skipped == (optimizer is optfn.sgd)  # Adam's update does not grow so much

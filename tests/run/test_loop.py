@@ -4,11 +4,7 @@ import contextlib
 import gc
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import types
 
 import chex
@@ -255,15 +251,6 @@ def test_a_log_on_a_full_disk_is_named():
         run(steps=3, log="/dev/full")
 
 
-def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path):
-    path, options = tmp_path / "run.jsonl", {"checkpoint": tmp_path / "run", "save_every": 4}
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(_cut_after(6), log=path, **options)
-    assert len(lines_of(path)) == 6  # two more than the checkpoint has
-    run(steps=9, log=path, **options)
-    assert [line["step"] for line in lines_of(path)] == list(range(1, 10))
-
-
 def _cut_after(steps):
     yield from X[:steps]
     raise RuntimeError("power cut")
@@ -276,51 +263,30 @@ def test_what_json_does_not_have_is_null(tmp_path):
     assert lines_of(path)[0]["loss"] is None
 
 
-PROGRAM = """
-    import signal, sys, time
-    import jax.numpy as jnp, numpy as np, optfn
-
-    # A shell that starts programs in the background has them ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.mark.usefixtures("interrupt")
+@pytest.mark.parametrize("name", ["SIGTERM", nightly("SIGINT")])
+def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path, capfd):
+    number = getattr(signal, name)
+    usual = signal.getsignal(number)
 
     def batches():
-        for n in range(1000):
+        for n, x in enumerate(X):
             if n == 5:
-                print("five", flush=True)
-            if n >= 5:
-                time.sleep(0.05)
-            yield np.ones((4, 3), np.float32)
+                signal.raise_signal(number)
+            yield x
 
     state, history = optfn.minimize(
-        lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optfn.sgd(0.1), jnp.zeros(3), batches(),
-        checkpoint=sys.argv[1], evaluate=lambda w: 7.0, steps=1000, report=sys.argv[2],
-    )
-    print("state", int(state.step), len(history["loss"]), history["evaluation"].tolist())
-    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-"""
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", nightly("SIGINT")])
-def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), tmp_path, tmp_path / "run.html"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert process.stdout.readline() == "five\n"
-    process.send_signal(getattr(signal, name))
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    state, usual = output.splitlines()
-    words = state.split()
-    assert words[1] == words[2] and 5 <= int(words[1]) < 1000 and words[3] == "[7.0]"
-    assert usual == "True"
-    assert f"stopped by {name} after step {words[1]}" in errors
-    assert (tmp_path / f"step_{int(words[1]):09d}.npz").exists()
-    report = (tmp_path / "run.html").read_text(encoding="utf-8")
-    assert f"<td>stopped by {name} after step {words[1]}</td>" in report
+        loss_fn, optfn.sgd(0.1), jnp.zeros(3), batches(), checkpoint=tmp_path,
+        evaluate=lambda w: 7.0, report=tmp_path / "run.html",
+    )  # fmt: skip
+    steps = int(state.step)
+    assert steps == len(history["loss"]) == 5 and history["evaluation"].tolist() == [7.0]
+    assert history["stopped"] == "signal"
+    assert signal.getsignal(number) is usual
+    words = f"stopped by {name} after step {steps}"
+    assert words in capfd.readouterr().err
+    assert (tmp_path / f"step_{steps:09d}.npz").exists()
+    assert f"<td>{words}</td>" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
 class Terminal(io.StringIO):

@@ -28,10 +28,7 @@ def batches(steps=12, bad=BAD, value=np.nan):
     return list(found)
 
 
-def run(data, directory=None, *, tx=None, sharded=False, **options):
-    if sharded:
-        pytest.importorskip("orbax.checkpoint")
-        options |= {"mesh": optfn.distributed.data_mesh(8), "shard": "params"}
+def run(data, directory=None, *, tx=None, **options):
     return optfn.minimize(
         loss_fn, tx or optfn.sgd(0.1), {"w": np.ones(8, np.float32)}, data,
         checkpoint=directory, progress=False, **options,
@@ -105,24 +102,22 @@ def test_finite_runs_and_runs_that_leave_such_steps_out_say_nothing(tmp_path):
         ]
 
 
-@FORMS
-def test_keep_does_not_count_what_is_not_finite_and_the_run_goes_on_from_what_is(sharded, tmp_path):
+def test_keep_does_not_count_what_is_not_finite_and_the_run_goes_on_from_what_is(tmp_path):
     data = batches(13)
     with pytest.warns(UserWarning, match=f"the loss of step {BAD} is nan"):
-        run(data, tmp_path, sharded=sharded, save_every=1)
-    suffix = "" if sharded else ".npz"
-    names = [f"step_{n:09d}{suffix}" for n in (BAD - 2, BAD - 1, 13)]
+        run(data, tmp_path, save_every=1)
+    names = [f"step_{n:09d}.npz" for n in (BAD - 2, BAD - 1, 13)]
     assert sorted(x.name for x in tmp_path.iterdir()) == names
     # The same batches, now without the NaN.
     words = (
         rf"skipped: .*step_0*13.* are not finite. The newest finite .* step {BAD - 1}, and was lo"
     )
     with pytest.warns(UserWarning, match=words):
-        state, history = run(batches(13, bad=0), tmp_path, sharded=sharded, save_every=1)
-    want, whole = run(batches(13, bad=0), sharded=sharded)
+        state, history = run(batches(13, bad=0), tmp_path, save_every=1)
+    want, whole = run(batches(13, bad=0))
     np.testing.assert_array_equal(state.params["w"], want.params["w"])
     np.testing.assert_array_equal(history["loss"], whole["loss"])
-    assert sorted(x.name for x in tmp_path.iterdir()) == [f"step_{n:09d}{suffix}" for n in (12, 13)]
+    assert sorted(x.name for x in tmp_path.iterdir()) == [f"step_{n:09d}.npz" for n in (12, 13)]
 
 
 @FORMS

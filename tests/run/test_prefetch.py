@@ -12,7 +12,6 @@ import optfn
 from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
-LAYOUTS = {"one device": {}, "mesh": {"mesh": data_mesh()}}
 
 
 def loss_fn(w, batch):
@@ -53,20 +52,6 @@ def test_no_batch_is_read_beyond_the_steps():
     loader = Loader()
     run(loader, steps=4)
     assert loader.read == 4
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_does_not_count_the_batch_ahead(tmp_path, layout):
-    whole, history = run(Loader(), **LAYOUTS[layout])
-    first = Loader()
-    options = {"checkpoint": tmp_path, "save_every": 1} | LAYOUTS[layout]
-    run(first, callback=lambda n, *_: n == 3, **options)
-    assert first.read == 4
-    second = Loader()
-    state, resumed = run(second, **options)
-    chex.assert_trees_all_equal(state, whole)
-    np.testing.assert_array_equal(resumed["loss"], history["loss"])
-    assert second.read == 6
 
 
 def test_an_error_is_raised_at_the_step_of_its_batch(tmp_path):

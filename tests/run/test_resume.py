@@ -54,14 +54,6 @@ def test_a_run_that_is_finished_says_so(options, tmp_path, capfd):
     assert not capfd.readouterr().err
 
 
-def test_the_last_evaluation_is_saved_where_the_last_step_is_saved_before_it(tmp_path):
-    options = {"evaluate": lambda w: w[0], "save_every": 5}
-    _, history = run(tmp_path, **options)
-    _, again = run(tmp_path, **options)
-    assert again["evaluation_step"].tolist() == [10]
-    np.testing.assert_array_equal(again["evaluation"], history["evaluation"])
-
-
 def test_resume_false_refuses_a_directory_with_a_checkpoint(tmp_path):
     run(tmp_path, X[:4], resume=False)
     newest = tmp_path / "step_000000004.npz"
@@ -87,8 +79,9 @@ def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path
 def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
     run(tmp_path, X[:4])
     slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
-    with pytest.warns(UserWarning, match=r"call optfn\.set_learning_rate"):
+    with pytest.warns(UserWarning, match=r"0\.01, and not.*0\.0001\. .* call optfn\.set_learning"):
         found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
+    assert float(optfn.get_learning_rate(found)) == pytest.approx(0.01)
     optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
     _, history = run(tmp_path, X, slow)
     np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
@@ -112,22 +105,6 @@ def test_a_rate_that_a_schedule_drives_may_differ(tmp_path):
     run(tmp_path, X[:4], step)
     _, history = run(tmp_path, X, step)
     np.testing.assert_allclose(history["learning_rate"], 0.01 / (1 + np.arange(10)), rtol=1e-6)
-
-
-def test_keep_is_the_number_of_checkpoints_that_stay(tmp_path):
-    run(tmp_path, save_every=2, keep=3)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"step_{n:09d}.npz" for n in (6, 8, 10)]
-    with pytest.raises(ValueError, match="keep must be >= 1"):
-        run(tmp_path, keep=0)
-
-
-def test_a_rate_that_a_restored_state_does_not_take_from_tx_is_said(tmp_path):
-    run(tmp_path, X[:4])
-    slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
-    with pytest.warns(UserWarning, match=r"0\.01, and not.*0\.0001\. .* call optfn\.set_learning"):
-        state, _ = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
-    assert float(optfn.get_learning_rate(state)) == pytest.approx(0.01)
 
 
 def test_checkpoints_of_several_processes_below_a_directory_are_said(tmp_path):

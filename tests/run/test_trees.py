@@ -108,8 +108,11 @@ def test_fields_of_a_state_with_several_states_are_labels_and_those_of_a_wrapper
     assert "scale_by_adam/mu/w" in optfn.state_dict(optax.MultiSteps(tx, 2).init(W))
 
 
-@FORMS
-@pytest.mark.parametrize("kind", [Networks, dict], ids=["NamedTuple", "dict"])
+@pytest.mark.parametrize(
+    "kind, sharded",
+    [(Networks, False), pytest.param(dict, True, marks=WITH_ORBAX)],
+    ids=["NamedTuple in a file", "dict in a directory"],
+)
 def test_two_optimizers_and_a_key_are_saved_and_restored(kind, sharded, tmp_path):
     saved, fresh = networks(kind), networks(kind, (0, 0))
     path = optfn.save_checkpoint(tmp_path, saved, {"loss": np.ones(2)}, sharded=sharded)

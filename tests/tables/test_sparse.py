@@ -307,7 +307,7 @@ def test_scaled_indices_are_refused():
 def test_indices_that_a_clip_of_optax_scales_are_refused(factory):
     rows = sparse.Rows(jnp.array([0, 2]), jnp.ones((2, WIDTH)), ROWS)
     tx, params = factory(0.1, grad_clip=optax.scale(0.5)), {"table": jnp.ones((ROWS, WIDTH))}
-    with pytest.raises(TypeError, match="grad_clip takes no row-sparse.*'table'.*densify"):
+    with pytest.raises(TypeError, match=r"grad_clip takes no row-sparse.*'table'.*densify"):
         tx.update({"table": rows}, tx.init(params), params)
 
 

@@ -1,6 +1,5 @@
 """Optimizer state in the memory of the host: the values, the place, checkpoints, and plans."""
 
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from compilations import compilations
-from grids import by_name, nightly, suite
+from grids import by_name, nightly
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
@@ -21,7 +20,6 @@ from optfn.distributed import (
     compare_replicas,
     data_mesh,
     exchange,
-    pipeline_value_and_grad,
     plan_memory,
     quantize,
     scan_layers,
@@ -85,18 +83,18 @@ def assert_near(found, want, tolerance=2e-6):
     jax.tree.map(near, found, want)
 
 
-def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("slow", "fast"))
-
-
 MASTERS = optfn.adamw(1e-2, multi_precision=True, grad_clip=CLIP)
-LEVELS = ("slow", "fast")
-DIVIDED = {"shard": "params"}  # with a mesh
+
+
+def grid(kind=AxisType.Auto):
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("slow", "fast"), axis_types=(kind,) * 2)
+
+
 # tests/reference_run draws the others, without masters.
 LAYOUTS = {
     "params, packed": lambda: {"mesh": data_mesh(), "shard": "params", "packed": True},
     "two levels": lambda: {
-        "mesh": grid(), "data_axis": LEVELS, "shard": sharded("params", axis="fast"),
+        "mesh": grid(), "data_axis": ("slow", "fast"), "shard": sharded("params", axis="fast"),
     },
     "specs": lambda: {
         "mesh": grid(), "data_axis": "slow",
@@ -104,11 +102,17 @@ LAYOUTS = {
     },
     "compiler": lambda: {"mesh": data_mesh(), "shard": "params", "partitioner": "compiler"},
     "as placed": lambda: {"mesh": data_mesh(), "partitioner": "compiler"},
+    "explicit, params": lambda: {
+        "mesh": grid(AxisType.Explicit), "data_axis": "slow", "shard": "params",
+    },
+    "explicit, compiler": lambda: {
+        "mesh": grid(AxisType.Explicit), "data_axis": "slow", "partitioner": "compiler",
+        "shard": {"in|out": P(None, "fast"), "layers/w": P(None, None, "fast")},
+    },
 }  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", by_name(LAYOUTS, "params, packed", "two levels", "compiler"))
+@pytest.mark.parametrize("options", by_name(LAYOUTS, "explicit, params", "explicit, compiler"))
 def test_each_layout_has_the_values_of_a_state_on_the_device(options):
     _, want = train(MASTERS, NARROW, **options())
     step, found = train(MASTERS, NARROW, **options(), **ON_HOST)
@@ -119,8 +123,6 @@ def test_each_layout_has_the_values_of_a_state_on_the_device(options):
 
 # Of those that tests/reference_run draws, the norms of stacked layers alone.
 OPTIMIZERS = {
-    "adam, int8": optfn.adam(1e-2, moment_dtype="int8"),
-    "adam, bfloat16": optfn.adam(1e-2, moment_dtype="bfloat16"),
     "lamb": optfn.lamb(1e-2),
     "muon": optfn.muon(1e-2),
     "optax.adafactor": optax.adafactor(1e-2),
@@ -141,35 +143,10 @@ def test_each_optimizer_has_the_values_of_a_state_on_the_device(name):
     assert_near(found.params, want.params, 1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("bits", [32, 24])
-def test_each_form_of_remainders(bits):
-    tx = optfn.adamw(1e-2, multi_precision=bits, moment_dtype="int8")
-    _, want = train(tx, NARROW)
-    _, found = train(tx, NARROW, **ON_HOST)
-    assert kinds(found) == {"pinned_host"}
-    assert_near(found.params, want.params, 1e-2)  # another rounding, of bfloat16 or a code
-
-
 def test_residuals_lie_on_the_host_too():
     tx = optfn.chain(exchange(quantize(4)), optfn.adam(1e-2))
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(), **ON_HOST)
     assert kinds(step.init(PARAMS)) == {"pinned_host"}
-
-
-def test_stages_of_a_pipeline():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "stage"))
-    value_and_grad = pipeline_value_and_grad(
-        lambda w, x: x + jnp.tanh(x @ w), lambda y, target: jnp.mean((y - target) ** 2),
-        mesh=mesh, num_microbatches=4,
-    )  # fmt: skip
-    options = {"value_and_grad": value_and_grad, "mesh": mesh, "shard": {".*": P("stage")}}
-    found, stages = [], RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
-    for more in ({}, ON_HOST):
-        step = optfn.make_train_step(None, optfn.adamw(1e-2), **options, **more)
-        found.append(step(step.init(stages), (BATCHES[0], BATCHES[1]))[0])
-    assert kinds(found[1]) == {"pinned_host"}
-    assert_near(found[1], found[0])
 
 
 def test_padded_arrays_stay_on_the_device():
@@ -201,15 +178,7 @@ def test_without_the_option_nothing_is_imported(monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "before, after, is_sharded",
-    [
-        (ON_HOST, {}, False),
-        ({}, ON_HOST, True),
-        (ON_HOST, ON_HOST, False),
-        (ON_HOST, ON_HOST, True),
-    ],
-)
+@pytest.mark.parametrize("before, after, is_sharded", [(ON_HOST, {}, False), ({}, ON_HOST, True)])
 def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
     if is_sharded:
         pytest.importorskip("orbax.checkpoint")
@@ -304,30 +273,18 @@ def count_moved(jaxpr, in_steps=True, times=1):
     return found
 
 
-@pytest.mark.parametrize(
-    "tx, options",
-    [
-        (MASTERS, {}),
-        nightly(optfn.adam(1e-2), {}),
-        nightly(optfn.accumulate(optfn.lamb(1e-2), 2), {}),
-        nightly(MASTERS, DIVIDED),
-        nightly(optfn.adam(1e-2), DIVIDED),
-        (optfn.accumulate(optfn.lamb(1e-2), 2), DIVIDED),
-    ],
-)
-def test_an_accumulation_moves_its_sums_alone_between_steps(tx, options):
-    tx, options = optfn.accumulate(tx, 2), options | ({"mesh": data_mesh()} if options else {})
-    _, want = train(tx, NARROW, BATCHES[:2] * 2, **options)
-    step, found = train(tx, NARROW, BATCHES[:2] * 2, **options, **ON_HOST)
-    assert kinds(found) == {"pinned_host"} and compilations(step) == 1
-    assert_near(found, want, 1e-5)
-    if options:
-        jaxpr = step.compiled.trace(*step.shapes(found, BATCHES[0])).jaxpr.jaxpr
-        total = found.opt_state.total
-        # A sum is read and written, and read again for the update, which is −0.0.
-        sums = 3 * sum(x.nbytes for x in jax.tree.leaves(total) if memories.is_large(x))
-        assert count_moved(jaxpr, in_steps=False) == sums
-        assert count_moved(jaxpr) >= 3 * sums
+@pytest.mark.parametrize("tx", [nightly(MASTERS), optfn.accumulate(optfn.lamb(1e-2), 2)])
+def test_an_accumulation_moves_its_sums_alone_between_steps(tx):
+    tx, options = optfn.accumulate(tx, 2), {"mesh": data_mesh(), "shard": "params"}
+    step = optfn.make_train_step(loss_fn, tx, **options, **ON_HOST)
+    state = step.init(NARROW)
+    assert kinds(state) == {"pinned_host"}
+    jaxpr = step.compiled.trace(*step.shapes(state, BATCHES[0])).jaxpr.jaxpr
+    # A sum is read and written, and read again for the update, which is −0.0.
+    total = jax.tree.leaves(state.opt_state.total)
+    sums = 3 * sum(x.nbytes for x in total if memories.is_large(x))
+    assert count_moved(jaxpr, in_steps=False) == sums
+    assert count_moved(jaxpr) >= 3 * sums
 
 
 def test_a_sum_of_several_gradients_by_optax_moves_the_state_in_every_call():
@@ -347,10 +304,7 @@ def by_rows(fn, *args, divide=lambda shape: (1, 1)):
     return jax.jit(run)(jax.device_put(args[0], jax.memory.Space.Host), *args[1:])
 
 
-@pytest.mark.parametrize(
-    "rows, devices",
-    suite(itertools.product([64, 67, 1, 1000], [1, 2, 4]), (64, 2), (67, 4), (1, 4), (1000, 1)),
-)
+@pytest.mark.parametrize("rows, devices", [(64, 2), (67, 4), (1, 4), (1000, 1)])
 def test_chunks_of_any_number_of_rows(rows, devices):
     def fn(m, p):
         number = jax.lax.broadcasted_iota(jnp.float32, m.shape, 0)
@@ -386,8 +340,7 @@ def named_layer(q, h):
     return h + jnp.tanh(h @ q["w"] + q["b"])
 
 
-@pytest.mark.parametrize("shard", [nightly(None), "params"])
-def test_saved_activations_wait_on_the_host(shard):
+def test_saved_activations_wait_on_the_host():
     def loss(layer):
         return lambda p, x: jnp.mean(scan_layers(layer, p["layers"], x @ p["in"]) ** 2)
 
@@ -395,7 +348,8 @@ def test_saved_activations_wait_on_the_host(shard):
     for layer in (
         named_layer, optfn.recompute(named_layer, checkpoints=["h"], offload=True),
     ):  # fmt: skip
-        step = optfn.make_train_step(loss(layer), optfn.sgd(0.1), mesh=data_mesh(), shard=shard)
+        options = {"mesh": data_mesh(), "shard": "params"}
+        step = optfn.make_train_step(loss(layer), optfn.sgd(0.1), **options)
         state, _ = step(step.init(params), BATCHES[0])
         program = str(step.compiled.trace(state, BATCHES[0]).jaxpr)
         found.append((state.params, program.count("<host>")))

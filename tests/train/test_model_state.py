@@ -89,21 +89,6 @@ def test_it_stays_where_a_guard_of_optax_skips_the_step():
     np.testing.assert_allclose(state.model_state["mean"], expected(3)[1], rtol=1e-5)
 
 
-def test_it_is_in_the_checkpoint_and_a_resumed_run_is_bit_identical(tmp_path):
-    options = {"model_state": START, "progress": False}
-    whole, _ = optfn.minimize(loss_fn, optfn.adam(0.1), jnp.zeros(3), [(X, Y)] * 6, **options)
-    options["checkpoint"] = tmp_path
-    optfn.minimize(loss_fn, optfn.adam(0.1), jnp.zeros(3), [(X, Y)] * 3, **options)
-    names = np.load(tmp_path / "step_000000003.npz").files
-    assert {f"train/model_state/{k}" for k in START} <= set(names)
-    state, _ = optfn.minimize(loss_fn, optfn.adam(0.1), jnp.zeros(3), [(X, Y)] * 6, **options)
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        assert a.dtype == b.dtype
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("loss", "error", "words"),
     [

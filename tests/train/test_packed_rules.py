@@ -88,7 +88,7 @@ def refusal(tx):
 # What is known of optax's catalogue; CI tries CHOSEN, and `make nightly` the whole catalogue.
 ACCUSED = {"lamb", "lars", "sm3", "adafactor", "novograd", "adaptive_grad_clip", "muon"}
 RIGHT = {"adam", "adamw", "sgd", "lion", "rmsprop", "nadam", "yogi", "prodigy"}
-CHOSEN = {"lamb", "sm3", "novograd", "muon", "adam", "lion", "prodigy"}
+CHOSEN = {"lamb", "sm3", "muon", "adam", "prodigy"}
 
 
 def catalogue(names):
@@ -166,15 +166,11 @@ def labeled(labels, **rules):
 WHOLE = {
     "behind a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(RATE)),
     "in a chain of optfn": optfn.chain(optax.lamb(RATE)),
-    "in a wrapper of optfn": optfn.accumulate(optax.lamb(RATE), 2),
     "accumulated": optfn.chain(optax.MultiSteps(optax.lamb(RATE), 2)),
     "injected": optax.inject_hyperparams(optax.lamb)(learning_rate=RATE),
     "a global norm of some leaves": optax.masked(optax.clip_by_global_norm(1.0), by_axes),
-    "a decay of matrices": optax.adamw(RATE, weight_decay=0.5, mask=by_axes),
     "a decay by path": optax.adamw(RATE, weight_decay=0.5, mask=by_path),
-    "no gradients of vectors": labeled(by_axes, true=optax.sgd(RATE), false=optax.set_to_zero()),
     "frozen by path": optax.chain(optax.sgd(RATE), optax.masked(optax.set_to_zero(), by_path)),
-    "rates by axes": labeled(by_axes, true=optax.sgd(RATE), false=optax.sgd(RATE / 2)),
     "rules by axes": labeled(by_axes, true=optfn.adam(RATE), false=optax.sgd(RATE)),
     "rates of optfn by axes": labeled(by_axes, true=optfn.sgd(RATE), false=optfn.sgd(RATE / 2)),
     "rates of optfn by path": labeled(by_path, true=optfn.adam(RATE), false=optfn.adam(RATE / 2)),
@@ -188,11 +184,9 @@ WHOLE = {
         optax.masked(optfn.clip_by_value(1e-2), by_axes), optfn.sgd(RATE)
     ),
     "a scale by size": optax.stateless(by_size),
-    "a decay of matrices of one tenth": optax.adamw(RATE, weight_decay=0.1, mask=by_axes),
     "a small decay of matrices": optax.adamw(RATE, weight_decay=0.02, mask=by_axes),
     "rates of rows": by_each_rate(RATE * np.arange(1.0, 70.0, dtype=np.float32)),
     "rolled": of_each(lambda x: jnp.roll(x.ravel(), 1).reshape(x.shape)),
-    "reversed": of_each(lambda x: x.ravel()[::-1].reshape(x.shape)),
     "sorted": of_each(lambda x: jnp.sort(x.ravel()).reshape(x.shape)),
     "the first element": of_each(lambda x: x + x.ravel()[0]),
     "scattered": of_each(lambda x: x.ravel().at[0].set(0.0).reshape(x.shape)),

@@ -98,11 +98,9 @@ def test_batch_norm_of_equinox_trains_on_a_mesh_in_the_mode_that_the_page_names(
         y, state = jax.vmap(net, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
         return jnp.mean((y - 1.0) ** 2), state
 
-    for shard in (None, "params"):
-        step = optfn.make_train_step(
-            loss_fn, optfn.adam(1e-2), model_state=True, mesh=data_mesh(4), shard=shard
-        )
-        trained = step.init(params, state)
-        for x in X:
-            trained, metrics = step(trained, x)
-        assert np.isfinite(float(metrics["loss"]))
+    options = {"model_state": True, "mesh": data_mesh(4), "shard": "params"}
+    step = optfn.make_train_step(loss_fn, optfn.adam(1e-2), **options)
+    trained = step.init(params, state)
+    for x in X:
+        trained, metrics = step(trained, x)
+    assert np.isfinite(float(metrics["loss"]))

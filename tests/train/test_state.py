@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import by_entry, nightly
-from problems import steps
+from grids import by_entry
 
 import optfn
 from optfn.train.state import copy
@@ -20,17 +19,17 @@ def tree(seed, dtype=jnp.float32):
     return {"z": w, "w": [jnp.asarray(rng.normal(size=4), dtype)], "z0": jnp.zeros((), dtype)}
 
 
-def trained(entry, dtype=jnp.float32):
-    """A transform, params, and the state after two steps."""
-    tx, params = entry.make(), tree(0, dtype)
-    gradients = [tree(k, dtype) for k in (1, 2)]
-    return tx, params, steps(tx, params, gradients, **dict(entry.extra))[-1].state
+def filled(entry):
+    """Return a transform, bfloat16 params, and a state in which each array has numbers."""
+    tx, params = entry.make(), tree(0, jnp.bfloat16)
+    state, rng = tx.init(params), np.random.default_rng(1)
+    draw = lambda x: jnp.asarray(rng.uniform(1, 100, np.shape(x)).astype(x.dtype))  # noqa: E731
+    return tx, params, jax.tree.map(draw, state)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, nightly(jnp.float32)])
 @by_entry(registry.ALL, *registry.SUITE)
-def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
-    tx, params, state = trained(entry, dtype)
+def test_round_trip_through_npz_is_bit_exact(entry, tmp_path):
+    tx, params, state = filled(entry)
     np.savez(tmp_path / "state.npz", **optfn.state_dict(state))
     with np.load(tmp_path / "state.npz") as file:
         loaded = optfn.load_state_dict(tx.init(params), file)
@@ -121,7 +120,7 @@ def test_round_trip_through_orbax(tmp_path):
 
     Not exchanges: orbax does not store strings, the names that are listed under "per_worker".
     """
-    everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.EVERYTHING.items()}
+    everything = {name: filled(entry) for name, entry in registry.EVERYTHING.items()}
     saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
     ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.StandardCheckpointer() as checkpointer:

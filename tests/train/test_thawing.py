@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-from grids import nightly, suite
-from problems import compiled, steps
+from grids import suite
+from problems import steps
 
 import optfn
 from optfn.distributed import data_mesh
@@ -26,7 +26,6 @@ def tree(seed):
 GRADIENTS = [tree(k) for k in range(1, BEFORE + AFTER + 1)]
 RULES = {
     "adam": (optfn.adam, "adam", {}, {}),
-    "adamw": (optfn.adamw, "adamw", {"weight_decay": 0.1}, {}),
     "adamax": (optfn.adamax, "adamax", {}, {}),
     "lamb": (optfn.lamb, "lamb", {"bias_correction": True}, {}),
     "asgd": (optfn.asgd, "asgd", {"batch_num": 6}, {}),
@@ -72,20 +71,6 @@ def test_a_thawed_leaf_counts_its_own_steps(name):
         p, s = rule(p, np.float64(g["b"]), s, t, **given)
     rounded = 4 * rounded if name in ROUNDED else 1e-4
     np.testing.assert_allclose(found["b"], p, rtol=rounded, atol=rounded)
-
-
-def test_the_first_steps_of_a_thawed_leaf_are_as_large_as_the_rate():
-    """With the count of the others they would be up to 1.6 times as large, here after 50 steps.
-
-    In step k of the leaf and step t of all, the factor is
-    (1 − β₁ᵏ)/√(1 − β₂ᵏ)·√(1 − β₂ᵗ)/(1 − β₁ᵗ), which for large t is up to 6.6.
-    """
-    params, state = thawed(optfn.adam, tree(0))
-    tx = optfn.adam()
-    ones = jax.tree.map(np.ones_like, params)
-    for k in range(20):
-        updates, state = compiled(tx)(ones, state, params)
-        np.testing.assert_allclose(updates["a"]["w"], -1e-3, rtol=1e-4, err_msg=str(k))
 
 
 def test_a_state_in_which_nothing_thaws_is_as_ever():
@@ -142,12 +127,9 @@ def test_moments_that_stay_those_of_a_template_keep_their_count():
     chex.assert_trees_all_close(got, {"a": want_a["a"], "b": want_b["b"]}, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [nightly("adam"), nightly("lamb"), "asgd"])
-def test_packed_leaves_thaw_as_those_of_the_tree(name):
-    factory, _, hyper, _ = RULES[name]
-
+def test_packed_leaves_thaw_as_those_of_the_tree():
     def make(**more):
-        return factory(0.1, **hyper, **more)
+        return optfn.asgd(0.1, batch_num=6, **more)
 
     params, state = thawed(make, tree(0))
     want, _ = updated(make(), state, params, GRADIENTS[BEFORE:])
@@ -181,8 +163,7 @@ def wrapped(**options):
     return optfn.skip_nonfinite(optfn.record_metrics(tx))
 
 
-@pytest.mark.parametrize("shard", [nightly(None), "params"])
-def test_a_training_step_on_a_mesh_thaws_and_resumes(shard, tmp_path):
+def test_a_training_step_on_a_mesh_thaws_and_resumes(tmp_path):
     """As on one device, also after a second save."""
     x, mesh = np.eye(4, 3, dtype=np.float32), data_mesh(2)
     step = {
@@ -190,7 +171,7 @@ def test_a_training_step_on_a_mesh_thaws_and_resumes(shard, tmp_path):
             attrs is None: optfn.make_train_step(loss_fn, wrapped(param_attrs=attrs), **options)
             for attrs in (FROZEN, None)
         }
-        for place, options in (("one", {}), ("mesh", {"mesh": mesh, "shard": shard}))
+        for place, options in (("one", {}), ("mesh", {"mesh": mesh, "shard": "params"}))
     }
     ends = {}
     for place, made in step.items():

@@ -1,23 +1,17 @@
-"""The example and the benchmarks of compression, at toy size."""
+"""The benchmarks of compression, at toy size."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optfn
 from benchmarks import compression_link, measure, network
 from benchmarks.studies import compression_accuracy, exchange_link, two_level
-from examples import compression, text, transformer
-
-ROOT = Path(__file__).parents[2]
 
 
 def namespaces():
@@ -94,28 +88,3 @@ def test_simulated_workers_follow_dense_momentum():
     )
     want, _ = optfn.minimize(loss_fn, tx, params, batches, progress=False)
     np.testing.assert_allclose(found.params, want.params, rtol=1e-5)
-
-
-def test_the_example_trains_and_draws(monkeypatch, tmp_path, capsys):
-    small = transformer.Config(width=8, heads=2, blocks=1, hidden=16, length=8, recent=2)
-    monkeypatch.setattr(compression, "CONFIG", small)
-    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.99))
-    training = np.arange(3000, dtype=np.uint8)
-    monkeypatch.setattr(text, "standard_library", lambda: (training, training))
-    monkeypatch.setattr(sys, "argv", ["compression", "--steps", "5", "--out", str(tmp_path)])
-    compression.main()
-    out = capsys.readouterr().out.splitlines()
-    assert f"picture: {tmp_path / 'compression.png'}" in out
-    assert (tmp_path / "compression.png").read_bytes().startswith(b"\x89PNG")
-    rows = [line for line in out if line.startswith(tuple(compression.schemes(5)))]
-    assert len(rows) == 4 and rows[0].startswith("dense momentum")
-
-
-def test_the_bytes_of_the_ramp_fall():
-    key = jax.random.key(0)
-    params = jax.eval_shape(lambda: transformer.init(key, compression.CONFIG))
-    state = jax.eval_shape(compression.schemes(25)["dgc_momentum"]["tx"].init, params)
-    traffic = state[0].exchanged.traffic
-    sent = np.array([traffic.bytes_sent(jnp.int32(n), jnp.int32(4)) for n in range(10)])
-    assert (np.diff(sent) <= 0).all()
-    assert (sent[4:] == sent[4]).all() and sent[0] > 50 * sent[4]
