@@ -98,7 +98,9 @@ def compare_frozen(
     known = _decode_entry(entry)
     found = select_frozen(entry, template)
     compared = _describe_arrays({k: x for k, x in found.items() if is_selected(k)})
-    different = [shown(name) for name, facts in compared.items() if not _agree(facts, known[name])]
+    different = [
+        shown(name) for name, facts in compared.items() if not _is_same_array(facts, known[name])
+    ]
     if different:
         raise ValueError(
             f"{where} was saved without its frozen params (save_frozen=False), and "
@@ -108,7 +110,7 @@ def compare_frozen(
         )
 
 
-def _agree(facts: Sequence[Any], others: Sequence[Any]) -> bool:
+def _is_same_array(facts: Sequence[Any], others: Sequence[Any]) -> bool:
     """Tell whether two descriptions are of the same array, whose stages may be folded in another
     way (`stack_stages`): a checksum does not depend on the shape."""
     (*kind, shape, row), (*other_kind, other_shape, other_row) = facts, others

@@ -8,9 +8,8 @@ such a transformation works on rows, it may return only indices that it was give
 transformation of optfn inside it has returned.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import jax.extend.core as jex
 import optax
 
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, context, leafwise, tree
 from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
 
 # The indices of rows that are as they should be, by id, while a third-party transformation works.
@@ -43,32 +42,26 @@ def watch_rows(update: Callable[..., Stepped]) -> Callable[..., Stepped]:
         if _find_changed(updates, known):
             raise TypeError(_CHANGED)
         new, state = update(updates, *args, **extra)
-        known.update((id(x.indices), x.indices) for _, x in _find_rows(new))
+        known.update(_indices_of(new))
         return new, state
 
     vars(watched)["watches_rows"] = True
     return watched
 
 
-@contextlib.contextmanager
-def _knowing(updates: Updates) -> Iterator[dict[int, Any]]:
-    """Know the indices of the rows in some updates, and no others, within a `with` block."""
-    known = {id(x.indices): x.indices for _, x in _find_rows(updates)}
-    token = _known.set(known)
-    try:
-        yield known
-    finally:
-        _known.reset(token)
+def _indices_of(updates: Updates) -> dict[int, Any]:
+    """Return the indices of the rows among some updates by id."""
+    return {id(x.indices): x.indices for _, x in _list_rows(updates)}
 
 
-def _find_rows(updates: Updates) -> list[tuple[Any, Any]]:
+def _list_rows(updates: Updates) -> list[tuple[Any, Any]]:
     """Return the rows among some updates, each with its place."""
     return [(place, x) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
 
 
 def _find_changed(updates: Updates, known: dict[int, Any]) -> list[Any]:
     """Return the rows whose indices are not known."""
-    return [x for _, x in _find_rows(updates) if id(x.indices) not in known]
+    return [x for _, x in _list_rows(updates) if id(x.indices) not in known]
 
 
 def convert_transform(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
@@ -121,11 +114,12 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
         def update_rows(updates: Updates) -> Stepped:
             return tx.update(updates, state, params, **extra)
 
-        rows = _find_rows(updates)
+        rows = _list_rows(updates)
         try:
             if not rows:
                 return update_rows(updates)
-            with _knowing(updates) as known:
+            known = _indices_of(updates)
+            with context.hold(_known, known):
                 new, next_state = update_rows(updates)
                 if _find_changed(new, known) and not _gives_constants(update_rows, updates):
                     raise TypeError(_CHANGED)
@@ -147,7 +141,8 @@ def _gives_constants(update: Callable[[Updates], Stepped], updates: Updates) -> 
     `optax.set_to_zero`."""
 
     def changed(updates: Updates) -> list[Any]:
-        with _knowing(updates) as known:
+        known = _indices_of(updates)
+        with context.hold(_known, known):
             return _find_changed(update(updates)[0], known)
 
     jaxpr = jax.make_jaxpr(changed)(updates).jaxpr

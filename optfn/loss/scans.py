@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import checks, tree
+from optfn.core import checks, context, tree
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs.sharded import LAYER
 from optfn.mesh.collectives.axes import Axes, Division, join_axes
@@ -47,11 +47,8 @@ def record_gathers() -> Iterator[list[RecordedGather]]:
     """Yield a list, and append to it each gather that is traced in this context, in order, in place
     of the list of an outer context."""
     found: list[RecordedGather] = []
-    token = _recorded.set(found)
-    try:
+    with context.hold(_recorded, found):
         yield found
-    finally:
-        _recorded.reset(token)
 
 
 @partial(

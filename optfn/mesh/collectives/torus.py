@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from optfn.core import context
 from optfn.mesh.compilers.chips import find_chip
 from optfn.mesh.compilers.options import has_plane_scatters
 
@@ -58,11 +59,8 @@ _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 def follow_torus_of(mesh: Mesh) -> Iterator[None]:
     """Let the collectives that are traced in this context follow the torus of this mesh. Afterwards
     they follow the mesh before again."""
-    token = _mesh.set(mesh)
-    try:
+    with context.hold(_mesh, mesh):
         yield
-    finally:
-        _mesh.reset(token)
 
 
 def all_gather_along(

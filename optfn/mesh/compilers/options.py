@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from optfn.core import checks
+from optfn.core import checks, context
 from optfn.mesh.compilers.chips import find_chip
 
 _TRUE = "true"  # a string, because not all plugins of TPUs take a bool
@@ -104,11 +104,8 @@ def overlap_options(mesh: Mesh) -> dict[str, Any]:
 def follow_options(options: Mapping[str, Any] | None) -> Iterator[None]:
     """Let programs that are traced in this context follow these compiler options, and no options
     for None. Afterwards the options before hold again."""
-    token = _options.set(options or {})
-    try:
+    with context.hold(_options, options or {}):
         yield
-    finally:
-        _options.reset(token)
 
 
 def has_plane_scatters() -> bool:

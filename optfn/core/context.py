@@ -1,0 +1,18 @@
+"""Context variables that hold a value while a block runs."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def hold(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Let a variable hold a value within a `with` block, and the value before it afterwards."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
