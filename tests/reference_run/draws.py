@@ -277,6 +277,7 @@ def runs(rng, p):
         prefetch=pick(0, 1),
         save_frozen=not (frozen_of(p) and chance(0.6)),
         stops=stops,
+        reports=chance(0.1),
         log=chance(0.4),
     )
     parts = ways_on(rng, made)

@@ -64,7 +64,8 @@ def execute(p: Program) -> dict:
         return observe(p, part, names)
     finally:
         shutil.rmtree(names["directory"], ignore_errors=True)
-        Path(names["directory"] + ".jsonl").unlink(missing_ok=True)
+        for ending in (".jsonl", ".html"):
+            Path(names["directory"] + ending).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class Program:
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
+    reports: whether the run writes a page, and counts tokens for its log, which changes no number.
     log: whether the run writes a file of JSON lines.
     """
 
@@ -82,6 +83,7 @@ class Program:
     prefetch: int = 1
     save_frozen: bool = True
     stops: bool = False
+    reports: bool = False
     log: bool = False
 
     def names(self, *links: str) -> list[Any]:

@@ -58,6 +58,7 @@ def smaller_runs(p: Program):
         ("log", False),
         ("save_frozen", True),
         ("stops", False),
+        ("reports", False),
     ):
         if getattr(p, k) != v:
             yield replace(p, **{k: v})

@@ -520,7 +520,11 @@ def fit_text(p: Program, part: dict) -> str:
         options["save_frozen"] = "False"
     if p.stops:
         options["on_nonfinite"] = repr("stop")
+    if p.reports:
+        options["report"] = 'directory + ".html"'
     if p.log:
+        if p.reports:
+            options["count_tokens"] = repr("weight") if p.is_weighted else "lambda batch: 8"
         options["log"] = 'directory + ".jsonl"'
     if part.get("callback"):
         options["callback"] = f"lambda n, state, metrics: n == {part['callback']}"
