@@ -35,7 +35,8 @@ _SPARSE_CORES = {
 }
 # The scores of attention have one order of dimensions in both loops over the layers. Without it,
 # the product of the keys is part of that of the scores, and their softmax takes twice as long in
-# the forward loop as in the backward loop.
+# the forward loop as in the backward loop. The estimate of a step of 7B on v5e:4x4 stays the same
+# with it (1,224 and 1,221 ms), and on v6e:16x16 it rises from 340 to 374 ms.
 _LAYOUTS = {"xla_tpu_layout_use_dot_grouping": _TRUE}
 # Scatters are fused with products. The third option alone does not do so, nor do the first two.
 _SCATTER_FUSIONS = {
