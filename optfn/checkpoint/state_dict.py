@@ -6,7 +6,7 @@ The name of an array consists of the transform that owns it, the field, and the 
 in "scale_by_adam/mu/layers/0/w" (`optfn.mesh.state.names.arrays_with_names`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +166,7 @@ def summary(
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
         layout = _make_layout(tx, mesh, shard, data_axis, tables)
-        placement = _layout_columns(state, params, layout)
+        placement = _layout_columns(lambda params: packed.unpack(tx.init(params)), params, layout)
     titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -206,7 +206,9 @@ def _make_layout(
     return layout_of(shard, mesh, data_axis, tables, tx)
 
 
-def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tuple[str, str]]:
+def _layout_columns(
+    init: Callable[[Params], OptState], params: Params, layout: Layout
+) -> list[tuple[str, str]]:
     """Return for each leaf the mesh axes that divide it, or "whole", with its bytes of params and
     state on a device, and at the end the sum of all bytes."""
 
@@ -216,7 +218,7 @@ def _layout_columns(state: OptState, params: Params, layout: Layout) -> list[tup
 
         return jax.tree.map(shard, values, layout.make_shardings(specs))
 
-    state = jax.eval_shape(layout.pad_state, state, params)
+    state = jax.eval_shape(layout.init_of_all_workers(init), params)
     state = shards(state, layout.state_specs(state, params))
     local = shards(params, layout.param_specs(params))
     kept = _bytes_by_leaf(state, tree.paths(params))

@@ -207,12 +207,12 @@ class _Run:
         return metrics
 
     def _evaluate(self, *, is_provisional: bool = False) -> dict[str, float]:
-        """Evaluate the state, keep it if it is the best so far, tell plateaus of it unless it is
-        provisional, and return the values."""
+        """Evaluate the state, tell its plateaus unless it is provisional, keep it if it is the best
+        so far, and return the values."""
         values = self.evaluator(self.n, self.state, is_provisional=is_provisional)
-        self.best.consider(self.state, is_provisional=is_provisional)
         if not is_provisional:
             self.state = self.evaluator.tell_plateaus(self.n, self.state)
+        self.best.consider(self.state, is_provisional=is_provisional)
         return values
 
     def _iterate_batches(self) -> Iterator[Batch]:

@@ -93,6 +93,7 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
         "01 first value NaN": plateaus and has_nan,
         "08 another drop_last": bool(facts.drops),
         "09 patience at the end": bool(e.get("patience")),
+        "84 plateaus of a best state": judges and any("carry" in x for x in p.parts),
         "78 a best state and a broken end": judges and facts.has_bad and len(p.parts) > 2,
         "10 evaluation at the end": judges and len(p.parts) > 1,
         "79 a spike's guard stands for one of NaN": p.stops and bool(p.names("skip_spikes")),
@@ -120,6 +121,7 @@ def of_layouts(p: Program, facts: Facts) -> dict[str, bool]:
         "82 rows whose indices a schedule of optax scales": p.rule[0] == "optax.sgd"
         and p.schedule is not None
         and bool(sparse_of(p)),
+        "83 a page of what each worker keeps": p.reports and p.exchanges and facts.has("grid"),
         "81 frozen stages in another fold": not p.save_frozen and p.is_pipeline,
         "73 a rule of another library behind a packed exchange": packed
         and p.exchanges

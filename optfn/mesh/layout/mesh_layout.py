@@ -404,11 +404,7 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
-
-        def all_workers(params: Params) -> OptState:
-            return self.pad_state(widened(params), params)
-
+        all_workers = self.init_of_all_workers(init)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         shapes = jax.eval_shape(all_workers, like if self.compiler_axes else params)
         self._check_axes_of_exchanges(shapes)
@@ -418,6 +414,13 @@ class Layout:
             run = meshes.hide_explicit_axes(all_workers, self.mesh, specs)
         placement = self.in_memory(self.shardings(specs, shapes), shapes)
         return jax.jit(run, out_shardings=placement)(params)
+
+    def init_of_all_workers(
+        self, init: Callable[[Params], OptState]
+    ) -> Callable[[Params], OptState]:
+        """Return an `init` of the padded state of all workers, from that of one worker."""
+        widened = widen_init(self._reshape_to_leaves(init), self.mesh, self.worker_axes)
+        return lambda params: self.pad_state(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges over shard axes or keeps per-worker arrays
