@@ -328,3 +328,15 @@ def test_local_steps_send_what_as_many_steps_send(way, steps):
         slow = ring(SLOW, 2) * ((1 - whole) / FAST + whole)
         expected = {("fast",): ring(FAST, 2 * steps + last), ("slow",): slow}
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("codec", [top_k(0.1), power_sgd(2)])
+def test_a_summary_counts_the_state_of_all_workers(codec):
+    mesh, _ = meshes()
+    tx = optfn.accumulate(optfn.chain(exchange(codec, axis_name="slow"), optfn.adam(0.1)), 2)
+    options = {"shard": sharded("params", axis="fast")}
+    state = made(tx, mesh, **options).init(PARAMS)
+    held = jax.tree.leaves((state.params, state.opt_state))
+    size = sum(x.addressable_shards[0].data.nbytes for x in held)
+    table = optfn.summary(tx, PARAMS, mesh=mesh, data_axis=AXES, **options)
+    assert table.splitlines()[-1].endswith(f" {size:,}")
