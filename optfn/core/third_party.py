@@ -111,22 +111,20 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
 
     @functools.wraps(tx.update)
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
-        def update_rows(updates: Updates) -> Stepped:
+        def apply_tx(updates: Updates) -> Stepped:
             return tx.update(updates, state, params, **extra)
 
         rows = _list_rows(updates)
         try:
             if not rows:
-                return update_rows(updates)
-            known = _indices_of(updates)
-            with context.hold(_known, known):
-                new, next_state = update_rows(updates)
-                if _find_changed(new, known) and not _gives_constants(update_rows, updates):
-                    raise TypeError(_CHANGED)
-            return new, next_state
+                return apply_tx(updates)
+            stepped, changed = _update_rows(apply_tx, updates)
+            if changed and not _gives_constants(apply_tx, updates):
+                raise TypeError(_CHANGED)
+            return stepped
         except (TypeError, ValueError) as error:
             sparse = [str(place) for place, _ in rows]
-            if sparse and _is_traceable(lambda: update_rows(leafwise.densify_rows(updates))):
+            if sparse and _is_traceable(lambda: apply_tx(leafwise.densify_rows(updates))):
                 raise TypeError(
                     f"{argument} takes no row-sparse gradients, but the gradient of "
                     f"{tree.list_names(sparse)} is row-sparse: put optfn.sparse.densify() before it"
@@ -136,16 +134,20 @@ def explain_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gra
     return tx._replace(init=init, update=update)
 
 
+def _update_rows(
+    update: Callable[[Updates], Stepped], updates: Updates
+) -> tuple[Stepped, list[Any]]:
+    """Return the result of a third-party update, and the rows whose indices it has changed."""
+    known = _indices_of(updates)
+    with context.hold(_known, known):
+        stepped = update(updates)
+    return stepped, _find_changed(stepped[0], known)
+
+
 def _gives_constants(update: Callable[[Updates], Stepped], updates: Updates) -> bool:
     """Tell whether the rows whose indices an update changes depend on no updates, as those of
     `optax.set_to_zero`."""
-
-    def changed(updates: Updates) -> list[Any]:
-        known = _indices_of(updates)
-        with context.hold(_known, known):
-            return _find_changed(update(updates)[0], known)
-
-    jaxpr = jax.make_jaxpr(changed)(updates).jaxpr
+    jaxpr = jax.make_jaxpr(lambda updates: _update_rows(update, updates)[1])(updates).jaxpr
     depending = {*jaxpr.invars}
     for equation in jaxpr.eqns:
         if not depending.isdisjoint(_variables(equation.invars)):
