@@ -198,12 +198,14 @@ def _remedy(error: ValueError) -> str:
 
 def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, Any]:
     """Rescale the per-worker arrays of a mapping to the template's count of workers, or return it
-    unchanged if the counts agree or the template's is unknown."""
+    unchanged if the counts agree, or the template's is unknown or has a copy on each device."""
     if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     both = like.arrays, mapping
-    # In the state of a pmap each device has a copy of the count.
+    # In the state of a pmap each device has a copy of the count, which is 1 before its first step.
+    if any(np.ndim(like.arrays[name]) for name in find_count_names(like.arrays, names)):
+        return mapping
     now, before = (
         {int(n) for name in find_count_names(x, names) for n in np.ravel(read_local(x[name]))}
         for x in both

@@ -21,6 +21,7 @@ from optfn.wrappers.nonfinite import skip_nonfinite
     link="loss_scale",
     passes_own_gradients=True,
     passes_rows=True,
+    counts_weight=True,
     goes_on=("scale", "good_steps"),
     reports={"scale": Report("loss_scale", is_needed=True)},
 )
@@ -111,8 +112,10 @@ def dynamic_loss_scale(
         # An infinite scale would make each gradient NaN for ever.
         scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
         smaller = jnp.maximum(state.scale * backoff, jnp.minimum(least, first))
-        scale = jnp.where(bad, smaller, scale)
-        return updated, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
+        own = (jnp.where(bad, smaller, scale), jnp.where(grows, 0, good_steps))
+        if "weight" in extra:
+            own = optax.tree.where(extra["weight"] == 0, state[:2], own)
+        return updated, DynamicLossScaleState(*own, guarded)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -12,15 +12,16 @@ from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
-from optfn.mesh.collectives.devices import join_workers
 from optfn.mesh.state.names import iterate_nodes
+from optfn.mesh.state.per_worker import join_agreeing
 from optfn.wrappers.attributes import without_frozen
-from optfn.wrappers.uncounted import select_unless_skipped
+from optfn.wrappers.uncounted import drop_uncounted, select_unless_skipped
 
 
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
+    counts_weight=True,
     reports={
         "consecutive": None,
         "skipped": Report("skipped", "max", "max"),
@@ -96,19 +97,21 @@ def skip_nonfinite(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
-        workers = join_workers("skip_nonfinite", axis_name, extra)
+        workers = join_agreeing("skip_nonfinite", axis_name, state, extra)
+        weight = extra.get("weight")
         bad = workers.any(~tensors.all_finite(updates, squared=_keeps_squares(state)))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         # Compute both and select: the select fuses with the update, where a cond would write new
         # arrays.
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        updates, inner_state, _ = drop_uncounted(updates, inner_state, state.inner_state, weight)
+        skipped = jnp.where(skip, core.next_step(state.skipped), state.skipped)
+        own = (consecutive, skipped, bad & ~skip)
+        if weight is not None:  # the gradient of nothing is no evidence
+            own = optax.tree.where(weight == 0, state[:3], own)
+            skip &= weight != 0
         updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
-        return updates, SkipNonfiniteState(
-            consecutive,
-            jnp.where(skip, core.next_step(state.skipped), state.skipped),
-            bad & ~skip,
-            inner_state,
-        )
+        return updates, SkipNonfiniteState(*own, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

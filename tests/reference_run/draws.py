@@ -153,6 +153,8 @@ def structures(rng):
         around = wrappers_of_workers(rng, more["outer"])
     if rule[1].get("lazy") and chance(0.9):
         around = [x for x in around if x[0] not in ("accumulate", "trace")]
+    if "by hand" in way:  # which evaluates nothing
+        around = [x[:2] if x[0] == "plateau" else x for x in around]
     # Norms are divided by the rate.
     if any(x[0] == "skip_spikes" for x in around) and rule not in DGC and chance(0.5):
         schedule = schedule or pick("rises", "rises", "piecewise")
@@ -163,9 +165,12 @@ def structures(rng):
     averages_sums = "accumulate" in kinds and not kinds.isdisjoint(limits.AVERAGES)
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = "local" not in way and not in_stages and not is_rounded
+    plain = plain and "by hand" not in way
     return Program(
         stages=4
-        if in_stages or way == "whole" or (not partition and not compressor and chance(0.15))
+        if in_stages
+        or way == "whole"
+        or (not (partition or compressor or "by hand" in way) and chance(0.15))
         else 0,
         rows=1 if in_stages else rows,
         way=way,
@@ -176,7 +181,7 @@ def structures(rng):
         partition=partition,
         dtype=dtype,
         loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
-        aux=chance(0.3) and not in_stages and not is_rounded,
+        aux=chance(0.3) and not in_stages and not is_rounded and "by hand" not in way,
         model_state=chance(0.6 if averages_sums else 0.3) and WAYS[way].microbatches == 1 and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
@@ -246,10 +251,12 @@ def runs(rng, p):
     pick, chance = picker(rng)
     stops = chance(0.2)
     batches = batch_lists(rng, p, stops)
+    watched = any(len(x) > 2 for x in p.names("plateau"))
+    if "by hand" in p.way or (chance(0.08) and not watched):
+        return own_loops(rng, dataclasses.replace(p, batches=batches, evaluate=None))
     epochs = pick(None, None, 1, 2, 3)
     has_average = bool(p.names("ema", "model_average"))
     evaluate = None
-    watched = any(len(x) > 2 for x in p.names("plateau"))
     if watched or chance(0.6):
         values = [pick(1.0, 2.0, 3.0, 4.0, 2.0, float("nan")) for _ in range(rng.randint(3, 9))]
         average = has_average and p.evaluate["average"]
@@ -286,6 +293,15 @@ def runs(rng, p):
     return dataclasses.replace(made, parts=parts, saves=len(parts) > 1 or chance(0.3))
 
 
+def own_loops(rng, p):
+    """Draw loops that a user writes around the step, one after the other."""
+    parts = ways_on(rng, p)
+    for part in parts:
+        for end in part.keys() & {"kill", "callback", "signal"}:
+            part["steps"] = part.pop(end)
+    return carried(rng, dataclasses.replace(p, loop="own"), parts)
+
+
 def carried(rng, p, parts):
     """Draw how the state reaches the calls behind the first, without checkpoints of the run."""
     pick, chance = picker(rng)
@@ -320,6 +336,7 @@ def ways_on(rng, p):
                     and ("local" in k) == (each > 1)
                     and (p.has_tables or "tables" not in k)
                     and ("pipeline" in k) == p.is_pipeline
+                    and ("by hand" not in k or p.loop == "own")
                 )
             )
         if chance(0.4) and not isinstance(p.loader, str):

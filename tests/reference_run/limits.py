@@ -29,6 +29,7 @@ NARROW_MOMENTS = [
 NARROW_RATE = 0.01
 PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
 AVERAGES = ("ema", "model_average")
+KEEPING = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 # An older tree that is tried keeps no state on the host.
 HAS_HOST = "state_memory" in inspect.signature(optfn.make_train_step).parameters
 
@@ -71,7 +72,12 @@ def unsaid(p: Program) -> str:
     """Return why a program is left out, "" if it is not."""
     facts = Facts(p)
     of_all = of_run(p, facts) | of_optimizer(p, facts) | of_links(p, facts) | of_ways(p, facts)
-    of_all |= of_tables(p, facts) | of_pipelines(p, facts) | of_narrow_params(p, facts)
+    of_all |= (
+        of_own_loops(p, facts)
+        | of_tables(p, facts)
+        | of_pipelines(p, facts)
+        | of_narrow_params(p, facts)
+    )
     return next((reason for reason, holds in of_all.items() if holds), "")
 
 
@@ -186,6 +192,31 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
         "an exchange goes on in its way": p.exchanges and len(ways) > 1,
+    }
+
+
+def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which limits of loops that a user writes a program does not keep."""
+    more = p.saves or p.epochs or p.evaluate or p.stops or p.reports or p.log or p.loader != "list"
+    by_hand, is_own = facts.has("by hand"), p.loop == "own"
+    aux = p.aux or p.model_state or p.key or p.pass_step or p.stages or p.local_steps > 1
+    last = facts.names[-1] if facts.names else ""
+    guards = [x for x in facts.names if x in KEEPING and x != "accumulate"]
+    by_shape = p.partition or "matrices" in str((p.attrs, p.regularization))
+    return {
+        "a loop of one's own has a step alone": is_own and bool(more),
+        "it ends in a way of its own": is_own
+        and any(k in x for x in p.parts for k in ("kill", "callback", "signal")),
+        "who writes a step writes the loop": by_hand and not is_own,
+        "a step by hand has a plain loss": by_hand and bool(aux),
+        # Without a guard or an accumulation the one who writes the loop decides.
+        "an empty call by hand": by_hand
+        and p.is_weighted
+        and last not in KEEPING
+        and not all(any(b["weights"]) for b in p.batches),
+        # A loop cannot undo what is beside a guard.
+        "a link is around a guard by hand": by_hand and "trace" in facts.names and bool(guards),
+        "labels of packed params by hand": facts.has("by hand, packed") and bool(by_shape),
     }
 
 

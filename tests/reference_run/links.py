@@ -573,10 +573,10 @@ class RecordMetrics:
 
     def __init__(self, program, inner):
         self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
-        self.frozen = frozen_of(program)
-        # A wrapper leaves frozen leaves out.
+        # A step has no gradients of frozen leaves, and a wrapper leaves these leaves out.
+        self.frozen = [] if "by hand" in program.way else frozen_of(program)
         names = [x[0] for x in program.links]
-        self.left_out = self.frozen if is_wrapped(names, names.index("record_metrics")) else []
+        self.left_out = frozen_of(program) if is_wrapped(names, names.index("record_metrics")) else []
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)

@@ -111,6 +111,13 @@ def template(p: Program):
     return PipelineParams(stack_stages(stages), shared)
 
 
+def one_of_copies(state):
+    """Return the state of the first device of a pmap, whose params are those of all."""
+    for x in jax.tree.leaves(state.params):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+    return jax.tree.map(lambda x: x[0], state)
+
+
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
     disk = read_disk(names["directory"], template(p))
@@ -118,6 +125,7 @@ def observe(p: Program, part: dict, names: dict) -> dict:
     state = names["state"]
     if state is None:
         return {"killed": part["kill"], "disk": disk, "log": log}
+    state = one_of_copies(state) if np.ndim(state.step) else state
     history = dict(names["history"])
     stopped = str(history.pop("stopped"))
     average = None

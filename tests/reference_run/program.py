@@ -44,6 +44,7 @@ class Program:
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
       `drop_last`, or `carry`: how the state of the call before reaches it, if not by checkpoints of
       the run, a name in `source.CARRIES`; `set_rate`: the rate that is then set in it.
+    loop: "fit", or "own" for a loop that the user writes around the step.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
@@ -77,6 +78,7 @@ class Program:
     epochs: int | None = None
     evaluate: Any = None
     parts: Any = ({},)
+    loop: str = "fit"
     saves: bool = True
     save_every: int = 100
     keep: int = 2

@@ -214,7 +214,7 @@ class Loop:
             metrics["learning_rate"] = max(rates)
         inside = links.links_of(optimizer)
         for x in inside:
-            if isinstance(x, links.SkipNonfinite):
+            if isinstance(x, links.SkipNonfinite) and not self.way.by_hand:
                 metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
             if isinstance(x, links.RecordMetrics):
                 metrics |= x.norms
@@ -254,7 +254,7 @@ class Loop:
         state["evaluations"] = [*state["evaluations"], (self.n, float(value), is_due)]
         for x in links.links_of(state["optimizer"]):
             if is_due and isinstance(x, links.Plateau) and x.monitor == "evaluation":
-                x.told = value
+                x.told = float(value)
         if not self.judge([v for _, v, _ in state["evaluations"]]):
             before = [x for x in self.best if x[2]]
             self.best[:] = [*before, (self.n, copy.deepcopy(state), is_due)]

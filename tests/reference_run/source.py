@@ -15,6 +15,7 @@ class Way:
     exchanging: how many workers exchange gradients by the optimizer.
     stages: how many devices a pipeline takes; virtual: its stages on each; pipeline: its other
         options as Python.
+    by_hand: the transformation of JAX around a step that the user writes.
     """
 
     options: str = ""
@@ -24,6 +25,7 @@ class Way:
     stages: int = 0
     virtual: int = 1
     pipeline: str = ""
+    by_hand: str = ""
 
     @property
     def devices(self):
@@ -115,6 +117,15 @@ WAYS = {
     "grid, params, exchange": Way(
         f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4, 1, 2
     ),
+}
+WAYS |= {
+    "by hand": Way(by_hand="jit"),
+    "by hand, packed": Way(by_hand="jit"),
+    "by hand, tables": Way(by_hand="jit"),
+    "by hand, pmap": Way(_MESH, 4, by_hand="pmap"),
+    "by hand, shard_map": Way(_MESH, 4, by_hand="shard_map"),
+    "by hand, pmap, exchange": Way(_MESH, 4, 1, 4, by_hand="pmap"),
+    "by hand, shard_map, exchange": Way(_MESH, 4, 1, 4, by_hand="shard_map"),
 }
 _EXCHANGE = "optfn.chain(exchange({0}, axis_name={1!r}, min_size=2), {tx})"
 _SCHEDULES = {
@@ -310,6 +321,8 @@ def step_text(p: Program, way: str) -> str:
     if "matrices" in str((p.attrs, p.regularization)):
         lines += ["def matrices(params):", "    return jax.tree.map(lambda x: x.ndim > 1, params)"]
     lines += [f"tx = {optimizer_text(p, way)}"]
+    if WAYS[way].by_hand:
+        return "\n".join([*lines, by_hand_text(p, way)])
     if p.local_steps > 1:
         options += f", local_steps={p.local_steps}"
         if p.outer is not None:
@@ -319,6 +332,91 @@ def step_text(p: Program, way: str) -> str:
         + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
     ]
     return "\n".join([*lines, f"start = step.init({params}{state})"])
+
+
+_OBJECTIVE = """
+def objective(params, opt_state, batch):
+    scale = optfn.loss_scale(opt_state)
+    return scale * loss_fn(params, batch), jnp.ones(())
+"""
+_OBJECTIVE_OF_MEAN = """
+def objective(params, opt_state, batch):
+    scale, mean = optfn.loss_scale(opt_state), loss_fn(params, batch)
+    weight = {weight}
+    return scale * {workers}mean.total / jnp.where(weight == 0, 1, weight), weight
+"""
+_BY_HAND = """
+def take_step(state, batch):
+    (loss, weight), grads = {value_and_grad}(
+        state.params, state.opt_state, batch
+    )
+    {average}loss = loss / optfn.loss_scale(state.opt_state)
+    updates, opt_state = tx.update(
+        grads, state.opt_state, state.params, value=loss{weight}
+    )
+    params = optfn.apply_updates(state.params, updates)
+    row = {{"loss": jnp.where(weight == 0, nan, loss){row}}}
+    return optfn.TrainState(state.step + 1, params, opt_state, None), row
+
+params = {params}
+start = optfn.TrainState(np.int32(0), params, tx.init(params), None)
+"""
+_STEPS = {
+    "jit": "step = jax.jit(take_step)",
+    "pmap": """
+start = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *jnp.shape(x))), start)
+on_devices = jax.pmap(take_step, axis_name="data")
+
+def step(state, batch):
+    state, row = on_devices(state, [x.reshape(4, -1, *x.shape[1:]) for x in batch])
+    return state, jax.tree.map(lambda x: x[0], row)
+""",
+    "shard_map": """
+mesh = optfn.distributed.data_mesh(4)
+specs = optfn.distributed.state_specs(tx, params)
+specs = optfn.TrainState(P(), P(), specs, None)
+step = jax.jit(jax.shard_map(
+    take_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False
+))
+start = start._replace(opt_state=optfn.distributed.init_state(tx, params, mesh))
+""",
+}
+
+
+def by_hand_text(p: Program, way: str) -> str:
+    """Return the text of a step that a user writes around `tx.update`, and of its first state."""
+    on_devices = WAYS[way].workers > 0
+    row = {"weight": "weight"} if p.is_weighted else {}
+    if p.names("record_metrics"):
+        row["**optfn.metrics(opt_state)"] = ""
+    if p.names("loss_scale"):
+        row["loss_scale"] = "optfn.loss_scale(opt_state)"
+    if not (p.partition or p.rule[0].startswith("optax.")) or p.names("plateau"):
+        row["learning_rate"] = "optfn.get_learning_rate(opt_state)"
+    shown = [f", {k}" if k.startswith("**") else f', "{k}": {x}' for k, x in row.items()]
+    objective = _OBJECTIVE
+    if p.is_weighted:
+        weight = 'jax.lax.psum(mean.weight, "data")' if on_devices else "mean.weight"
+        objective = _OBJECTIVE_OF_MEAN.format(weight=weight, workers="4 * " * on_devices)
+    average = "loss" if p.exchanges else "loss, grads"
+    average = f'{average} = jax.lax.pmean(({average}), "data")\n    ' if on_devices else ""
+    value_and_grad = "jax.value_and_grad(objective, has_aux=True)"
+    if "tables" in way:
+        value_and_grad = 'optfn.sparse.value_and_grad(objective, "[tu]", has_aux=True)'
+    elif "count" in p.leaves:
+        value_and_grad = "jax.value_and_grad(objective, has_aux=True, allow_int=True)"
+    params = params_text(p)
+    if "packed" in way:
+        params = f"optfn.pack({params})"
+        objective = objective.replace("loss_fn(params", "loss_fn(optfn.unpack(params)")
+    step = _BY_HAND.format(
+        value_and_grad=value_and_grad,
+        average=average,
+        weight=", weight=weight" * p.is_weighted,
+        row="".join(shown),
+        params=params,
+    )
+    return objective + step + _STEPS[WAYS[way].by_hand]
 
 
 def params_text(p: Program) -> str:
@@ -479,8 +577,40 @@ CARRIES = {
 }
 
 
+_OWN_LOOP = """{before}state, rows = {start}, []
+for batch in {data}:
+    state, row = step(state, batch)
+    aux = row.pop("aux", {{}})
+    rows.append(jax.device_get(row | {{f"aux/{{k}}": x for k, x in aux.items()}}))
+history = {{k: [row[k] for row in rows] for k in rows[0]}} | {{"stopped": "{stopped}"}}
+"""
+
+
+def loop_text(p: Program, part: dict) -> str:
+    """Return the text of a loop that the user writes."""
+    first, end, steps = "", "", part.get("steps")
+    start, before = "jax.tree.map(jnp.copy, start)", ""
+    if "carry" in part:
+        start, before = "state", carry_text(part)
+        first = f"int(np.max(state.step)) // {p.local_steps}"
+    end = "" if steps is None else steps // p.local_steps
+    data = f"batches[{first}:{end}]"
+    stopped = "batches" if steps is None else "steps"
+    return _OWN_LOOP.format(before=before, start=start, data=data, stopped=stopped)
+
+
+def carry_text(part: dict) -> str:
+    """Return the text that hands the state of the call before to the next one."""
+    before = CARRIES[part["carry"]]
+    if "set_rate" in part:
+        before += f"state = optfn.set_learning_rate(state, {part['set_rate']})\n"
+    return before
+
+
 def fit_text(p: Program, part: dict) -> str:
     """Return the text of one call of the loop."""
+    if p.loop == "own":
+        return loop_text(p, part)
     e, kill = p.evaluate, part.get("kill")
     calls = kill if kill is None else kill // p.local_steps
     data = "iter(batches)" if p.loader == "generator" else "batches"
@@ -489,9 +619,7 @@ def fit_text(p: Program, part: dict) -> str:
         data = f"optfn.shuffled(arrays, {size}, seed={seed}, drop_last={part['drop_last']})"
     steps, start, before = part.get("steps"), "jax.tree.map(jnp.copy, start)", ""
     if "carry" in part:
-        start, before = "state", CARRIES[part["carry"]]
-        if "set_rate" in part:
-            before += f"state = optfn.set_learning_rate(state, {part['set_rate']})\n"
+        start, before = "state", carry_text(part)
         each = f" // {p.local_steps}" if p.local_steps > 1 else ""
         data = f"batches[int(state.step){each}:]"
         data = f"iter({data})" if p.loader == "generator" else data

@@ -29,7 +29,7 @@ array that has one number for the whole buffer, as codes need their scale, the s
         exchanged: Exchanged        # mark_exchanged(params, axis_name) in init
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
 from optfn.leaves import contents
 from optfn.mesh.collectives.axes import Axes, AxisName, join_axes, to_axes
+from optfn.mesh.collectives.devices import Workers, join_workers
 from optfn.mesh.state.names import get_children
 from optfn.mesh.state.static import get_static, set_static
 
@@ -165,6 +166,24 @@ def join_exchange_axes(state: OptState) -> Axes:
     """Return the mesh axes of all exchanges in a state, each once, or () if no transform
     exchanges."""
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
+
+
+def join_agreeing(
+    name: str, axis_name: AxisName, state: OptState, extra: Mapping[str, Any]
+) -> Workers:
+    """Return the workers that must agree on what a wrapper reads of gradients: those of the step
+    and of `axis_name`, and those whose gradients a transform inside exchanges.
+
+    Args:
+      name: the name of the wrapper in errors.
+      axis_name: the axes that the caller gave the wrapper; None for none.
+      state: the state of the wrapper.
+      extra: the extra arguments of its update.
+
+    Raises:
+      ValueError: an axis is not bound.
+    """
+    return join_workers(name, join_axes(axis_name, join_exchange_axes(state)), extra)
 
 
 def has_per_worker_state(state: OptState) -> bool:
