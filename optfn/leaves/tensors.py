@@ -202,10 +202,13 @@ def all_finite(updates: Updates, *, squared: bool = False) -> jax.Array:
     """Tell whether all floating-point leaves are finite, or with `squared` their squares in float32
     or wider, as a bool scalar, which is True without such leaves."""
 
-    def number(x: jax.Array) -> jax.Array:
-        wide = numerics.accumulator_dtype(x.dtype)
-        return numerics.abs_squared(x.astype(wide)) if squared else x
+    def is_finite(x: jax.Array) -> jax.Array:
+        if not squared:
+            return jnp.isfinite(x)
+        # Not the square itself: XLA squares total/every, a mean, as total²/every².
+        wide = x.astype(numerics.accumulator_dtype(x.dtype))
+        return jnp.abs(wide) <= np.sqrt(jnp.finfo(wide.dtype).max)
 
     leaves = tree.arrays(leafwise.keep_inexact(updates))
-    finite = [jnp.all(jnp.isfinite(number(numbers_of(g)))) for g in leaves]
+    finite = [jnp.all(is_finite(numbers_of(g))) for g in leaves]
     return xla.compute_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)

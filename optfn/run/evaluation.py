@@ -33,16 +33,13 @@ class Evaluator:
 
     options: the arguments of `fit`; `evaluate` gets a model state too, if the state has one.
     history: where results are recorded; it may have those from before a restart.
-    ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
     provisional: the step of an evaluation that a part of the run made only because it ended there;
       it counts for nothing once the run goes on. None if there is none.
     """
 
-    def __init__(
-        self, options: FitArguments, history: History, ended_epoch: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, options: FitArguments, history: History, provisional: int | None) -> None:
         self.options, self.history, self.per_call = options, history, options.step.local_steps
         state = options.state
         if options.evaluate is not None:
@@ -55,10 +52,7 @@ class Evaluator:
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
-        # A run that ends evaluates its last state, also between two evaluations that are due.
-        n = None if options.evaluate is None else history.last_evaluation()
-        is_due = n is None or self.is_due(n, functools.partial(ended_epoch, n))
-        self.provisional = None if is_due else n
+        self.provisional = provisional
         self._read_earlier()
 
     def _read_earlier(self) -> None:
@@ -126,6 +120,8 @@ class Evaluator:
         values = self._numbers(state)
         if self.key in values:
             self._record(n, values[self.key], is_extra=is_provisional)
+        # A run that ends evaluates its last state, also between two evaluations that are due.
+        self.provisional = n if is_provisional else None
         self.history.evaluations.append({"evaluation_step": n, **values})
         return values
 

@@ -56,12 +56,6 @@ class History:
         per_step, evaluations = self._split_tables()
         return per_step | _join_tables(evaluations, _to_columns(self.evaluations))
 
-    def last_evaluation(self) -> int | None:
-        """Return the step of the last evaluation of an earlier part of the run, or None if there is
-        none."""
-        steps = self.earlier.get("evaluation_step", np.zeros(0))
-        return int(steps[-1]) if len(steps) else None
-
     def drop_last_evaluation(self) -> None:
         """Forget the last evaluation of an earlier part of the run."""
         steps, evaluations = self._split_tables()

@@ -122,7 +122,7 @@ class _Run:
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
         self.remaining = Remaining(options, self.done - begin, self.saver.batches)
-        self.evaluator = Evaluator(options, self.history, self._is_epoch_end)
+        self.evaluator = Evaluator(options, self.history, self.saver.batches.provisional)
         self.watch = LossWatch(options, self.history, self.done)
         self.work = WorkCounter(step, is_logged=options.log is not None)
         self.best = Best(self.evaluator, self.saver)
@@ -132,15 +132,6 @@ class _Run:
         if self.last is not None:
             warn_of_schedules(step.tx, self.last, begin)
         self.stopped = self.evaluator.gave_up
-
-    def _is_epoch_end(self, n: int) -> bool:
-        """Tell whether step n of an earlier run was the last of its epoch, from the saved history,
-        or for the last step from the batches."""
-        later = (self.done - n) // self.step.local_steps
-        if not later:
-            return self.remaining.is_epoch_end()
-        epochs = self.history.earlier.get("epoch", np.zeros(0))
-        return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
     def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Take steps until the batches end or something stops the run, and return the last state,
@@ -290,7 +281,7 @@ class _Run:
         """Check the losses, and save the state, the history and the position of the batches, or
         nothing without a directory."""
         self._read_losses()
-        self.saver.save(self.state, self.history, self.remaining)
+        self.saver.save(self.state, self.history, self.remaining, self.evaluator.provisional)
 
     def _name_end(self, by_signal: str) -> str:
         """Return the word for the end of the run: "signal", "patience" or "callback", else "steps"

@@ -59,11 +59,13 @@ class Saved(NamedTuple):
     position: the position of this process.
     checksum: the checksum of the last batch of this process, by `find_checksum`.
     rng: the numbers of the key of `rng=`, and the name of its implementation.
+    provisional: the step of an evaluation that the run made only because it ended there.
     """
 
     position: Position | None = None
     checksum: int | None = None
     rng: list[int | str] | None = None
+    provisional: int | None = None
 
 
 NOTHING = Saved()
@@ -74,15 +76,17 @@ def encode_position(
     is_shared: bool,
     checksum: int | None = None,
     rng: list[int | str] | None = None,
+    provisional: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return a dict of one entry of a checkpoint, with the position, checksum and key of each
-    process, or {} if there are none of these.
+    """Return a dict of one entry of a checkpoint, with what `Saved` has of each process, or {} if
+    there is nothing.
 
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
       is_shared: whether all processes call this; the entry then has the positions of all of them.
       checksum: the checksum of the last batch of this process.
       rng: the numbers of the key of `rng=`, and the name of its implementation.
+      provisional: the step of an evaluation that the run made only because it ended there.
     """
     text, refused = position or TakenPosition("")
     if refused:
@@ -92,7 +96,7 @@ def encode_position(
             f"or a value that JSON keeps unchanged; got {refused}"
         )
     own = json.loads(text) if text else {}
-    extra = {"checksum": checksum, "rng": rng}
+    extra = {"checksum": checksum, "rng": rng, "provisional": provisional}
     own |= {name: x for name, x in extra.items() if x is not None}
     text = json.dumps(own) if own else ""
     texts = processes.gather_texts(text) if is_shared else [text]
@@ -104,8 +108,8 @@ def encode_position(
 
 
 def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
-    """Return the position, checksum and key that the entry of `encode_position` has of this
-    process, or NOTHING without such an entry.
+    """Return what the entry of `encode_position` has of this process, or NOTHING without such an
+    entry.
 
     If the count of processes has changed, the checksum is None, and so is the position unless all
     processes had the same.
@@ -114,14 +118,17 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
         return NOTHING
     found = [one or {} for one in json.loads(np.asarray(history[BATCHES]).tobytes())]
     is_known = len(found) == jax.process_count()
-    checksums, keys = ([one.pop(name, None) for one in found] for name in ("checksum", "rng"))
+    checksums, keys, provisional = (
+        [one.pop(name, None) for one in found] for name in ("checksum", "rng", "provisional")
+    )
     is_same = all(one == found[0] for one in found)
     one = found[0] if is_same else found[jax.process_index()] if is_known else {}
     position = None
     if one:
         state = base64.b64decode(one["bytes"]) if "bytes" in one else one["state"]
         position = Position(one["epoch"], state)
-    return Saved(position, checksums[jax.process_index()] if is_known else None, keys[0])
+    checksum = checksums[jax.process_index()] if is_known else None
+    return Saved(position, checksum, keys[0], provisional[0])
 
 
 def find_checksum(batch: Batch) -> int | None:

@@ -167,9 +167,11 @@ class Saver:
             return n // every > (n - self.step.local_steps) // every
         return self._clock is not None and self._clock.is_due()
 
-    def save(self, state: TrainState, history: History, batches: Remaining) -> None:
-        """Check a state, and save it with the history and the position of the batches in the
-        background, or do nothing without a directory."""
+    def save(
+        self, state: TrainState, history: History, batches: Remaining, provisional: int | None
+    ) -> None:
+        """Check a state, and save it with the history, the position of the batches and the step of
+        a provisional evaluation in the background, or do nothing without a directory."""
         if self.directory is not None:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
@@ -178,6 +180,7 @@ class Saver:
                 processes.has_state_on_all_processes(state),
                 batches.checksum,
                 self._rng,
+                provisional,
             )
             arrays, keep = history.arrays() | stands, self.options.keep
             write_checkpoint(

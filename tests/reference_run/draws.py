@@ -339,6 +339,8 @@ def ways_on(rng, p):
                     and ("by hand" not in k or p.loop == "own")
                 )
             )
+        if p.evaluate and isinstance(p.evaluate["every"], int) and chance(0.2):
+            part["every"] = pick(1, 2, 3)
         if chance(0.4) and not isinstance(p.loader, str):
             part["drop_last"] = not p.loader[3]
         if (

@@ -113,8 +113,9 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "shuffled batches have one row": p.rows > 1 and not isinstance(p.loader, str),
         "a generator ends": p.loader in ("generator", "reader") and bool(p.epochs),
         "an epoch is due": by_epoch and not p.epochs,
-        # Whether an epoch has ended is known by the next batch, which dies.
-        "it dies between epochs": by_epoch and any(n % per_epoch == 0 for n in kills),
+        # Whether an epoch has ended is known by the next batch, which dies before the save.
+        "it dies between epochs": by_epoch
+        and any(n % per_epoch == 0 or n % p.save_every == 0 for n in kills),
         "a plateau watches evaluations": watches and not (e and e["every"]),
         "values of a best state with a NaN": bool(
             e and e["keep_best"] and e["values"] and p.model_state

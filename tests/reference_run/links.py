@@ -576,7 +576,8 @@ class RecordMetrics:
         # A step has no gradients of frozen leaves, and a wrapper leaves these leaves out.
         self.frozen = [] if "by hand" in program.way else frozen_of(program)
         names = [x[0] for x in program.links]
-        self.left_out = frozen_of(program) if is_wrapped(names, names.index("record_metrics")) else []
+        is_inside = is_wrapped(names, names.index("record_metrics"))
+        self.left_out = frozen_of(program) if is_inside else []
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)

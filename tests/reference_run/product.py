@@ -120,6 +120,10 @@ def one_of_copies(state):
 
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
+    with contextlib.suppress(ImportError):  # a run that dies leaves its last write under way
+        from optfn.checkpoint.background import wait_for_writes
+
+        wait_for_writes()
     disk = read_disk(names["directory"], template(p))
     log = read_log(names["directory"] + ".jsonl") if p.log else {}
     state = names["state"]

@@ -41,9 +41,10 @@ class Program:
     evaluate: every, patience, keep_best, mode, average, the values that it gives, if not those of
       the params, and perhaps "named": whether it gives a dict, of which the run watches "score".
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
-      `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate` or
-      `drop_last`, or `carry`: how the state of the call before reaches it, if not by checkpoints of
-      the run, a name in `source.CARRIES`; `set_rate`: the rate that is then set in it.
+      `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate`,
+      `drop_last` or `every` (of its evaluations), or `carry`: how the state of the call before
+      reaches it, if not by checkpoints of the run, a name in `source.CARRIES`; `set_rate`: the rate
+      that is then set in it.
     loop: "fit", or "own" for a loop that the user writes around the step.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.

@@ -57,6 +57,8 @@ class Loop:
             p = dataclasses.replace(p, loader=[*p.loader[:3], part["drop_last"]])
         self.p, self.part, self.disk, self.best, self.given = p, part, disk, best, given
         self.evaluate, self.reached = p.evaluate, reached
+        if "every" in part:
+            self.evaluate = p.evaluate | {"every": part["every"]}
         self.way = ways[part.get("way", p.way)]
         whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
         self.state = copy.deepcopy(disk[max(whole)]) if disk else begin

@@ -633,9 +633,10 @@ def fit_text(p: Program, part: dict) -> str:
     if p.saves:
         options |= {"checkpoint": "directory", "save_every": p.save_every, "keep": p.keep}
     if e:
+        every = part.get("every", e["every"])
         options |= {
             "evaluate": "evaluate",
-            "evaluate_every": e["every"] and repr(e["every"]),
+            "evaluate_every": every and repr(every),
             "patience": e["patience"],
         }
         options |= {
