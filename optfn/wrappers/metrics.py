@@ -85,7 +85,7 @@ def record_metrics(
         has no gradient of them.
       axis_name: if workers have different gradients, the mesh axes of the workers, to average the
         squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
-        the axes of its workers.
+        the axes of its workers, and an exchange in `tx` adds its `axis_name`.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
     the update; clip_factor, the smallest factor of the clips by norm in `tx`, or 1 without one;

@@ -76,6 +76,9 @@ def skip_nonfinite(
     Where `tx` keeps squares of gradients, as adam does, a gradient whose square overflows is bad
     too: from 1.8e19 on in float32. It would stop that parameter for ever.
 
+    If the extra argument `weight` of `update` is 0, the gradient is of nothing: the counters and
+    the state of `tx` stay, but for an `accumulate` in it, which counts the call.
+
     After `max_consecutive` bad gradients in a row, the next ones are applied, as in
     `optax.apply_if_finite`. `make_train_step` and `minimize` then raise a FloatingPointError.
 
@@ -83,7 +86,8 @@ def skip_nonfinite(
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
       axis_name: if each worker has a private gradient, the mesh axes of the workers, which must
-        agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its axes.
+        agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its axes, and
+        an exchange in `tx` adds its `axis_name`.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """

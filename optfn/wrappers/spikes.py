@@ -81,7 +81,7 @@ def skip_spikes(
         recorded.
       axis_name: if each worker has a private update, the mesh axes of the workers, to average the
         squares of the norms; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
-        its axes.
+        its axes, and an exchange in `tx` adds its `axis_name`.
 
     The metrics of a training step have "spike_ratio", n/m.
 

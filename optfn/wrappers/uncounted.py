@@ -8,12 +8,13 @@ and state stay, bit for bit, in every link of a chain and in every label of a pa
     {"a": skip_spikes(sgd), "b": adam}    b stays where a's update is a spike
 
 `drop_uncounted` makes it so after `update`, from the states before and after. A training step calls
-it, and so does `accumulate` for the optimizer inside. It reads of the state:
+it, and so do guards, masters and `accumulate` for the optimizer inside. It reads of the state:
 
 * The field `skipped` of a guard counts the updates that it drops. The guard itself keeps the state
   that it wraps.
 * `@traits(counts_weight=True)`: the transform itself chooses the arrays that an update without
-  weight changes: `accumulate` weighs several calls, and `exchange` keeps its residuals.
+  weight changes: `accumulate` weighs several calls, `exchange` keeps its residuals, and a guard
+  takes such an update for no evidence.
 * `@traits(goes_on=...)`: these fields go on in each case, such as `skipped`.
 """
 

@@ -215,6 +215,11 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         and p.is_weighted
         and last not in KEEPING
         and not all(any(b["weights"]) for b in p.batches),
+        "integers have no mean by hand": by_hand and "count" in p.leaves and p.way != "by hand",
+        "a pmap begins with its copies": any(
+            ("pmap" in x.get("way", p.way)) > ("pmap" in before.get("way", p.way))
+            for before, x in itertools.pairwise(p.parts)
+        ),
         # A loop cannot undo what is beside a guard.
         "a link is around a guard by hand": by_hand and "trace" in facts.names and bool(guards),
         "labels of packed params by hand": facts.has("by hand, packed") and bool(by_shape),
