@@ -141,11 +141,12 @@ def structures(rng):
         links = [x for x in links if x[0] != "scaled"]
     if rule[0] == "dgc_momentum":
         attrs, links = {}, [x for x in links if x[0] != "plateau"]
-    masters = []
+    masters, wide = [], ()
     if dtype != "float64" and "exchange" not in way and chance(0.25):
         masters = [["master_weights", "jnp.float64"]]
     if dtype == "bfloat16":
         masters = [["master_weights", pick("jnp.float32", "bits=32", "bits=24")]]
+        wide = pick((), ("b",), ("s",), ("w", "s"), tuple(x for x in leaves if x in TABLES))
     around = [*links, *masters, *wrappers(rng, rule)]
     if compressor:  # the norms that it records are those of workers
         around = [x for x in around if x[0] != "record_metrics"]
@@ -180,6 +181,7 @@ def structures(rng):
         attrs=attrs,
         partition=partition,
         dtype=dtype,
+        wide=wide,
         loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
         aux=chance(0.3) and not in_stages and not is_rounded and "by hand" not in way,
         model_state=chance(0.6 if averages_sums else 0.3) and WAYS[way].microbatches == 1 and plain,

@@ -246,6 +246,7 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
         "chunks of 8 bits stay as they are": in_chunks
         and len({(way.virtual, "packed" in way.options) for way in ways}) > 1,
         "a remainder beside a wide param": "bits=" in str(p.links) and not is_narrow,
+        "wide leaves are beside narrow ones": bool(p.wide) and not is_narrow,
     }
 
 

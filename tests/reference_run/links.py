@@ -463,7 +463,7 @@ class Masters:
     """The rule moves masters in a wider dtype; params are these, rounded to their own."""
 
     def __init__(self, program, inner, form):
-        self.inner, self.dtype, self.masters = inner, program.dtype, {}
+        self.inner, self.dtype_of, self.masters = inner, program.dtype_of, {}
 
     def update(self, g, p, w, value):
         before = p | self.masters
@@ -471,7 +471,8 @@ class Masters:
         if not is_update(u):
             return u
         self.masters = {k: before[k] + x for k, x in u.items()}
-        return {k: x.astype(self.dtype).astype(np.float64) - p[k] for k, x in self.masters.items()}
+        rounded = {k: x.astype(self.dtype_of(k)) for k, x in self.masters.items()}
+        return {k: x.astype(np.float64) - p[k] for k, x in rounded.items()}
 
 
 class Accumulate:

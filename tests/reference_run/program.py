@@ -17,7 +17,7 @@ class Program:
     """A training run, from its params to how it goes on after an end.
 
     way: how it is divided, a name in `source.WAYS`.
-    dtype: of params and batches.
+    dtype: of params and batches; wide: the leaves that are float32 all the same.
     leaves: names in `SHAPES`; "count" is an integer, and those in `TABLES` are looked up.
     loss: "plain", or "mean" for an `optfn.Mean` over the weights of the examples.
     aux, model_state, key, pass_step: whether the loss gives or takes these.
@@ -55,6 +55,7 @@ class Program:
 
     way: str = "one"
     dtype: str = "float64"
+    wide: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ("w", "b", "s")
     loss: str = "plain"
     aux: bool = False
@@ -110,6 +111,10 @@ class Program:
         """Whether the optimizer takes each worker's own gradients."""
         return bool(self.compressor) or self.rule[0] == "dgc_momentum"
 
+    def dtype_of(self, leaf: str) -> str:
+        """Return the dtype of a leaf."""
+        return "int32" if leaf == "count" else "float32" if leaf in self.wide else self.dtype
+
     @property
     def is_rounded(self) -> bool:
         """Whether params or moments are in 8 or 16 bits."""
@@ -148,7 +153,7 @@ def first_params(p: Program) -> dict[str, np.ndarray]:
     shapes = {k: (p.stages, *x) if p.stages and k in STACKED else x for k, x in SHAPES.items()}
     values = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
     values |= {"s": np.array(0.8), "count": np.array(2, np.int32)}
-    return {k: x if k == "count" else x.astype(p.dtype) for k, x in values.items() if k in p.leaves}
+    return {k: x.astype(p.dtype_of(k)) for k, x in values.items() if k in p.leaves}
 
 
 def make_batch(seed, weights, bad=None, dtype="float64", rows=1, ids=False):

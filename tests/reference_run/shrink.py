@@ -20,6 +20,7 @@ STRUCTURE = (
     "partition",
     "attrs",
     "rule",
+    "wide",
     "dtype",
     "loss",
     "way",
