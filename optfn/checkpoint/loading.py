@@ -114,6 +114,7 @@ def load_named(
         plain = _unpack_for(mapping, plain)
     named = list(arrays_with_names(plain))
     template_names = [name for name, _ in named]
+    mapping = _take_one_replica(arrays_with_entries(plain), mapping)
     # 2. The masters in `mapping` have the form of the masters in `plain`.
     mapping = convert_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
@@ -127,7 +128,6 @@ def load_named(
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
     leaves, entries = [], arrays_with_entries(plain)
-    mapping = _take_one_replica(entries, mapping)
     for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:

@@ -315,7 +315,19 @@ def carried(rng, p, parts):
             part["carry"] = pick("file", "mapping", *["state"] * ("way" not in part))
         if i and chance(0.3) and not (p.schedule or p.names("plateau") or p.local_steps > 1):
             part["set_rate"] = pick(0.02, 0.1)
+    if len(parts) > 1 and not p.partition and chance(0.4):
+        parts[-1] |= {"carry": "thaw", "attrs": other_attrs(rng, p)}
     return dataclasses.replace(p, parts=parts, saves=False, save_frozen=True, log=False)
+
+
+def other_attrs(rng, p):
+    """Draw attributes by which other leaves are trained: those that were frozen, or all but one."""
+    if frozen_of(p):
+        thawed = {k: dict(x) for k, x in p.attrs.items()}
+        for k in frozen_of(p):
+            thawed[k].pop("trainable")
+        return {k: x for k, x in thawed.items() if x}
+    return p.attrs | {rng.choice(["b", "s", "w"]): {"trainable": False}}
 
 
 def ways_on(rng, p):

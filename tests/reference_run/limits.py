@@ -89,6 +89,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
     kills = [x["kill"] for x in p.parts if x.get("kill")]
     per_epoch = max(1, facts.steps // (p.epochs or 1))
     by_epoch = bool(e) and e["every"] == "epoch"
+    is_thawed = any("attrs" in x for x in p.parts)
     return {
         "it has no call": not facts.steps,
         "it ends before it begins": ends != sorted(set(ends)) or max(ends, default=0) > facts.steps,
@@ -97,6 +98,12 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "what goes on has been saved": not p.saves and not all("carry" in x for x in p.parts[1:]),
         "what is carried has all that it needs": any("carry" in x for x in p.parts)
         and bool(p.saves or kills or p.epochs or p.log or any(rates) or p.loader not in PLAIN),
+        # Of these a state that begins late is told by more than the count of steps.
+        "other leaves of some rules": is_thawed
+        and bool(p.exchanges or p.rule[0] == "asgd" or "lazy" in p.rule[1] or facts.is_foreign),
+        "an outer optimizer goes on in a frozen leaf": is_thawed and p.outer is not None,
+        "other leaves are loaded": any("attrs" in x for x in p.parts[:-1])
+        or any(("attrs" in x) != (x.get("carry") == "thaw") for x in p.parts),
         "a rate is a number": any("set_rate" in x for x in p.parts)
         and bool(p.schedule or facts.is_foreign or p.names("plateau") or p.local_steps > 1),
         "a state is of its way": any(

@@ -41,6 +41,7 @@ class Rule:
 
     def __init__(self, program, names):
         self.p, self.names, self.count, self.states = program, names, 0, {}
+        self.begun: dict[str, int] = {}  # the updates before that of a leaf which was frozen
         self.rate = self.rate_of(0)
 
     def rate_of(self, i):
@@ -87,7 +88,7 @@ class Rule:
             return p, state
         if k in TABLES and "tables" in self.p.way:
             return self.step_table(p, g, state, lr)
-        return RULES[name](p, g, state, self.count, lr, **exact(options))
+        return RULES[name](p, g, state, self.count - self.begun.get(k, 0), lr, **exact(options))
 
     def step_table(self, p, g, state, lr):
         """Return a table after a step of the rule, and its state."""
@@ -574,11 +575,15 @@ class RecordMetrics:
 
     def __init__(self, program, inner):
         self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
-        # A step has no gradients of frozen leaves, and a wrapper leaves these leaves out.
-        self.frozen = [] if "by hand" in program.way else frozen_of(program)
+        self.freeze(program)
+
+    def freeze(self, program):
+        """Leave out the frozen leaves of a program: a step has no gradients of them, and a wrapper
+        leaves them out."""
         names = [x[0] for x in program.links]
         is_inside = is_wrapped(names, names.index("record_metrics"))
         self.left_out = frozen_of(program) if is_inside else []
+        self.frozen = self.left_out if "by hand" in program.way else frozen_of(program)
 
     def update(self, g, p, w, value):
         u = self.inner.update(g, p, w, value)
@@ -663,6 +668,27 @@ def set_rate(link, rate):
             x.p = dataclasses.replace(x.p, rate=rate)
         if isinstance(x, Rule | DeepGradientCompression):
             x.rate = rate
+
+
+def train_others(link, program, params):
+    """Give the links of an optimizer the attributes of a program: what they keep of a leaf that was
+    frozen before begins anew, and the average of a frozen leaf is its value."""
+    thawed = set()
+    for x in links_of(link):
+        if isinstance(x, Rule):
+            thawed |= {*frozen_of(x.p)} - {*frozen_of(program)}
+            x.p = dataclasses.replace(x.p, attrs=program.attrs)
+            x.begun |= dict.fromkeys(thawed, x.count)
+            x.states = {k: s for k, s in x.states.items() if k not in frozen_of(program)}
+    for x in links_of(link):
+        for name in ("m", "total"):  # of Trace and Accumulate
+            if kept := getattr(x, name, None):
+                setattr(x, name, {k: (k not in thawed) * s for k, s in kept.items()})
+        if isinstance(x, Average):
+            now = {k: params[k] for k in frozen_of(program)}
+            x.params = [{k: now.get(k, v) for k, v in one.items()} for one in x.params]
+        if isinstance(x, RecordMetrics):
+            x.freeze(program)
 
 
 def guards_of(link):

@@ -1,7 +1,6 @@
 """A program trained by optfn, as its text says, and how that differs from the reference run."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -57,8 +56,7 @@ def execute(p: Program) -> dict:
     exec("import os, signal, tempfile\n" + source.data_text(p), names)
     try:
         for part in p.parts:
-            own = dataclasses.replace(p, rate=part.get("rate", p.rate))
-            made = compiled(source.step_text(own, part.get("way", p.way)))
+            made = compiled(source.step_text(p.of_part(part), part.get("way", p.way)))
             names |= {k: made[k] for k in ("step", "start")}
             exec(source.fit_text(p, part), names)
         return observe(p, part, names)

@@ -44,7 +44,8 @@ class Program:
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate`,
       `drop_last` or `every` (of its evaluations), or `carry`: how the state of the call before
       reaches it, if not by checkpoints of the run, a name in `source.CARRIES`; `set_rate`: the rate
-      that is then set in it.
+      that is then set in it; `attrs`: the attributes of the last call, in which other leaves are
+      trained.
     loop: "fit", or "own" for a loop that the user writes around the step.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
@@ -114,6 +115,11 @@ class Program:
     def dtype_of(self, leaf: str) -> str:
         """Return the dtype of a leaf."""
         return "int32" if leaf == "count" else "float32" if leaf in self.wide else self.dtype
+
+    def of_part(self, part: dict[str, Any]) -> "Program":
+        """Return the program with the rate and the attributes of a call of the loop."""
+        changed = {k: part[k] for k in ("rate", "attrs") if k in part}
+        return dataclasses.replace(self, **changed)
 
     @property
     def is_rounded(self) -> bool:

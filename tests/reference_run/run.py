@@ -68,6 +68,9 @@ class Loop:
             del lines[n]
         best[:] = [x for x in best if x[0] <= self.n]
         self.first: list[float] = []
+        if "attrs" in part:
+            self.p = p.of_part(part)
+            links.train_others(self.state["optimizer"], self.p, self.state["params"])
         if "set_rate" in part:
             links.set_rate(self.state["optimizer"], part["set_rate"])
         if "carry" in part and self.evaluate and self.evaluate["keep_best"]:

@@ -47,6 +47,9 @@ def smaller_runs(p: Program):
                 )
         if i == len(p.parts) - 1 and part:
             yield replace(p, parts=with_item(p.parts, i, {}))
+    if p.parts[-1].get("carry") == "thaw":
+        plain = {k: v for k, v in p.parts[-1].items() if k != "attrs"}
+        yield replace(p, parts=with_item(p.parts, len(p.parts) - 1, plain | {"carry": "file"}))
     if p.evaluate:
         yield replace(p, evaluate=None)
     for k, v in (

@@ -573,6 +573,8 @@ CARRIES = {
     "state": "",
     "file": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
     "state, _ = optfn.load_checkpoint(path, start)\n",
+    "thaw": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
+    "state, _ = optfn.load_checkpoint(path, start, strict=False)\n",
     "mapping": "state = optfn.load_state_dict(start, optfn.state_dict(state))\n",
 }
 
@@ -674,8 +676,7 @@ def whole_text(p: Program) -> str:
     header = HEADER + (ON_HOST if any("host" in way for way in ways) else "")
     lines, made = [header, data_text(p)], None
     for part in p.parts:
-        own = dataclasses.replace(p, rate=part.get("rate", p.rate))
-        step = step_text(own, part.get("way", p.way))
+        step = step_text(p.of_part(part), part.get("way", p.way))
         lines += ([] if step == made else [step]) + [fit_text(p, part)]
         made = step
     end = "print(state and jax.device_get((state.params, state.opt_state)))\nprint(history)"
