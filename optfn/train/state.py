@@ -38,6 +38,26 @@ class TrainState(NamedTuple):
     model_state: PyTree = None
 
 
+def refuse_deleted(state: TrainState, leaves: Sequence[Leaf]) -> None:
+    """Raise a ValueError if an earlier call has overwritten an array of a state, as one of its
+    leaves tells.
+
+    On several devices JAX 0.10 passes such an array on, and the process ends by a segmentation
+    fault.
+    """
+    kind = type(state.step)  # of an array that is not traced
+    if not isinstance(state.step, jax.Array):
+        return
+    if any(type(x) is kind and x.is_deleted() for x in leaves):
+        arrays = tree.arrays_with_paths(state)
+        gone = [path for path, x in arrays if type(x) is kind and x.is_deleted()]
+        raise ValueError(
+            f"{tree.list_names(gone)} of the state has been deleted: an earlier call of the step "
+            "has overwritten the state that it belongs to. Continue with the state that this call "
+            "returned, or make the step with donate=False"
+        )
+
+
 # (state, batch) -> (state, metrics)
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 

@@ -51,6 +51,7 @@ from optfn.train.state import (
     copy_repeated,
     copy_shared,
     name_foreign_state,
+    refuse_deleted,
     replicate_counters,
 )
 from optfn.wrappers.averaging import add_statistics, has_statistics
@@ -368,6 +369,8 @@ class TrainStep:
         have been donated or lie off the mesh, and return the metrics of the flags that keep their
         value."""
         self._check_step(state)
+        if self.layout is not None:
+            refuse_deleted(state, leaves)
         if self.local is not None:
             check_rounds(state.opt_state, self.local, self.layout)
         if known.flags:

@@ -574,7 +574,8 @@ CARRIES = {
     "file": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
     "state, _ = optfn.load_checkpoint(path, start)\n",
     "thaw": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
-    "state, _ = optfn.load_checkpoint(path, start, strict=False)\n",
+    "template = jax.tree.map(jnp.copy, start)\n"
+    "state, _ = optfn.load_checkpoint(path, template, strict=False)\n",
     "mapping": "state = optfn.load_state_dict(start, optfn.state_dict(state))\n",
 }
 
