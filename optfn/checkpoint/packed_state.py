@@ -25,6 +25,7 @@ from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import is_unpackable, pack_like, unpack
 from optfn.mesh.collectives.axes import join_axes
+from optfn.mesh.compilers import memories
 from optfn.mesh.state.padded import is_padded, map_padded, pad_like, unwrap_padded
 from optfn.mesh.state.per_worker import PerWorker, mark_per_worker
 from optfn.mesh.state.placement import count_workers
@@ -108,6 +109,8 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
     """
     if not is_packed_or_padded(like) or is_packed_or_padded(leaves):
         return leaves
+    # Those of a template may lie on the host, those of a checkpoint do not.
+    leaves = tree.map_arrays(memories.to_device, leaves)
     if is_padded(like):
         return pad_like(like, leaves)
     if workers:

@@ -223,6 +223,10 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         and last not in KEEPING
         and not all(any(b["weights"]) for b in p.batches),
         "integers have no mean by hand": by_hand and "count" in p.leaves and p.way != "by hand",
+        "norms of frozen leaves are those of a way": by_hand
+        and "record_metrics" in facts.names
+        and any("attrs" in x for x in p.parts)
+        and len(facts.ways) > 1,
         "a pmap begins with its copies": any(
             ("pmap" in x.get("way", p.way)) > ("pmap" in before.get("way", p.way))
             for before, x in itertools.pairwise(p.parts)

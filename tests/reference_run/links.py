@@ -674,6 +674,10 @@ def train_others(link, program, params):
     """Give the links of an optimizer the attributes of a program: what they keep of a leaf that was
     frozen before begins anew, and the average of a frozen leaf is its value."""
     thawed = set()
+    if isinstance(link, LocalSteps):  # the outer optimizer has no attributes
+        for worker in link.workers:
+            train_others(worker, program, params)
+        return
     for x in links_of(link):
         if isinstance(x, Rule):
             thawed |= {*frozen_of(x.p)} - {*frozen_of(program)}

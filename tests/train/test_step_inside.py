@@ -57,9 +57,13 @@ def test_one_compilation_on_an_explicit_mesh(tx):
 def test_a_state_that_was_used_up_is_named():
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
     state = step.init(start())
-    step(state, BATCHES[0])
+    new, _ = step(state, BATCHES[0])
     with pytest.raises(ValueError, match="the state has been used up: an earlier call"):
         step(state, BATCHES[0])
+    with pytest.raises(
+        ValueError, match=r"'params/\w+'.* of the state has been deleted: an earlier"
+    ):
+        step(new._replace(params=state.params), BATCHES[0])
 
 
 def test_multi_steps_as_an_object():
