@@ -165,7 +165,7 @@ def structures(rng):
     kinds = {x[0] for x in around}
     averages_sums = "accumulate" in kinds and not kinds.isdisjoint(limits.AVERAGES)
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
-    plain = "local" not in way and not in_stages and not is_rounded
+    plain = not in_stages and not is_rounded
     plain = plain and "by hand" not in way
     return Program(
         stages=4

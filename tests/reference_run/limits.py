@@ -182,7 +182,7 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
     uneven = any(n % way.parts or n % way.devices for n in facts.sizes for way in ways)
     is_local, is_outer = p.local_steps > 1, p.outer is not None
     others = {*facts.names} - {"accumulate", "skip_nonfinite"}
-    more = p.model_state or p.key or p.pass_step or p.partition or p.exchanges or others
+    more = p.partition or p.exchanges or others
     of_nothing = facts.has_bad and (not facts.guards or is_outer)
     of_nothing = of_nothing or (is_outer and "accumulate" in facts.names)
     is_chosen = p.rule[0] == "dgc_momentum" or p.compressor not in (None, "top_k(1.0)")

@@ -44,11 +44,13 @@ def next_model_state(model_state, x):
     return {"mean": mean, "seen": model_state["seen"] + 1}
 
 
-def noise(step, num_workers, num_microbatches, count):
-    """Return the factors of dropout in a step: of each worker's microbatches, in their order."""
+def noise(step, num_workers, num_microbatches, count, one=None):
+    """Return the factors of dropout in a step: of each worker's microbatches, in their order, or of
+    one worker alone."""
     key, factors = jax.random.fold_in(jax.random.key(7), step), []
     for worker in range(num_workers or 1):
         own = jax.random.fold_in(key, worker) if num_workers else key
+        own = own if one is None else jax.random.fold_in(key, one)
         for part in range(num_microbatches):
             last = jax.random.fold_in(own, part) if num_microbatches > 1 else own
             size = count // (num_workers or 1) // num_microbatches
@@ -77,8 +79,9 @@ def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_ex
     return jnp.mean(values), grads, jax.tree.map(lambda a: a[0], rest), weight
 
 
-def differentiate(p, params, batch, model_state, step, way):
-    """Return the loss of a call, each worker's own gradients, the weight, and aux.
+def differentiate(p, params, batch, model_state, step, way, worker=None):
+    """Return the loss of a call, each worker's own gradients, the weight, and aux; `worker` is the
+    number of one that takes the step alone.
 
     A gradient has the worker as its leading axis, and the mean over it is that of the whole batch.
     A mean of nothing is NaN, with weight 0. Each call of a plain loss counts alike.
@@ -88,7 +91,8 @@ def differentiate(p, params, batch, model_state, step, way):
     x, y, w = (np.asarray(a, np.float64) for a in batch[:3])
     x = np.mean(np.reshape(x, (len(y), -1, 4)), 1)  # an example may have several rows
     factor = 1 + 0.1 * step if p.pass_step else 1.0
-    each = noise(step, way.workers, way.microbatches, len(x)) if p.key else np.ones(len(x))
+    parts = way.workers, way.microbatches, len(x)
+    each = noise(step, *parts, worker) if p.key else np.ones(len(x))
     owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
     value, grads, (losses, out), weight = jax.device_get(
         _differentiate(

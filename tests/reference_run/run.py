@@ -172,13 +172,15 @@ class Loop:
         p, state, optimizer = self.p, self.state, self.state["optimizer"]
         own = [np.split(x, len(optimizer.workers) * p.local_steps) for x in self.batch()]
         pieces, ends, total, weights = iter(zip(*own, strict=True)), [], 0.0, 0.0
-        parts = []
-        for worker in optimizer.workers:
-            params = state["params"]
+        parts, kept = [], []
+        for number, worker in enumerate(optimizer.workers):
+            params, model_state = state["params"], state["model_state"]
             for i in range(p.local_steps):
+                piece = next(pieces)
                 value, grads, weight, aux = model.differentiate(
-                    p, params, next(pieces), None, self.n + i, self.way
+                    p, params, piece, model_state, self.n + i, self.way, number
                 )
+                before = [x.skipped for x in links.guards_of(worker)]
                 u = worker.update(links.mean_of_workers(grads), params, weight, value)
                 params = (
                     params | {k: params[k] + x for k, x in u.items()}
@@ -187,12 +189,21 @@ class Loop:
                 )
                 total, weights = total + (weight * value if weight else 0), weights + weight
                 parts.append((weight, aux))
+                is_skipped = before != [x.skipped for x in links.guards_of(worker)]
+                if p.model_state and weight and not is_skipped:
+                    model_state = model.next_model_state(model_state, piece[0])
             ends.append(params)
+            kept.append(model_state)
+        if weights and p.model_state:
+            state["model_state"] = kept[0] | {"mean": np.mean([x["mean"] for x in kept], 0)}
         if weights:
             start = state["params"]
             drift = {k: start[k] - np.mean([x[k] for x in ends], 0) for k in start if k != "count"}
             u = optimizer.outer.update(drift, start, 1.0, 0.0)
             state["params"] = start | {k: start[k] + x for k, x in u.items()}
+        for x in links.links_of(optimizer.outer):
+            if isinstance(x, links.Average) and self.evaluate and self.evaluate["average"]:
+                x.note(state["model_state"])
         value = total / weights if weights else np.nan
         metrics = self.metrics(value, weights, model.join_aux(parts))
         is_finite = not weights or np.isfinite(value) or bool(links.guards_of(optimizer))
