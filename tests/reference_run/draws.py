@@ -113,6 +113,7 @@ def structures(rng):
             {"leaves": pick(["b"], ["w", "b"], ["s"], *[["t"]] * ("t" in leaves)), "links": around},
             {},
         )
+        links = [x for x in chain_members(rng) if x[0] in limits.AVERAGES]
     else:
         links = chain_members(rng)
     compressor = None

@@ -153,7 +153,10 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         "huge gradients, but for a guard": is_huge and not takes_huge(p),
         "a clip of NaN": bad and (p.clip is not None or p.rule[0] == "ftrl"),
         "a decay by shape in a label": patterned and p.partition is not None,
-        "an average of one label": bool(p.partition and p.names("ema")),
+        # A call without weight may be an update of this label alone.
+        "an average around a label that waits": bool(p.partition and p.partition["links"])
+        and bool(p.names(*AVERAGES))
+        and not all(any(b["weights"]) for b in p.batches),
     }
 
 
