@@ -54,6 +54,7 @@ def faults(p: Program) -> list[str]:
     """Return the names of the known faults, mended or not, whose conditions a program meets."""
     facts = Facts(p)
     met = of_empty_calls(p, facts) | of_judges(p, facts) | of_layouts(p, facts)
+    met |= of_own_loops(p, facts)
     return [name for name, holds in met.items() if holds]
 
 
@@ -99,6 +100,20 @@ def of_judges(p: Program, facts: Facts) -> dict[str, bool]:
         "79 a spike's guard stands for one of NaN": p.stops and bool(p.names("skip_spikes")),
         "80 frozen params of a best state": not p.save_frozen and judges,
         "70 squares that overflow": any(b.get("bad") == "huge" for b in p.batches),
+    }
+
+
+def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
+    """Return which faults of steps by hand, and of states that are handed on, a program meets."""
+    by_hand, is_thawed = facts.has("by hand"), any("attrs" in x for x in p.parts)
+    guards = bool(p.names("skip_nonfinite", "loss_scale"))
+    from_pmap = facts.has("pmap") and any("carry" in x for x in p.parts)
+    return {
+        "85 guards in a loop of one's own": by_hand and guards and p.is_weighted,
+        "86 workers by hand decide alone": by_hand and guards and p.exchanges,
+        "87 a checkpoint of a pmap": from_pmap and (p.exchanges or is_thawed),
+        "88 an evaluation that was due": any("every" in x or "drop_last" in x for x in p.parts),
+        "89 a leaf that begins late on the host": is_thawed and facts.has("packed"),
     }
 
 
