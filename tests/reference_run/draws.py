@@ -172,7 +172,7 @@ def structures(rng):
         stages=4
         if in_stages
         or way == "whole"
-        or (not (partition or compressor or "by hand" in way) and chance(0.15))
+        or (not (partition or "by hand" in way) and chance(0.15))
         else 0,
         rows=1 if in_stages else rows,
         way=way,

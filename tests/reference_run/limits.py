@@ -292,7 +292,7 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
         > 1
         and p.rule[0] == "asgd",
         "labels of stacked layers": bool(p.stages and p.partition),
-        "what is sent of stacked layers": bool(p.stages) and p.exchanges,
+        "factors of stacked layers": bool(p.stages) and "power_sgd" in str(p.compressor),
         "a rule by shape sees stages": bool(p.stages) and by_shape,
     }
 
