@@ -170,9 +170,7 @@ def structures(rng):
     plain = plain and "by hand" not in way
     return Program(
         stages=4
-        if in_stages
-        or way == "whole"
-        or (not (partition or "by hand" in way) and chance(0.15))
+        if in_stages or way == "whole" or (not (partition or "by hand" in way) and chance(0.15))
         else 0,
         rows=1 if in_stages else rows,
         way=way,
@@ -190,8 +188,8 @@ def structures(rng):
         pass_step=chance(0.15) and plain,
         rate=limits.NARROW_RATE if is_rounded else 0.05,
         schedule=schedule,
-        clip=None if is_foreign else clip,
-        regularization=None if is_foreign else decay,
+        clip=clip,
+        regularization=decay,
         links=around,
         evaluate={
             "every": None,

@@ -25,7 +25,8 @@ def refusal(p: Program) -> str:
         return "would differ between workers"
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
-    if any(decays_by_shape(p, k) or p.rule[0].startswith("optax.") for k in sparse_of(p)):
+    is_foreign = p.rule[0].startswith("optax.") and not p.regularization  # which makes rows dense
+    if any(decays_by_shape(p, k) or is_foreign for k in sparse_of(p)):
         return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""

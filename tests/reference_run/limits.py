@@ -147,7 +147,7 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         "an l1 decay over many steps in float32": p.dtype == "float32"
         and facts.steps > 24
         and "'l1', " in str((p.regularization, p.attrs)),
-        "optax knows no attributes": facts.is_foreign and bool(further or "count" in p.leaves),
+        "optax knows no attributes": facts.is_foreign and bool(p.attrs or "count" in p.leaves),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
         "huge gradients, but for a guard": is_huge and not takes_huge(p),

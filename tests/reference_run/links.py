@@ -144,7 +144,10 @@ class OptaxRule(Rule):
         rate = self.rate_of(self.count)
         tx = getattr(optax, name.removeprefix("optax."))(rate, **options)
         self.count += 1
-        own, own_grads = ({k: np.asarray(x[k]) for k in self.names} for x in (p, g))
+        own = {k: np.asarray(p[k]) for k in self.names}
+        g = self.clip({k: g[k] for k in self.names}) if self.p.clip else g
+        decays = self.p.regularization
+        own_grads = {k: np.asarray(g[k] + (decay(p[k], *decays) if decays else 0)) for k in own}
         state = tx.init(own) if self.state is None else self.state
         u, self.state = tx.update(own_grads, state, own)
         return {k: np.asarray(x) for k, x in u.items()}
@@ -595,8 +598,9 @@ class RecordMetrics:
 
 
 def is_wrapped(names, place):
-    """Tell whether a wrapper stands outside of a link."""
-    return not {*names[place + 1 :]}.isdisjoint(WRAPPERS)
+    """Tell whether a wrapper stands outside of a link, or a chain that goes on, which leaves frozen
+    leaves out too."""
+    return not {*names[place + 1 :]}.isdisjoint((*WRAPPERS, "trace"))
 
 
 NORMS = ("grad_norm", "update_norm", "param_norm")

@@ -190,7 +190,9 @@ def rule_text(p: Program, way: str) -> str:
         rate = _SCHEDULES[p.schedule].format(rate=rate)
     options = {k: repr(v) for k, v in options.items()}
     if name.startswith("optax."):
-        return call(name, rate, **options)
+        before = [p.clip and clip_text(p.clip), p.regularization and decay_text(p.regularization)]
+        links = [*filter(None, before), call(name, rate, **options)]
+        return links[0] if len(links) == 1 else call("optfn.chain", *links)
     if name == "dgc_momentum":
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
     attrs = {path_of(p, k): attr_text(x) for k, x in p.attrs.items()}
