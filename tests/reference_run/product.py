@@ -61,9 +61,18 @@ def execute(p: Program) -> dict:
             exec(source.fit_text(p, part), names)
         return observe(p, part, names)
     finally:
+        finish_writes()
         shutil.rmtree(names["directory"], ignore_errors=True)
         for ending in (".jsonl", ".html"):
             Path(names["directory"] + ending).unlink(missing_ok=True)
+
+
+def finish_writes():
+    """Wait for the last checkpoint of a run that dies, which is still under way."""
+    with contextlib.suppress(ImportError):  # an older tree has the function elsewhere
+        from optfn.checkpoint.background import wait_for_writes
+
+        wait_for_writes()
 
 
 @contextlib.contextmanager
@@ -118,10 +127,7 @@ def one_of_copies(state):
 
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
-    with contextlib.suppress(ImportError):  # a run that dies leaves its last write under way
-        from optfn.checkpoint.background import wait_for_writes
-
-        wait_for_writes()
+    finish_writes()
     disk = read_disk(names["directory"], template(p))
     log = read_log(names["directory"] + ".jsonl") if p.log else {}
     state = names["state"]
