@@ -113,21 +113,21 @@ def load_named(
     if is_converted:
         plain = _unpack_for(mapping, plain)
     named = list(arrays_with_names(plain))
-    template_names = [name for name, _ in named]
-    mapping = _take_one_replica(arrays_with_entries(plain), mapping)
+    template_names, entries = [name for name, _ in named], arrays_with_entries(plain)
+    mapping = _take_one_replica(entries, mapping)
     # 2. The masters in `mapping` have the form of the masters in `plain`.
     mapping = convert_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
     late = _find_late_leaves(plain, template_names, mapping)
     if late:
         opt_state, plain = (_set_start_counts(x, late) for x in (opt_state, plain))
-        named = list(arrays_with_names(plain))
+        named, entries = list(arrays_with_names(plain)), arrays_with_entries(plain)
     changes = _compare_names(template_names, [name for name, _ in named], mapping)
     refused, wrong = _list_errors(plain, changes, shown) if strict else [], []
     # 4. The arrays of `mapping`, and arrays made of its params, have the dtype and the sharding of
     #    `plain`, and its shape, also if they were saved by another number of workers.
     made = _begin_at_params(plain, named, mapping)
-    leaves, entries = [], arrays_with_entries(plain)
+    leaves = []
     for (entry, leaf), stacked in zip(entries, _count_stacked_axes(plain), strict=True):
         value, problem = mapping.get(entry.name, made.get(entry.name)), ""
         if value is not None:

@@ -109,7 +109,7 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
     """
     if not is_packed_or_padded(like) or is_packed_or_padded(leaves):
         return leaves
-    # Those of a template may lie on the host, those of a checkpoint do not.
+    # Leaves of a template may lie on the host; leaves of a checkpoint lie on the devices.
     leaves = tree.map_arrays(memories.to_device, leaves)
     if is_padded(like):
         return pad_like(like, leaves)

@@ -19,7 +19,7 @@ from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.compilers import xla
 from optfn.mesh.compilers.groups import map_groups, varying_axes
 from optfn.mesh.state import names as state_names
-from optfn.mesh.state.per_worker import find_nodes, join_agreeing
+from optfn.mesh.state.per_worker import find_nodes, join_agreeing_workers
 from optfn.mesh.state.reports import collect_reports, iterate_nodes, raise_lasting_flags
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
@@ -112,7 +112,7 @@ def record_metrics(
         core.check_params_given("record_metrics", params)
         errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        among = join_agreeing("record_metrics", axis_name, state, extra)
+        among = join_agreeing_workers("record_metrics", axis_name, state, extra)
         # Integer leaves have no gradient, and would count in param_norm alone.
         trees = [leafwise.keep_inexact(x) for x in (updates, updated, params)]
 

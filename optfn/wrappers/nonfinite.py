@@ -13,7 +13,7 @@ from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
 from optfn.mesh.state.names import iterate_nodes
-from optfn.mesh.state.per_worker import join_agreeing
+from optfn.mesh.state.per_worker import join_agreeing_workers
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.uncounted import drop_uncounted, select_unless_skipped
 
@@ -101,7 +101,7 @@ def skip_nonfinite(
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
-        workers = join_agreeing("skip_nonfinite", axis_name, state, extra)
+        workers = join_agreeing_workers("skip_nonfinite", axis_name, state, extra)
         weight = extra.get("weight")
         bad = workers.any(~tensors.all_finite(updates, squared=_keeps_squares(state)))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)

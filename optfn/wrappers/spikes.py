@@ -13,7 +13,7 @@ from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.mesh.collectives.axes import AxisName, check_axis_names
-from optfn.mesh.state.per_worker import join_agreeing
+from optfn.mesh.state.per_worker import join_agreeing_workers
 from optfn.transforms.rates import largest_rate
 from optfn.wrappers.attributes import without_frozen
 from optfn.wrappers.uncounted import drop_uncounted, select_unless_skipped
@@ -107,7 +107,7 @@ def skip_spikes(
         # has summed in the calls before.
         updates, inner_state, _ = drop_uncounted(updates, inner_state, state.inner_state, weight)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.keep_inexact(updates)))
-        workers = join_agreeing("skip_spikes", axis_name, state, extra)
+        workers = join_agreeing_workers("skip_spikes", axis_name, state, extra)
         norm = workers.root_mean_square(norm.astype(jnp.float32))
         rate = largest_rate(inner_state).astype(jnp.float32)
         norm = norm / jnp.where(rate > 0, rate, 1.0)

@@ -55,6 +55,7 @@ def smaller_runs(p: Program):
     for k, v in (
         ("epochs", None),
         ("loader", "list"),
+        ("loop", "fit"),
         ("saves", False),
         ("save_every", 100),
         ("keep", 2),

@@ -168,7 +168,7 @@ def join_exchange_axes(state: OptState) -> Axes:
     return join_axes(*(mark.axes for mark in find_nodes(Exchanged, state)))
 
 
-def join_agreeing(
+def join_agreeing_workers(
     name: str, axis_name: AxisName, state: OptState, extra: Mapping[str, Any]
 ) -> Workers:
     """Return the workers that must agree on what a wrapper reads of gradients: those of the step
