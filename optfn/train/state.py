@@ -52,8 +52,8 @@ def refuse_deleted(state: TrainState, leaves: Sequence[Leaf]) -> None:
         arrays = tree.arrays_with_paths(state)
         gone = [path for path, x in arrays if type(x) is kind and x.is_deleted()]
         raise ValueError(
-            f"{tree.list_names(gone)} of the state has been deleted: an earlier call of the step "
-            "has overwritten the state that it belongs to. Continue with the state that this call "
+            f"{tree.list_names(gone)} has been deleted: an earlier call of the step has "
+            "overwritten the state that it belongs to. Continue with the state that this call "
             "returned, or make the step with donate=False"
         )
 
