@@ -202,14 +202,13 @@ def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, A
     if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = like.arrays, mapping
     # In the state of a pmap each device has a copy of the count, which is 1 before its first step.
-    if any(np.ndim(like.arrays[name]) for name in find_count_names(like.arrays, names)):
-        return mapping
-    now, before = (
-        {int(n) for name in find_count_names(x, names) for n in np.ravel(read_local(x[name]))}
-        for x in both
+    wanted, saved = (
+        [read_local(x[name]) for name in find_count_names(x, names)] for x in (like.arrays, mapping)
     )
+    if any(map(np.ndim, wanted)):
+        return mapping
+    now, before = ({int(n) for x in counts for n in np.ravel(x)} for counts in (wanted, saved))
     if now == before or len(now) != 1 or not names:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())

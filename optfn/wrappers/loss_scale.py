@@ -112,10 +112,10 @@ def dynamic_loss_scale(
         # An infinite scale would make each gradient NaN for ever.
         scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
         smaller = jnp.maximum(state.scale * backoff, jnp.minimum(least, first))
-        own = (jnp.where(bad, smaller, scale), jnp.where(grows, 0, good_steps))
+        scaling = (jnp.where(bad, smaller, scale), jnp.where(grows, 0, good_steps))
         if "weight" in extra:
-            own = optax.tree.where(extra["weight"] == 0, state[:2], own)
-        return updated, DynamicLossScaleState(*own, guarded)
+            scaling = optax.tree.where(extra["weight"] == 0, state[:2], scaling)
+        return updated, DynamicLossScaleState(*scaling, guarded)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

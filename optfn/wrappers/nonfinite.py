@@ -111,11 +111,11 @@ def skip_nonfinite(
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         updates, inner_state, _ = drop_uncounted(updates, inner_state, state.inner_state, weight)
         skipped = jnp.where(skip, core.next_step(state.skipped), state.skipped)
-        own = (consecutive, skipped, bad & ~skip)
+        counters = (consecutive, skipped, bad & ~skip)
         if weight is not None:  # the gradient of nothing is no evidence
-            own = optax.tree.where(weight == 0, state[:3], own)
+            counters = optax.tree.where(weight == 0, state[:3], counters)
             skip &= weight != 0
         updates, inner_state = select_unless_skipped(skip, updates, inner_state, state.inner_state)
-        return updates, SkipNonfiniteState(*own, inner_state)
+        return updates, SkipNonfiniteState(*counters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

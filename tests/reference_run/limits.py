@@ -71,14 +71,9 @@ class Facts:
 def unsaid(p: Program) -> str:
     """Return why a program is left out, "" if it is not."""
     facts = Facts(p)
-    of_all = of_run(p, facts) | of_optimizer(p, facts) | of_links(p, facts) | of_ways(p, facts)
-    of_all |= (
-        of_own_loops(p, facts)
-        | of_tables(p, facts)
-        | of_pipelines(p, facts)
-        | of_narrow_params(p, facts)
-    )
-    return next((reason for reason, holds in of_all.items() if holds), "")
+    groups = of_run, of_optimizer, of_links, of_ways, of_own_loops, of_tables, of_pipelines
+    limits = (pair for group in (*groups, of_narrow_params) for pair in group(p, facts).items())
+    return next((reason for reason, holds in limits if holds), "")
 
 
 def of_run(p: Program, facts: Facts) -> dict[str, bool]:

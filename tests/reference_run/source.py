@@ -388,14 +388,11 @@ start = start._replace(opt_state=optfn.distributed.init_state(tx, params, mesh))
 def by_hand_text(p: Program, way: str) -> str:
     """Return the text of a step that a user writes around `tx.update`, and of its first state."""
     on_devices = WAYS[way].workers > 0
-    row = {"weight": "weight"} if p.is_weighted else {}
-    if p.names("record_metrics"):
-        row["**optfn.metrics(opt_state)"] = ""
-    if p.names("loss_scale"):
-        row["loss_scale"] = "optfn.loss_scale(opt_state)"
-    if not (p.partition or p.rule[0].startswith("optax.")) or p.names("plateau"):
-        row["learning_rate"] = "optfn.get_learning_rate(opt_state)"
-    shown = [f", {k}" if k.startswith("**") else f', "{k}": {x}' for k, x in row.items()]
+    has_rate = not (p.partition or p.rule[0].startswith("optax.")) or p.names("plateau")
+    row = [', "weight": weight'] if p.is_weighted else []
+    row += [", **optfn.metrics(opt_state)"] if p.names("record_metrics") else []
+    row += [', "loss_scale": optfn.loss_scale(opt_state)'] if p.names("loss_scale") else []
+    row += [', "learning_rate": optfn.get_learning_rate(opt_state)'] if has_rate else []
     objective = _OBJECTIVE
     if p.is_weighted:
         weight = 'jax.lax.psum(mean.weight, "data")' if on_devices else "mean.weight"
@@ -415,7 +412,7 @@ def by_hand_text(p: Program, way: str) -> str:
         value_and_grad=value_and_grad,
         average=average,
         weight=", weight=weight" * p.is_weighted,
-        row="".join(shown),
+        row="".join(row),
         params=params,
     )
     return objective + step + _STEPS[WAYS[way].by_hand]
@@ -593,7 +590,7 @@ history = {{k: [row[k] for row in rows] for k in rows[0]}} | {{"stopped": "{stop
 
 def loop_text(p: Program, part: dict) -> str:
     """Return the text of a loop that the user writes."""
-    first, end, steps = "", "", part.get("steps")
+    first, steps = "", part.get("steps")
     start, before = "jax.tree.map(jnp.copy, start)", ""
     if "carry" in part:
         start, before = "state", carry_text(part)
