@@ -21,7 +21,9 @@ RULES = [
     ("adam", {"eps_hat": False}),
     ("adamw", {}),
     ("adamw", {"weight_decay": 0.3}),
+    ("adamw", {"weight_decay": 0.3, "exclude": ".*[bt]", "b1": 0.5, "b2": 0.9}),
     ("lars", {"momentum": 0.9, "lars_coeff": 0.1}),
+    ("lars", {"momentum": 0.5, "lars_coeff": 0.1, "lars_weight_decay": 0.3, "exclude": ".*w"}),
     ("adagrad", {}),
     ("decayed_adagrad", {}),
     ("adadelta", {}),
@@ -29,10 +31,14 @@ RULES = [
     ("rmsprop", {"momentum": 0.5, "centered": True}),
     ("adamax", {}),
     ("ftrl", {"l1": 0.01}),
+    ("ftrl", {"l1": 0.01, "l2": 0.1, "lr_power": -0.4}),
     ("lamb", {}),
+    ("lamb", {"weight_decay": 0.3, "exclude": ".*[bs]"}),
     ("lamb", {"bias_correction": True}),
     ("muon", {}),
+    ("muon", {"weight_decay": 0.3, "exclude": ".*b", "nesterov": False, "scale": "moonlight"}),
     ("asgd", {"batch_num": 2}),
+    ("asgd", {"batch_num": 3, "weight_decay": 0.3}),
     ("optax.sgd", {}),
     ("optax.adam", {}),
     ("optax.adamw", {}),
@@ -69,7 +75,23 @@ ATTRS = [
     {"need_clip": False},
     {"regularization": ("l2", 0.2)},
     {"regularization": ("matrices", 0.3)},
+    {"weight_decay": 0.0},
+    {"weight_decay": 3.0},
 ]
+ONCE = {"max_consecutive": 1}
+ARGUMENTS = {
+    "accumulate": [[1], [2], [3]],
+    "skip_nonfinite": [[], [], [ONCE], [{"max_consecutive": 0}]],
+    "loss_scale": [
+        [2],
+        [2],
+        [1, {"growth_factor": 4.0, "backoff_factor": 0.25, "min_scale": 2.0}],
+        [3, ONCE],
+    ],
+    "skip_spikes": [[2.0, 3], [2.0, 3], [2.0, 2, ONCE], [1.5, 3, {"max_consecutive": 0}]],
+}
+PLATEAU = [{"cooldown": 1, "min_lr": 0.02, "threshold": 0.1, "threshold_mode": "abs"}]
+PER = {"per": [".*[wb]", ".*s"]}
 
 
 def structures(rng):
@@ -156,7 +178,7 @@ def structures(rng):
     if rule[1].get("lazy") and chance(0.9):
         around = [x for x in around if x[0] not in ("accumulate", "trace")]
     if "by hand" in way:  # which evaluates nothing
-        around = [x[:2] if x[0] == "plateau" else x for x in around]
+        around = [[y for y in x if y != "evaluation"] for x in around]
     # Norms are divided by the rate.
     if any(x[0] == "skip_spikes" for x in around) and rule not in DGC and chance(0.5):
         schedule = schedule or pick("rises", "rises", "piecewise")
@@ -210,28 +232,28 @@ def chain_members(rng):
     links = []
     if chance(0.35):
         monitor = pick([], ["evaluation"])
-        links.append(["plateau", pick(0, 1), *monitor])
+        links.append(["plateau", pick(0, 1), *monitor, *pick([], PLATEAU)])
     elif chance(0.15):
         links.append(["scaled"])
     if chance(0.5):
         links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
+        links[-1] += [{"thres_steps": True}] * (links[-1][0] == "ema" and chance(0.3))
     return links
 
 
 def wrappers(rng, rule):
     """Draw the wrappers, from the inside outwards."""
     pick, chance = picker(rng)
-    links, guard = [["record_metrics"]] if chance(0.2) else [], None
-    guards = [["skip_nonfinite"], ["skip_nonfinite"], ["loss_scale", 2]]
+    links, guard = [["record_metrics", *pick([], [PER])]] if chance(0.2) else [], None
     for _ in range(pick(0, 1, 1, 2, 2, 3)):
-        has_spikes = ["skip_spikes", 2.0, 3] in links
-        more = [["accumulate", 1], ["accumulate", 2], ["accumulate", 3]]
+        more = ["accumulate"] * 3
         if guard is None:
-            more += guards
-        if not has_spikes and guard != ["loss_scale", 2]:
-            more += [["skip_spikes", 2.0, 3]]
-        links.append(pick(*more))
-        guard = links[-1] if links[-1] in guards else guard
+            more += ["skip_nonfinite", "skip_nonfinite", "loss_scale"]
+        if guard != "loss_scale" and "skip_spikes" not in [x[0] for x in links]:
+            more += ["skip_spikes"]
+        name = pick(*more)
+        links.append([name, *pick(*ARGUMENTS[name])])
+        guard = name if name in ("skip_nonfinite", "loss_scale") else guard
     if rule[0] == "sgd" and chance(0.25):
         links.append(["trace"])
     return links
@@ -252,7 +274,7 @@ def runs(rng, p):
     pick, chance = picker(rng)
     stops = chance(0.2)
     batches = batch_lists(rng, p, stops)
-    watched = any(len(x) > 2 for x in p.names("plateau"))
+    watched = p.watches_evaluations
     if "by hand" in p.way or (chance(0.08) and not watched):
         return own_loops(rng, dataclasses.replace(p, batches=batches, evaluate=None))
     epochs = pick(None, None, 1, 2, 3)
@@ -296,11 +318,13 @@ def runs(rng, p):
 
 def own_loops(rng, p):
     """Draw loops that a user writes around the step, one after the other."""
+    pick, _ = picker(rng)
     parts = ways_on(rng, p)
     for part in parts:
         for end in part.keys() & {"kill", "callback", "signal"}:
             part["steps"] = part.pop(end)
-    return carried(rng, dataclasses.replace(p, loop="own"), parts)
+    loop = "own" if "by hand" in p.way else pick("own", "own", "scan", "vmap")
+    return carried(rng, dataclasses.replace(p, loop=loop), parts)
 
 
 def carried(rng, p, parts):

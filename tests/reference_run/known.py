@@ -66,7 +66,7 @@ def of_empty_calls(p: Program, facts: Facts) -> dict[str, bool]:
     is_empty = p.is_weighted and 0 in by_call
     accumulates = bool(p.names("accumulate"))
     nested = len(p.names("accumulate")) > 1
-    by_value = any(len(x) == 2 for x in p.names("plateau"))
+    by_value = bool(p.names("plateau")) and not p.watches_evaluations
     more = accumulates or bool(p.names("skip_spikes"))
     return {
         "02 small weights": accumulates and any(0 < w < 1e-4 for w in weights),

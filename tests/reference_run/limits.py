@@ -7,7 +7,7 @@ import math
 import optfn
 from reference_run.links import SQUARES, WRAPPERS
 from reference_run.program import Program
-from reference_run.source import WAYS
+from reference_run.source import COMPILED_LOOPS, WAYS
 
 # Rules whose steps change little if a gradient changes little.
 SMOOTH_RULES = [
@@ -29,6 +29,7 @@ NARROW_MOMENTS = [
 NARROW_RATE = 0.01
 PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
 AVERAGES = ("ema", "model_average")
+DECAYING = ("adamw", "lamb", "lars", "muon", "asgd", "ftrl")  # rules with a decay of their own
 KEEPING = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 # An older tree that is tried keeps no state on the host.
 HAS_HOST = "state_memory" in inspect.signature(optfn.make_train_step).parameters
@@ -79,7 +80,6 @@ def unsaid(p: Program) -> str:
 def of_run(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of data and runs a program does not keep."""
     e, ends = p.evaluate, facts.ends
-    watches = any(len(x) > 2 for x in p.names("plateau"))
     rates = ["rate" in x for x in p.parts]
     kills = [x["kill"] for x in p.parts if x.get("kill")]
     per_epoch = max(1, facts.steps // (p.epochs or 1))
@@ -118,7 +118,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         # Whether an epoch has ended is known by the next batch, which dies before the save.
         "it dies between epochs": by_epoch
         and any(n % per_epoch == 0 or n % p.save_every == 0 for n in kills),
-        "a plateau watches evaluations": watches and not (e and e["every"]),
+        "a plateau watches evaluations": p.watches_evaluations and not (e and e["every"]),
         "values of a best state with a NaN": bool(
             e and e["keep_best"] and e["values"] and p.model_state
         )
@@ -132,7 +132,8 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
 
 def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of an optimizer a program does not keep."""
-    is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and not facts.guards
+    gives_up = facts.has("by hand") and "max_consecutive" in str(p.links)
+    is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and (gives_up or not facts.guards)
     further = p.clip or p.regularization or p.attrs
     more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
     is_huge = any(b.get("bad") == "huge" for b in p.batches)
@@ -142,6 +143,8 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         "an l1 decay over many steps in float32": p.dtype == "float32"
         and facts.steps > 24
         and "'l1', " in str((p.regularization, p.attrs)),
+        "a decay of a rule without one": any("weight_decay" in x for x in p.attrs.values())
+        and p.rule[0] not in DECAYING,
         "optax knows no attributes": facts.is_foreign and bool(p.attrs or "count" in p.leaves),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
@@ -204,7 +207,7 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
 def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of loops that a user writes a program does not keep."""
     more = p.saves or p.epochs or p.evaluate or p.stops or p.reports or p.log or p.loader != "list"
-    by_hand, is_own = facts.has("by hand"), p.loop == "own"
+    by_hand, is_own = facts.has("by hand"), p.loop != "fit"
     aux = p.aux or p.model_state or p.key or p.pass_step or p.stages or p.local_steps > 1
     last = facts.names[-1] if facts.names else ""
     guards = [x for x in facts.names if x in KEEPING and x != "accumulate"]
@@ -213,7 +216,9 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         "a loop of one's own has a step alone": is_own and bool(more),
         "it ends in a way of its own": is_own
         and any(k in x for x in p.parts for k in ("kill", "callback", "signal")),
-        "who writes a step writes the loop": by_hand and not is_own,
+        "who writes a step writes the loop": by_hand and p.loop != "own",
+        "calls of one program take equal batches": p.loop in COMPILED_LOOPS
+        and len({*facts.sizes}) > 1,
         "a step by hand has a plain loss": by_hand and bool(aux),
         # Without a guard or an accumulation the one who writes the loop decides.
         "an empty call by hand": by_hand

@@ -8,6 +8,7 @@ accumulation has taken the call, and there is no update yet.
 
 import copy
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -79,6 +80,7 @@ class Rule:
     def step_leaf(self, k, p, g, state, lr):
         """Return a leaf after a step of the rule, and its state."""
         name, options = self.p.rule
+        options = own_decays(name, options, self.p.attrs.get(k, {}), k)
         if self.p.stages and k in STACKED and p.ndim > len(SHAPES[k]):  # each stage is a tensor
             states = [{i: x[n] for i, x in state.items()} for n in range(self.p.stages)]
             rows = [self.step_leaf(k, *row, lr) for row in zip(p, g, states, strict=True)]
@@ -87,12 +89,12 @@ class Rule:
         if not p.size:
             return p, state
         if k in TABLES and "tables" in self.p.way:
-            return self.step_table(p, g, state, lr)
+            return self.step_table(p, g, state, lr, options)
         return RULES[name](p, g, state, self.count - self.begun.get(k, 0), lr, **exact(options))
 
-    def step_table(self, p, g, state, lr):
+    def step_table(self, p, g, state, lr, options):
         """Return a table after a step of the rule, and its state."""
-        (name, options), t = self.p.rule, self.count
+        name, t = self.p.rule[0], self.count
         late, before, more = 0.0, state, {}
         if options.get("lazy") == "exact":
             late, before = catch_up(state, t, p, eps_hat=options.get("eps_hat", name == "adam"))
@@ -109,6 +111,20 @@ class Rule:
 def exact(options):
     """Return the arguments of a rule without those for rows and the dtype of moments."""
     return {k: x for k, x in options.items() if k not in ("lazy", "moment_dtype")}
+
+
+DECAYS = ("weight_decay", "lars_weight_decay")
+
+
+def own_decays(name, options, attr, leaf):
+    """Return the arguments of a rule for a leaf: `exclude` takes the decay from some, and its
+    attributes multiply the decay."""
+    options, factor = dict(options), attr.get("weight_decay", 1.0)
+    if re.fullmatch(options.pop("exclude", "none"), leaf):
+        factor = 0.0
+    usual = RULES[name].__kwdefaults__ or {}
+    names = [k for k in usual if k in DECAYS or (name == "ftrl" and k in ("l1", "l2"))]
+    return options | {k: factor * options.get(k, usual[k]) for k in names}
 
 
 def catch_up(state, t, p, eps_hat):
@@ -366,8 +382,11 @@ class Trace:
 class Plateau:
     """The rate falls by half when more than `patience` values in a row are no better."""
 
-    def __init__(self, program, inner, patience, monitor="value"):
+    def __init__(self, program, inner, patience, monitor="value", **options):
         self.inner, self.patience, self.monitor = inner, patience, monitor
+        self.cooldown, self.least = options.get("cooldown", 0), options.get("min_lr", 0.0)
+        self.threshold, self.ignored = options.get("threshold", 1e-4), 0
+        self.is_relative = options.get("threshold_mode", "rel") == "rel"
         by_evaluation = monitor == "evaluation" and program.evaluate
         self.sign = -1 if by_evaluation and program.evaluate["mode"] == "max" else 1
         self.rate, self.best, self.bad, self.told = program.rate, None, 0, None
@@ -382,13 +401,19 @@ class Plateau:
         return {k: self.rate * u[k] for k in u}
 
     def judge(self, v):
-        is_first = self.best is None
-        if v == v and (is_first or self.sign * v < self.sign * self.best - 1e-4 * self.best):
+        if self.ignored:
+            self.ignored -= 1
+            return
+        if v == v and (self.best is None or self.sign * v < self.sign * self.best - self.gap()):
             self.best, self.bad = v, 0
         else:
             self.bad += 1
         if self.bad > self.patience:
-            self.rate, self.bad = self.rate / 2, 0
+            lower = max(self.rate / 2, self.least)
+            self.rate, self.bad, self.ignored = min(self.rate, lower), 0, self.cooldown
+
+    def gap(self):
+        return self.threshold * (self.best if self.is_relative else 1.0)
 
 
 class Scaled:
@@ -439,12 +464,14 @@ class Average:
 class MovingAverage(Average):
     """Each update weighs d times as much as the next one."""
 
-    def __init__(self, program, inner, decay):
+    def __init__(self, program, inner, decay, thres_steps=False):
         super().__init__(program, inner)
-        self.decay = decay
+        self.decay, self.thres_steps, self.n = decay, thres_steps, 0
 
     def weigh(self):
-        self.weights = [self.decay * x for x in self.weights] + [1.0]
+        grown = (1 + self.n) / (10 + self.n) if self.thres_steps else 1.0
+        d, self.n = min(self.decay, grown), self.n + 1
+        self.weights = [d * x for x in self.weights] + [1 - d]
 
 
 class ModelAverage(Average):
@@ -504,10 +531,9 @@ class Accumulate:
 class SkipNonfinite:
     """A gradient that is not finite changes nothing, up to ten times in a row."""
 
-    most_in_a_row = 10
-
-    def __init__(self, program, inner):
+    def __init__(self, program, inner, max_consecutive=10):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
+        self.most_in_a_row = max_consecutive
         limit = float(jax.numpy.finfo(program.dtype).max)
         has_rule = any(isinstance(x, Rule) for x in links_of(inner))
         has_squares = has_rule and program.rule[0] in SQUARES
@@ -529,32 +555,31 @@ class SkipNonfinite:
 
 
 class LossScale(SkipNonfinite):
-    """Skips as SkipNonfinite does; the scale then falls by half, and doubles after good calls."""
+    """Skips as SkipNonfinite does; the scale then falls, and grows after good calls."""
 
-    most_in_a_row = 50
-
-    def __init__(self, program, inner, interval):
-        super().__init__(program, inner)
+    def __init__(self, program, inner, interval, **options):
+        super().__init__(program, inner, options.get("max_consecutive", 50))
         self.interval, self.scale, self.good = interval, 4.0, 0
+        self.growth, self.least = options.get("growth_factor", 2.0), options.get("min_scale", 1.0)
+        self.backoff = options.get("backoff_factor", 0.5)
 
     def update(self, g, p, w, value):
-        before = self.skipped
         u = super().update(g, p, w, value)
-        if w != 0 and self.skipped != before:
-            self.scale, self.good = max(self.scale / 2, 1.0), 0
+        if w != 0 and self.in_a_row:
+            self.scale, self.good = max(self.scale * self.backoff, min(self.least, 4.0)), 0
         elif w != 0:
             self.good += 1
             if self.good >= self.interval:
-                self.scale, self.good = self.scale * 2, 0
+                self.scale, self.good = self.scale * self.growth, 0
         return u
 
 
 class SkipSpikes:
     """An update that is much larger than the median of the last ones changes nothing."""
 
-    def __init__(self, program, inner, factor, window):
+    def __init__(self, program, inner, factor, window, max_consecutive=10):
         self.inner, self.factor, self.skipped, self.in_a_row = inner, factor, 0, 0
-        self.norms = [np.inf] * window
+        self.norms, self.most_in_a_row = [np.inf] * window, max_consecutive
 
     def update(self, g, p, w, value):
         before = copy.deepcopy(self.inner)
@@ -565,7 +590,7 @@ class SkipSpikes:
         norm = np.sqrt(sum_of_squares(u)) / rate if is_update(u) else 0.0
         is_spike = norm > self.factor * np.median(self.norms)
         self.in_a_row = self.in_a_row + 1 if is_spike else 0
-        if is_spike and self.in_a_row <= 10:
+        if is_spike and self.in_a_row <= self.most_in_a_row:
             self.inner, self.skipped = before, self.skipped + 1
             return SKIPPED
         if np.isfinite(norm) and norm > 0:
@@ -574,10 +599,11 @@ class SkipSpikes:
 
 
 class RecordMetrics:
-    """The norms of gradient, update and params in the last update."""
+    """The norms of gradient, update and params in the last update, and those of some leaves."""
 
-    def __init__(self, program, inner):
-        self.inner, self.norms = inner, dict.fromkeys(NORMS, 0.0)
+    def __init__(self, program, inner, per=()):
+        self.inner, self.patterns, self.path_of = inner, per, program.path_of
+        self.norms = dict.fromkeys(NORMS, 0.0) | {f"{k}/{x}": 0.0 for k in NORMS for x in per}
         self.freeze(program)
 
     def freeze(self, program):
@@ -594,7 +620,20 @@ class RecordMetrics:
             inexact = {k: x for k, x in p.items() if k in g and k not in self.left_out}
             trees = {k: x for k, x in g.items() if k not in self.frozen}, u, inexact
             self.norms = {k: sum_of_squares(x) ** 0.5 for k, x in zip(NORMS, trees, strict=True)}
+            for pattern in self.patterns:
+                of_some = [self.norm_of(x, pattern) for x in trees]
+                self.norms |= {f"{k}/{pattern}": x for k, x in zip(NORMS, of_some, strict=True)}
         return u
+
+    def metrics(self):
+        """Return the norms, and the ratio of the last two for each pattern."""
+        pairs = {x: [self.norms[f"{k}/{x}"] for k in NORMS[1:]] for x in self.patterns}
+        return self.norms | {f"update_ratio/{k}": np.divide(*x) for k, x in pairs.items()}
+
+    def norm_of(self, tree, pattern):
+        """Return the norm of the leaves whose path a pattern matches."""
+        chosen = {k: x for k, x in tree.items() if re.fullmatch(pattern, self.path_of(k))}
+        return sum_of_squares(chosen) ** 0.5
 
 
 def is_wrapped(names, place):
@@ -623,7 +662,8 @@ LINKS = {
 def wrap(program, link, wrappers):
     """Return a link with others around it, from the inside outwards."""
     for name, *arguments in wrappers:
-        link = LINKS[name](program, link, *arguments)
+        options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        link = LINKS[name](program, link, *arguments, **options)
     return link
 
 

@@ -57,7 +57,7 @@ def execute(p: Program) -> dict:
     try:
         for part in p.parts:
             made = compiled(source.step_text(p.of_part(part), part.get("way", p.way)))
-            names |= {k: made[k] for k in ("step", "start")}
+            names |= {k: made[k] for k in ("step", "start", "take_steps") if k in made}
             exec(source.fit_text(p, part), names)
         return observe(p, part, names)
     finally:

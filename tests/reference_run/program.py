@@ -32,7 +32,8 @@ class Program:
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, and the links around that.
-    links: the wrappers, and the members of the chain, from the inside outwards.
+    links: the wrappers, and the members of the chain, from the inside outwards: each a name in
+      `links.LINKS`, its arguments, and perhaps a dict of further ones.
     rows: how many rows of x an example has; the model sees their mean.
     batches: for each its seed, the weights of its examples, and what is "bad" in it.
     loader: "list", "generator", "reader" (an iterator that saves its position), or ["shuffled",
@@ -46,7 +47,8 @@ class Program:
       reaches it, if not by checkpoints of the run, a name in `source.CARRIES`; `set_rate`: the rate
       that is then set in it; `attrs`: the attributes of the last call, in which other leaves are
       trained.
-    loop: "fit", or "own" for a loop that the user writes around the step.
+    loop: "fit"; "own" for a loop that the user writes around the step; "scan" for one that is a
+      program; "vmap" for a program of two runs, of which this is the second.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
@@ -95,6 +97,17 @@ class Program:
         """Return the links of these names, those of a part of the params among them."""
         inner = self.partition["links"] if self.partition else []
         return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
+
+    @property
+    def watches_evaluations(self) -> bool:
+        """Whether a plateau watches evaluations."""
+        return any("evaluation" in link for link in self.names("plateau"))
+
+    def path_of(self, leaf: str) -> str:
+        """Return the path of a leaf."""
+        if self.stages and leaf in STACKED:
+            return f"stages/{leaf}"
+        return f"shared/{leaf}" if self.is_pipeline else leaf
 
     @property
     def is_pipeline(self) -> bool:

@@ -111,7 +111,7 @@ class Loop:
             is_stopped = self.n in (part.get("callback"), part.get("signal"))
             if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
                 self.save()
-        if self.has_given_up():
+        if self.has_given_up() and p.loop == "fit":  # a step raises in the next call
             return {"raised": "FloatingPointError"}
         if self.n > begin:
             self.end()
@@ -130,7 +130,10 @@ class Loop:
         return any(isinstance(x, kinds) for x in links.guards_of(self.state["optimizer"]))
 
     def has_given_up(self):
-        return any(getattr(x, "gave_up", False) for x in links.guards_of(self.state["optimizer"]))
+        """Whether a guard ends the run, which a step by hand or in a compiled loop cannot."""
+        guards = links.guards_of(self.state["optimizer"])
+        is_seen = not self.way.by_hand and self.p.loop in ("fit", "own")
+        return is_seen and any(getattr(x, "gave_up", False) for x in guards)
 
     def call(self):
         """Make one call of the step."""
@@ -233,7 +236,7 @@ class Loop:
             if isinstance(x, links.SkipNonfinite) and not self.way.by_hand:
                 metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
             if isinstance(x, links.RecordMetrics):
-                metrics |= x.norms
+                metrics |= x.metrics()
             if isinstance(x, links.LossScale):
                 metrics["loss_scale"] = x.scale
         if p.epochs:

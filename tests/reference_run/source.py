@@ -139,15 +139,15 @@ _AROUND = {
     "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau("
     "{rate}, decay_rate=0.5, patience={0}{more}))",
     "scaled": "optfn.chain({tx}, optax.scale_by_schedule(lambda n: 1 / (1 + n)))",
-    "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}))",
+    "ema": "optfn.chain({tx}, optfn.exponential_moving_average({0}{more}))",
     "model_average": "optfn.chain({tx}, optfn.model_average("
     "1.0, min_average_window={0}, max_average_window={0}))",
     "master_weights": "optfn.master_weights({tx}, {0})",
     "accumulate": "optfn.accumulate({tx}, {0})",
-    "skip_nonfinite": "optfn.skip_nonfinite({tx})",
-    "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0})",
-    "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1})",
-    "record_metrics": "optfn.record_metrics({tx})",
+    "skip_nonfinite": "optfn.skip_nonfinite({tx}{more})",
+    "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0}{more})",
+    "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1}{more})",
+    "record_metrics": "optfn.record_metrics({tx}{more})",
 }
 HEADER = """\
 import collections, os, signal, tempfile
@@ -195,7 +195,7 @@ def rule_text(p: Program, way: str) -> str:
         return links[0] if len(links) == 1 else call("optfn.chain", *links)
     if name == "dgc_momentum":
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
-    attrs = {path_of(p, k): attr_text(x) for k, x in p.attrs.items()}
+    attrs = {p.path_of(k): attr_text(x) for k, x in p.attrs.items()}
     return call(
         f"optfn.{name}",
         rate,
@@ -204,13 +204,6 @@ def rule_text(p: Program, way: str) -> str:
         regularization=p.regularization and decay_text(p.regularization),
         param_attrs=attrs and dict_text(attrs),
     )
-
-
-def path_of(p: Program, name: str) -> str:
-    """Return the path of a leaf."""
-    if p.stages and name in STACKED:
-        return f"stages/{name}"
-    return f"shared/{name}" if p.is_pipeline else name
 
 
 def clip_text(clip):
@@ -231,10 +224,11 @@ def attr_text(attr):
 def wrap(p: Program, tx: str, links) -> str:
     """Return the text of a transformation with links around it."""
     for name, *arguments in links:
-        more = ""
-        if name == "plateau" and len(arguments) > 1:
+        options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        more = "".join(f", {k}={v!r}" for k, v in options.items())
+        if "evaluation" in arguments:
             mode = p.evaluate["mode"] if p.evaluate else "min"
-            more = f', monitor="evaluation", mode="{mode}"'
+            more += f', monitor="evaluation", mode="{mode}"'
         tx = _AROUND[name].format(*arguments, tx=tx, rate=p.rate, more=more)
     return tx
 
@@ -333,7 +327,7 @@ def step_text(p: Program, way: str) -> str:
         "step = "
         + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
     ]
-    return "\n".join([*lines, f"start = step.init({params}{state})"])
+    return "\n".join([*lines, f"start = step.init({params}{state})", compiled_loop(p)])
 
 
 _OBJECTIVE = """
@@ -479,7 +473,8 @@ value_and_grad = {made}
 tx = {optimizer_text(p, way)}
 step = optfn.make_train_step(None, tx, value_and_grad=value_and_grad{options})
 blocks = [{", ".join(stages)}]
-start = step.init(PipelineParams({blocks}, {shared}))"""
+start = step.init(PipelineParams({blocks}, {shared}))
+{compiled_loop(p)}"""
 
 
 _KILLED = """
@@ -588,6 +583,35 @@ history = {{k: [row[k] for row in rows] for k in rows[0]}} | {{"stopped": "{stop
 """
 
 
+def compiled_loop(p: Program) -> str:
+    """Return the text of a program of all calls of the loop, "" if each is a program."""
+    return COMPILED_LOOPS.get(p.loop, "")
+
+
+_ALL_AT_ONCE = """{before}stacked = jax.tree.map(lambda *x: np.stack(x), *{data})
+{run}
+count = len(jax.tree.leaves(rows)[0])
+aux = rows.pop("aux", {{}})
+rows = jax.device_get(rows | {{f"aux/{{k}}": x for k, x in aux.items()}})
+history = {{k: list(x) for k, x in rows.items()}} | {{"stopped": "{stopped}"}}
+"""
+# One program for all calls; of two runs, of which the first has other data.
+COMPILED_LOOPS = {
+    "scan": "take_steps = jax.jit(lambda *x: jax.lax.scan(step, *x))",
+    "vmap": """
+take_steps = jax.jit(lambda *x: jax.vmap(lambda *x: jax.lax.scan(step, *x))(*x))
+""",
+}
+_RUNS = {
+    "scan": "state, rows = take_steps({start}, stacked)",
+    "vmap": """
+both = jax.tree.map(lambda x: np.stack([x[::-1], x]), stacked)
+start_of_both = jax.tree.map(lambda x: jnp.stack([x, x]), {start})
+state, rows = jax.tree.map(lambda x: x[1], take_steps(start_of_both, both))
+""",
+}
+
+
 def loop_text(p: Program, part: dict) -> str:
     """Return the text of a loop that the user writes."""
     first, steps = "", part.get("steps")
@@ -598,6 +622,9 @@ def loop_text(p: Program, part: dict) -> str:
     end = "" if steps is None else steps // p.local_steps
     data = f"batches[{first}:{end}]"
     stopped = "batches" if steps is None else "steps"
+    if p.loop in _RUNS:
+        run = _RUNS[p.loop].format(start=start)
+        return _ALL_AT_ONCE.format(before=before, run=run, data=data, stopped=stopped)
     return _OWN_LOOP.format(before=before, start=start, data=data, stopped=stopped)
 
 
@@ -611,7 +638,7 @@ def carry_text(part: dict) -> str:
 
 def fit_text(p: Program, part: dict) -> str:
     """Return the text of one call of the loop."""
-    if p.loop == "own":
+    if p.loop != "fit":
         return loop_text(p, part)
     e, kill = p.evaluate, part.get("kill")
     calls = kill if kill is None else kill // p.local_steps
