@@ -21,6 +21,8 @@ def refusal(p: Program) -> str:
     docs/recipes.md has the reasons: packed params have no leaves for labels and shapes, and what
     stands in front of an exchange keeps gradients of one worker.
     """
+    if p.loop == "vmap" and Facts(p).has("host"):
+        return "memory_space of all inputs passed to `gather` must be the same"
     if p.exchanges and p.names("trace"):
         return "would differ between workers"
     if p.is_pipeline and p.names("loss_scale"):

@@ -219,6 +219,10 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         "who writes a step writes the loop": by_hand and p.loop != "own",
         "calls of one program take equal batches": p.loop in COMPILED_LOOPS
         and len({*facts.sizes}) > 1,
+        # Its first call gives the workers their counters.
+        "a scan of local steps over a mean": p.loop in COMPILED_LOOPS
+        and p.local_steps > 1
+        and p.is_weighted,
         "a step by hand has a plain loss": by_hand and bool(aux),
         # Without a guard or an accumulation the one who writes the loop decides.
         "an empty call by hand": by_hand

@@ -86,7 +86,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     Args:
       batch: arrays of all examples, the same in every process. Global arrays are not copied
         (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
-        traced arrays are returned unchanged.
+        traced arrays are split along explicit axes alone.
       mesh: the mesh of the workers.
       data_axis: the mesh axes that split it.
       local_steps: for how many steps each worker splits its shard evenly.
@@ -108,7 +108,9 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
                 f"{REMEDIES_OF_SIZE}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
-        if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        if checks.is_traced(x):  # a scan gives a slice that no explicit axis divides
+            return jax.sharding.reshard(x, placement) if mesh.explicit_axes else x
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
         # device_put moves an array between devices without a copy on the host.
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
