@@ -132,7 +132,8 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
 
 def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of an optimizer a program does not keep."""
-    gives_up = facts.has("by hand") and "max_consecutive" in str(p.links)
+    is_unseen = facts.has("by hand") or p.loop in COMPILED_LOOPS
+    gives_up = is_unseen and "max_consecutive" in str(p.links)
     is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and (gives_up or not facts.guards)
     further = p.clip or p.regularization or p.attrs
     more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
