@@ -81,6 +81,8 @@ ATTRS = [
 ONCE = {"max_consecutive": 1}
 ARGUMENTS = {
     "accumulate": [[1], [2], [3]],
+    "multi_steps": [[1], [2], [3]],
+    "apply_if_finite": [[9]],
     "skip_nonfinite": [[], [], [ONCE], [{"max_consecutive": 0}]],
     "loss_scale": [
         [2],
@@ -90,6 +92,7 @@ ARGUMENTS = {
     ],
     "skip_spikes": [[2.0, 3], [2.0, 3], [2.0, 2, ONCE], [1.5, 3, {"max_consecutive": 0}]],
 }
+FOREIGN = {"accumulate": "multi_steps", "skip_nonfinite": "apply_if_finite"}  # of optax
 PLATEAU = [{"cooldown": 1, "min_lr": 0.02, "threshold": 0.1, "threshold_mode": "abs"}]
 PER = {"per": [".*[wb]", ".*s"]}
 
@@ -135,6 +138,8 @@ def structures(rng):
             {"leaves": pick(["b"], ["w", "b"], ["s"], *[["t"]] * ("t" in leaves)), "links": around},
             {},
         )
+        if chance(0.2):
+            partition |= {"links": [], "frozen": True}
         links = [x for x in chain_members(rng) if x[0] in limits.AVERAGES]
     else:
         links = chain_members(rng)
@@ -169,6 +174,8 @@ def structures(rng):
         masters = [["master_weights", "jnp.float64"]]
     if dtype == "bfloat16":
         masters = [["master_weights", pick("jnp.float32", "bits=32", "bits=24")]]
+        if not is_foreign and chance(0.3):
+            masters, rule = [], (rule[0], rule[1] | {"multi_precision": pick(True, 32, 24)})
         wide = pick((), ("b",), ("s",), ("w", "s"), tuple(x for x in leaves if x in TABLES))
     around = [*links, *masters, *wrappers(rng, rule)]
     if compressor:  # the norms that it records are those of workers
@@ -190,10 +197,12 @@ def structures(rng):
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = not in_stages and not is_rounded
     plain = plain and "by hand" not in way
+    has_layers = in_stages or way == "whole"
+    has_layers = has_layers or (not (partition or "by hand" in way) and chance(0.15))
+    says_stacked = has_layers and not (in_stages or is_foreign or compressor) and chance(0.3)
     return Program(
-        stages=4
-        if in_stages or way == "whole" or (not (partition or "by hand" in way) and chance(0.15))
-        else 0,
+        stages=4 if has_layers else 0,
+        stacked=("w", "b") if says_stacked else (),
         rows=1 if in_stages else rows,
         way=way,
         compressor=compressor,
@@ -252,8 +261,9 @@ def wrappers(rng, rule):
         if guard != "loss_scale" and "skip_spikes" not in [x[0] for x in links]:
             more += ["skip_spikes"]
         name = pick(*more)
+        name = FOREIGN.get(name, name) if chance(0.1) else name
         links.append([name, *pick(*ARGUMENTS[name])])
-        guard = name if name in ("skip_nonfinite", "loss_scale") else guard
+        guard = name if name in limits.GUARDS else guard
     if rule[0] == "sgd" and chance(0.25):
         links.append(["trace"])
     return links

@@ -23,12 +23,17 @@ def refusal(p: Program) -> str:
     """
     if p.loop == "vmap" and Facts(p).has("host"):
         return "memory_space of all inputs passed to `gather` must be the same"
+    foreign = p.names("multi_steps", "apply_if_finite")
+    if foreign and p.exchanges:
+        return "encloses a transform that exchanges gradients"
+    if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
+        return "optax.MultiSteps takes the plain mean of several gradients"
     if p.exchanges and p.names("trace"):
         return "would differ between workers"
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     is_foreign = p.rule[0].startswith("optax.") and not p.regularization  # which makes rows dense
-    if any(decays_by_shape(p, k) or is_foreign for k in sparse_of(p)):
+    if any(decays_by_shape(p, k) or is_foreign or foreign for k in sparse_of(p)):
         return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""

@@ -29,6 +29,7 @@ NARROW_MOMENTS = [
 NARROW_RATE = 0.01
 PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
 AVERAGES = ("ema", "model_average")
+GUARDS = ("skip_nonfinite", "loss_scale", "apply_if_finite")  # of NaN
 DECAYING = ("adamw", "lamb", "lars", "muon", "asgd", "ftrl")  # rules with a decay of their own
 KEEPING = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
 # An older tree that is tried keeps no state on the host.
@@ -48,7 +49,7 @@ class Facts:
     def __init__(self, p: Program):
         self.ways = [*dict.fromkeys([p.way, *(x.get("way", p.way) for x in p.parts)])]
         self.names = [x[0] for x in p.links]
-        self.guards = [x for x in self.names if x in ("skip_nonfinite", "loss_scale")]
+        self.guards = [x for x in self.names if x in GUARDS]
         self.has_bad = any(b.get("bad") for b in p.batches)
         self.is_foreign = p.rule[0].startswith("optax.")
         self.drops = [x["drop_last"] for x in p.parts if "drop_last" in x]
@@ -161,7 +162,8 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
 
 def of_links(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of wrappers and their order a program does not keep."""
-    names = facts.names
+    names, has_masters = facts.names, "master_weights" in facts.names
+    has_masters = has_masters or "multi_precision" in p.rule[1]
     outside = names[names.index("loss_scale") + 1 :] if "loss_scale" in names else []
     once = ("skip_nonfinite", "loss_scale", "skip_spikes", "record_metrics")
     return {
@@ -173,6 +175,13 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
         "norms are those of workers": p.exchanges and "record_metrics" in names,
         "labels exchange nothing": p.exchanges and p.partition is not None,
+        "a plateau inside of optax.MultiSteps, which hides the loss": "multi_steps" in names
+        and "plateau" in names,
+        "attributes inside of wrappers of optax": bool(p.stacked)
+        and facts.has("whole")
+        and not {*names}.isdisjoint(("multi_steps", "apply_if_finite", "scaled")),
+        "masters inside of a guard of optax": "apply_if_finite" in names and bool(has_masters),
+        "a schedule behind masters": "scaled" in names and "multi_precision" in p.rule[1],
         "an exchange in wide masters sends all": p.exchanges and "master_weights" in names,
     }
 
@@ -230,6 +239,7 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         and p.is_weighted
         and last not in KEEPING
         and not all(any(b["weights"]) for b in p.batches),
+        "a plain mean of calls by hand": by_hand and p.is_weighted and "multi_steps" in facts.names,
         "integers have no mean by hand": by_hand and "count" in p.leaves and p.way != "by hand",
         "norms of frozen leaves are those of a way": by_hand
         and "record_metrics" in facts.names
@@ -252,7 +262,8 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
     Nothing may turn their rounding into another decision.
     """
     e, is_narrow = p.evaluate, p.dtype == "bfloat16"
-    rounds, is_smooth = p.is_rounded, tuple(p.rule) in SMOOTH_RULES or "moment_dtype" in p.rule[1]
+    bare = (p.rule[0], {k: x for k, x in p.rule[1].items() if k != "multi_precision"})
+    rounds, is_smooth = p.is_rounded, bare in SMOOTH_RULES or "moment_dtype" in p.rule[1]
     ways = [WAYS[name] for name in facts.ways]
     in_chunks = p.rule[1].get("moment_dtype") == "int8"
     is_chosen = bool(e) and not e["values"] and (e["keep_best"] or e["patience"])
@@ -260,7 +271,8 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
     more = p.aux or p.model_state or p.exchanges or p.local_steps > 1
     more = more or p.rate > NARROW_RATE or "count" in p.leaves
     return {
-        "narrow params have masters": is_narrow and not p.names("master_weights"),
+        "narrow params have masters": is_narrow
+        and not (p.names("master_weights") or "multi_precision" in p.rule[1]),
         "rounding decides": rounds and bool(judges or more or not is_smooth),
         "chunks of 8 bits stay as they are": in_chunks
         and len({(way.virtual, "packed" in way.options) for way in ways}) > 1,

@@ -110,7 +110,8 @@ class Rule:
 
 def exact(options):
     """Return the arguments of a rule without those for rows and the dtype of moments."""
-    return {k: x for k, x in options.items() if k not in ("lazy", "moment_dtype")}
+    others = "lazy", "moment_dtype", "multi_precision"
+    return {k: x for k, x in options.items() if k not in others}
 
 
 DECAYS = ("weight_decay", "lars_weight_decay")
@@ -344,9 +345,10 @@ class Partition:
     def __init__(self, program, names):
         own = program.partition["leaves"]
         rest = [k for k in names if k not in own]
+        rule = SetToZero() if program.partition.get("frozen") else make_rule(program, own)
         self.labels = [
             (rest, make_rule(program, rest)),
-            (own, wrap(program, make_rule(program, own), program.partition["links"])),
+            (own, wrap(program, rule, program.partition["links"])),
         ]
 
     def update(self, g, p, w, value):
@@ -360,6 +362,13 @@ class Partition:
         for (names, _), u in zip(self.labels, found, strict=True):
             results |= u if is_update(u) else {k: 0 * p[k] for k in names}
         return results
+
+
+class SetToZero:
+    """The rule of optax that changes nothing."""
+
+    def update(self, g, p, w, value):
+        return SKIPPED if w == 0 else {k: 0 * x for k, x in p.items()}
 
 
 class Trace:
@@ -574,6 +583,13 @@ class LossScale(SkipNonfinite):
         return u
 
 
+class ApplyIfFinite(SkipNonfinite):
+    """The guard of optax, which knows no squares, and counts in no metrics."""
+
+    def is_bad(self, g):
+        return not all(np.all(np.isfinite(x)) for x in g.values())
+
+
 class SkipSpikes:
     """An update that is much larger than the median of the last ones changes nothing."""
 
@@ -652,6 +668,8 @@ LINKS = {
     "model_average": ModelAverage,
     "master_weights": Masters,
     "accumulate": Accumulate,
+    "multi_steps": Accumulate,  # whose calls count alike
+    "apply_if_finite": ApplyIfFinite,
     "skip_nonfinite": SkipNonfinite,
     "loss_scale": LossScale,
     "skip_spikes": SkipSpikes,
@@ -684,7 +702,8 @@ def make_optimizer(program):
 def make_rule(program, names):
     """Return the rule of some leaves."""
     kind = OptaxRule if program.rule[0].startswith("optax.") else Rule
-    return kind(program, names)
+    link = kind(program, names)
+    return Masters(program, link, None) if "multi_precision" in program.rule[1] else link
 
 
 def links_of(link):

@@ -102,7 +102,8 @@ def whole(params):
         stages = jax.device_get(unstack_stages(params.stages))
         params = {k: np.stack([x[k] for x in stages]) for k in STACKED} | params.shared
     if "stages" in params:
-        params = {k: x for k, x in params.items() if k != "stages"} | params["stages"].layers
+        layers = getattr(params["stages"], "layers", params["stages"])
+        params = {k: x for k, x in params.items() if k != "stages"} | layers
     return {k: np.asarray(x) for k, x in params.items()}
 
 
@@ -113,7 +114,8 @@ def template(p: Program):
         return params
     shared = {k: x for k, x in params.items() if k not in STACKED}
     if not p.is_pipeline:
-        return shared | {"stages": optfn.Stacked({k: params[k] for k in STACKED})}
+        layers = {k: params[k] for k in STACKED}
+        return shared | {"stages": layers if p.stacked else optfn.Stacked(layers)}
     stages = [{k: params[k][i] for k in STACKED} for i in range(p.stages)]
     return PipelineParams(stack_stages(stages), shared)
 

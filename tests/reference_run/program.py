@@ -25,13 +25,16 @@ class Program:
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
     stages: how many stages of a pipeline the model has, or stacked layers, each with "w" and "b"; 0
       for a single layer.
+    stacked: the leaves of layers whose attributes say that they are stacked, of which the params
+      say nothing.
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
     compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`, and
       perhaps `links.BY_PARTS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
-    partition: leaves with a rule of their own, and the links around that.
+    partition: leaves with a rule of their own, the links around that, and perhaps "frozen", for a
+      rule that sets their updates to 0.
     links: the wrappers, and the members of the chain, from the inside outwards: each a name in
       `links.LINKS`, its arguments, and perhaps a dict of further ones.
     rows: how many rows of x an example has; the model sees their mean.
@@ -69,6 +72,7 @@ class Program:
     rate: float = 0.05
     schedule: str | None = None
     stages: int = 0
+    stacked: tuple[str, ...] = ()
     local_steps: int = 1
     outer: Any = None
     compressor: str | None = None

@@ -38,6 +38,7 @@ def run(p: Program, ways: dict) -> dict:
         result = loop.run()
         last = loop.state | {"calls": [], "evaluations": []}
         if "raised" in result:
+            reached.add("an end by an error")
             break
     return result | {"reached": reached}
 
@@ -126,8 +127,8 @@ class Loop:
     @property
     def is_guarded(self):
         """Whether the optimizer leaves out gradients that are not finite."""
-        kinds = links.SkipNonfinite, links.LossScale
-        return any(isinstance(x, kinds) for x in links.guards_of(self.state["optimizer"]))
+        guards = links.guards_of(self.state["optimizer"])
+        return any(isinstance(x, links.SkipNonfinite) for x in guards)
 
     def has_given_up(self):
         """Whether a guard ends the run, which a step by hand or in a compiled loop cannot."""
@@ -233,7 +234,8 @@ class Loop:
             metrics["learning_rate"] = max(rates)
         inside = links.links_of(optimizer)
         for x in inside:
-            if isinstance(x, links.SkipNonfinite) and not self.way.by_hand:
+            is_counted = not (self.way.by_hand or isinstance(x, links.ApplyIfFinite))
+            if isinstance(x, links.SkipNonfinite) and is_counted:
                 metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
             if isinstance(x, links.RecordMetrics):
                 metrics |= x.metrics()

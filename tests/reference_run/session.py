@@ -93,7 +93,7 @@ class Session:
         if words and is_refused and words in bad[0][2]:
             self.refusals[words] += 1
             return [], {"a refusal"}
-        if words:
+        if words and "an end by an error" not in reached:
             return [("trained although refused", words, bad[:1])], reached
         return bad, reached
 

@@ -144,6 +144,8 @@ _AROUND = {
     "1.0, min_average_window={0}, max_average_window={0}))",
     "master_weights": "optfn.master_weights({tx}, {0})",
     "accumulate": "optfn.accumulate({tx}, {0})",
+    "multi_steps": "optax.MultiSteps({tx}, {0}).gradient_transformation()",
+    "apply_if_finite": "optax.apply_if_finite({tx}, {0})",
     "skip_nonfinite": "optfn.skip_nonfinite({tx}{more})",
     "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0}{more})",
     "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1}{more})",
@@ -195,7 +197,8 @@ def rule_text(p: Program, way: str) -> str:
         return links[0] if len(links) == 1 else call("optfn.chain", *links)
     if name == "dgc_momentum":
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
-    attrs = {p.path_of(k): attr_text(x) for k, x in p.attrs.items()}
+    attrs = {k: p.attrs.get(k, {}) for k in p.leaves if k in p.attrs or k in p.stacked}
+    attrs = {p.path_of(k): attr_text(x, k in p.stacked) for k, x in attrs.items()}
     return call(
         f"optfn.{name}",
         rate,
@@ -216,9 +219,9 @@ def decay_text(decay):
     return f"optfn.{decay[0]}_decay({decay[1]})"
 
 
-def attr_text(attr):
+def attr_text(attr, is_stacked):
     shown = {k: decay_text(x) if k == "regularization" else repr(x) for k, x in attr.items()}
-    return call("optfn.ParamAttr", **shown)
+    return call("optfn.ParamAttr", **shown, stacked=1 if is_stacked else None)
 
 
 def wrap(p: Program, tx: str, links) -> str:
@@ -238,7 +241,8 @@ def optimizer_text(p: Program, way: str) -> str:
     tx = rule_text(p, way)
     if p.partition:
         labels = {k: "own" if k in p.partition["leaves"] else "rest" for k in p.leaves}
-        own = wrap(p, tx, p.partition["links"])
+        own = "optax.set_to_zero()" if p.partition.get("frozen") else tx
+        own = wrap(p, own, p.partition["links"])
         tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {labels})'
     if p.compressor:
         tx = _EXCHANGE.format(p.compressor, axis_of(way), tx=tx)
@@ -416,7 +420,8 @@ def params_text(p: Program) -> str:
     """Return the text of the params that a program begins with."""
     texts = {k: array_text(x) for k, x in first_params(p).items()}
     layers = dict_text({k: texts.pop(k) for k in STACKED}) if p.stages else ""
-    return dict_text(texts | ({"stages": f"optfn.Stacked({layers})"} if layers else {}))
+    layers = layers if p.stacked or not layers else f"optfn.Stacked({layers})"
+    return dict_text(texts | ({"stages": layers} if layers else {}))
 
 
 def dict_text(texts) -> str:
