@@ -21,7 +21,6 @@ import numpy as np
 from optfn.core import tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
-from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import is_unpackable, pack_like, unpack
 from optfn.mesh.collectives.axes import join_axes
@@ -114,7 +113,7 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
     if is_padded(like):
         return pad_like(like, leaves)
     if workers:
-        arrays = jax.tree.leaves(_pack_buffers(workers, like.layout, leaves))
+        arrays = jax.tree.leaves(_pack_buffers(workers, like, leaves))
         # The structure of `like` has the PerWorkers around its buffers.
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
     if not is_unpackable(like):
@@ -127,8 +126,9 @@ def _convert_leaves(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
 def _unpack_buffers(
     workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Unpack a Packed of per-worker buffers, each (workers·size,), or return the node unchanged if
-    it is none, or has no value for each element.
+    """Unpack a Packed of per-worker buffers, each (workers·size,), or (workers·d₀, size) with
+    d₀ values of an element, as the gradients of asgd, or return the node unchanged if it is none,
+    or has no value for each element.
 
     Args:
       workers: the number of workers.
@@ -140,7 +140,7 @@ def _unpack_buffers(
     # The buffers of local steps are PerWorkers themselves.
     layout, buffers = node.layout, _unwrap(node.buffers)
     # A worker's elements are together: split by worker first, then by leaf.
-    rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
+    rows = [tree.map_arrays(partial(_split_workers, workers), x) for x in buffers]
     split = Packed(rows, node.frozen, layout)
     if not is_unpackable(split):
         return node
@@ -150,15 +150,22 @@ def _unpack_buffers(
     return layout.structure.unflatten(leaves)
 
 
-def _pack_buffers(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
-    """Pack a tree of per-worker arrays into buffers (workers·size,), as the inverse of
+def _split_workers(workers: int, x: jax.Array) -> jax.Array:
+    """Return a per-worker array with the worker as its leading axis."""
+    return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+
+
+def _pack_buffers(workers: int, like: Packed, leaves: PyTree) -> Packed:
+    """Pack a tree of per-worker arrays into buffers like those of `like`, as the inverse of
     `_unpack_buffers`."""
+    layout, buffers = like.layout, [x for x in _unwrap(like.buffers) if not tree.is_masked(x)]
+    lead = next((_split_workers(workers, x).shape[:-1] for x in buffers), (workers,))
     arrays = _unwrap(layout.structure.flatten_up_to(leaves))
     rows = list(arrays)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):
-        shape = workers, *run.shape
+        shape = *lead, *run.shape
         for i in run.leaves:
             rows[i] = rows[i] if tree.is_masked(rows[i]) else rows[i].reshape(shape)
-    packed = pack_like(layout, layout.structure.unflatten(rows), lead=1)
-    buffers = [tree.map_arrays(lambda x: x.reshape(-1), x) for x in packed.buffers]
+    packed = pack_like(layout, layout.structure.unflatten(rows), len(lead))
+    buffers = [tree.map_arrays(lambda x: x.reshape(-1, *x.shape[2:]), x) for x in packed.buffers]
     return Packed(buffers, [arrays[i] for i in layout.frozen], layout)

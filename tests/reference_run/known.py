@@ -6,6 +6,7 @@ from reference_run.limits import AVERAGES, Facts
 from reference_run.links import frozen_of
 from reference_run.program import TABLES, Program, batches_of
 
+FOREIGN = ("multi_steps", "apply_if_finite")  # wrappers of optax
 # The faults that are not mended. The others name what an older tree fails by.
 OPEN: tuple[str, ...] = ()
 
@@ -23,7 +24,7 @@ def refusal(p: Program) -> str:
     """
     if p.loop == "vmap" and Facts(p).has("host"):
         return "memory_space of all inputs passed to `gather` must be the same"
-    foreign = p.names("multi_steps", "apply_if_finite")
+    foreign = p.names(*FOREIGN)
     if foreign and p.exchanges:
         return "encloses a transform that exchanges gradients"
     if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
@@ -43,7 +44,9 @@ def sparse_of(p: Program) -> list[str]:
     """Return the tables whose gradients are rows: what sums them in front of a rule makes them
     dense."""
     tables, partition = TABLES.keys() & {*p.leaves}, p.partition or {"leaves": (), "links": ()}
-    if not Facts(p).has("tables") or any(x[0] in ("accumulate", "trace") for x in p.links):
+    # Those on the outside see them first.
+    outside = [x[0] for x in p.links if x[0] in ("accumulate", "trace", *FOREIGN)][-1:]
+    if not Facts(p).has("tables") or not {*FOREIGN}.issuperset(outside):
         return []
     sums = any(x[0] == "accumulate" for x in partition["links"])
     return [k for k in tables if not (sums and k in partition["leaves"])]

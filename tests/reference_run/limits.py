@@ -147,7 +147,9 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         and "'l1', " in str((p.regularization, p.attrs)),
         "a decay of a rule without one": any("weight_decay" in x for x in p.attrs.values())
         and p.rule[0] not in DECAYING,
-        "optax knows no attributes": facts.is_foreign and bool(p.attrs or "count" in p.leaves),
+        "optax knows no attributes": facts.is_foreign and bool(p.attrs),
+        "optax knows no integers": "count" in p.leaves
+        and bool(facts.is_foreign or p.names("multi_steps", "apply_if_finite")),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
         "huge gradients, but for a guard": is_huge and not takes_huge(p),
@@ -309,6 +311,8 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
         > 1
         and p.rule[0] == "asgd",
         "labels of stacked layers": bool(p.stages and p.partition),
+        # Rows that few examples look up have a smaller rank, and then rounding decides.
+        "factors of few rows": p.has_tables and "power_sgd(4)" in str(p.compressor),
         "factors of stacked layers": bool(p.stages) and "power_sgd" in str(p.compressor),
         "a rule by shape sees stages": bool(p.stages) and by_shape,
     }
