@@ -20,7 +20,12 @@ from optfn.core.tree import list_names
 from optfn.core.types import PyTree
 from optfn.leaves.patterns import Pattern, matches
 from optfn.mesh.state.bits import DecodedArrays
-from optfn.mesh.state.placement import PER_WORKER_KEY, find_count_names, rescale_residuals
+from optfn.mesh.state.placement import (
+    PER_WORKER_KEY,
+    find_count_names,
+    read_counts,
+    rescale_residuals,
+)
 from optfn.mesh.state.reports import read_local
 from optfn.tables.sharded_table import unwrap_tables
 from optfn.train.state import TrainState
@@ -202,13 +207,12 @@ def _rescale_to_template(like: Snapshot, mapping: dict[str, Any]) -> dict[str, A
     if PER_WORKER_KEY not in mapping or not like.per_worker:
         return mapping
     names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    # In the state of a pmap each device has a copy of the count, which is 1 before its first step.
     wanted, saved = (
         [read_local(x[name]) for name in find_count_names(x, names)] for x in (like.arrays, mapping)
     )
     if any(map(np.ndim, wanted)):
         return mapping
-    now, before = ({int(n) for x in counts for n in np.ravel(x)} for counts in (wanted, saved))
+    now, before = read_counts(wanted), read_counts(saved)
     if now == before or len(now) != 1 or not names:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())

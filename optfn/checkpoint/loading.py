@@ -36,7 +36,7 @@ from optfn.mesh.state.names import (
     make_report_test,
     states_with_names,
 )
-from optfn.mesh.state.placement import keep_for_each_worker, pad_to_multiple
+from optfn.mesh.state.placement import keep_for_each_worker, pad_to_multiple, read_counts
 from optfn.mesh.state.reports import read_local
 from optfn.tables.sharded_table import to_physical, unwrap_tables
 from optfn.transforms import late_steps
@@ -205,18 +205,22 @@ def _take_one_replica(
     or the given mapping itself otherwise.
 
     There each shared array has one more axis in front, with a copy for each worker; the counters of
-    steps show it. Per-worker arrays keep that axis, which they have anyway.
+    steps show it. So has a sliced one, of which each worker uses the slice that it owns. Per-worker
+    arrays keep that axis, which they have anyway.
 
     Raises:
       ValueError: the copies of an array differ.
     """
-    shared = {entry.name: leaf for entry, leaf in entries if entry.kept in ("shared", "count")}
+    shared = {entry.name: leaf for entry, leaf in entries if entry.kept == "shared"}
     counters = [k for k, x in shared.items() if x.shape == () and x.dtype == jnp.int32]
     shapes = {np.shape(mapping[name]) for name in counters if name in mapping} - {()}
     if [len(shape) for shape in shapes] != [1]:
         return mapping
     ((count,),) = shapes
     found = dict(mapping)
+    for name in {entry.name for entry, _ in entries if entry.kept == "count"} & mapping.keys():
+        (number,) = read_counts([mapping[name]])
+        found[name] = np.full((), number, np.int32)
     for name, leaf in shared.items():
         if name not in found or np.shape(found[name]) != (count, *leaf.shape):
             continue
@@ -227,7 +231,17 @@ def _take_one_replica(
                 "they differ, and the template keeps one for all workers"
             )
         found[name] = copies[0]
+    sliced = [entry.name for entry, _ in entries if entry.kept == "sliced"]
+    for name in {*sliced} & mapping.keys():
+        found[name] = _join_own_slices(np.asarray(mapping[name]))
     return found
+
+
+def _join_own_slices(copies: np.ndarray) -> np.ndarray:
+    """Return the slices that workers own, each from this worker's copy, (workers, size)."""
+    count, size = copies.shape
+    own = np.arange(size) // -(-size // count)
+    return copies[own, np.arange(size)]
 
 
 def _compare_names(

@@ -374,18 +374,9 @@ def ways_on(rng, p):
             parts.append({pick("kill", "kill", "steps", "steps", "callback", "signal"): at * each})
     parts.append(pick({}, {}, {"steps": whole * each}))
     for part in parts[1:]:
-        if chance(0.25):
-            part["way"] = pick(
-                *(
-                    k
-                    for k in WAYS
-                    if "exchange" not in k
-                    and ("local" in k) == (each > 1)
-                    and (p.has_tables or "tables" not in k)
-                    and ("pipeline" in k) == p.is_pipeline
-                    and ("by hand" not in k or p.loop == "own")
-                )
-            )
+        others = [k for k in WAYS if takes_over(k, p)]
+        if others and chance(0.25):
+            part["way"] = pick(*others)
         if p.evaluate and isinstance(p.evaluate["every"], int) and chance(0.2):
             part["every"] = pick(1, 2, 3)
         if chance(0.4) and not isinstance(p.loader, str):
@@ -398,6 +389,17 @@ def ways_on(rng, p):
         ):
             part["rate"] = 2 * p.rate
     return parts
+
+
+def takes_over(way, p):
+    """Tell whether a run can go on in a way."""
+    by_kind = [("exchange", p.exchanges), ("local", p.local_steps > 1), ("pipeline", p.is_pipeline)]
+    return (
+        all((kind in way) == is_asked for kind, is_asked in by_kind)
+        and not (p.exchanges and "grid" in way + p.way)
+        and (p.has_tables or "tables" not in way)
+        and ("by hand" not in way or p.loop == "own")
+    )
 
 
 def batch_lists(rng, p, stops):

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import optfn
-from reference_run.links import SQUARES, WRAPPERS
+from reference_run.links import BY_PARTS, SQUARES, WRAPPERS
 from reference_run.program import Program
 from reference_run.source import COMPILED_LOOPS, WAYS
 
@@ -212,7 +212,15 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "an outer optimizer of no rounds": is_outer and not is_local,
         "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
-        "an exchange goes on in its way": p.exchanges and len(ways) > 1,
+        "a grid's exchange goes on in its way": p.exchanges and facts.has("grid") and len(ways) > 1,
+        "others choose slices, or among all packed leaves": (
+            p.exchanges
+            and (BY_PARTS in str(p.compressor) and len({x.exchanging for x in ways}) > 1)
+        )
+        or (p.rule[0] == "dgc_momentum" and facts.has("packed") and len(ways) > 1),
+        "workers of a file": p.exchanges
+        and len({x.exchanging for x in ways}) > 1
+        and any(x.get("carry", "file") != "file" for x in p.parts),
     }
 
 

@@ -185,9 +185,13 @@ class Exchange:
         self.frozen, self.compressor = frozen_of(program), compressor
         self.compress = COMPRESSORS.get(compressor.removesuffix(BY_PARTS))
         self.by_parts = compressor.endswith(BY_PARTS)
-        # Rows are sent as they are, unless an accumulation has made them dense.
-        is_sparse = "tables" in program.way and not program.names("accumulate")
-        self.passed = TABLES if is_sparse else {}
+        self.accumulates = bool(program.names("accumulate"))
+        self.go_on(program.way)
+
+    def go_on(self, way):
+        """Take the gradients of a way, of which rows are sent as they are, unless an accumulation
+        has made them dense."""
+        self.passed = TABLES if "tables" in way and not self.accumulates else {}
 
     def update(self, g, p, w, value):
         if w == 0:
@@ -203,7 +207,7 @@ class Exchange:
                 self.residual = self.residual | {k: total - sent}
                 self.has_kept |= bool(np.any(self.residual[k]))
                 mean = sent.mean(0)
-                means[k] = self.publish(k, mean) if self.by_parts else mean
+                means[k] = self.publish(k, mean, len(sent)) if self.by_parts else mean
         u = self.inner.update(means, p, w, value)
         if u == SKIPPED:
             self.residual, self.factors, self.published = before
@@ -212,7 +216,8 @@ class Exchange:
     def send(self, k, total):
         """Return what the workers send of a leaf, along the leading axis."""
         if self.by_parts:
-            sent = [np.stack(list(map(self.compress, slices_of(x)))).ravel() for x in total]
+            slices = [slices_of(x, len(total)) for x in total]
+            sent = [np.stack(list(map(self.compress, x))).ravel() for x in slices]
             return np.stack(sent)[:, : total[0].size].reshape(total.shape)
         if self.compress:
             return np.stack(list(map(self.compress, total)))
@@ -224,17 +229,17 @@ class Exchange:
         self.factors = self.factors | {k: q}
         return sent
 
-    def publish(self, k, mean):
+    def publish(self, k, mean, num_workers):
         """Return what the owners of slices send of the mean of a leaf."""
-        owned = slices_of(mean) + self.published.get(k, 0)
+        owned = slices_of(mean, num_workers) + self.published.get(k, 0)
         sent = np.stack([self.compress(x.astype(np.float32)) for x in owned]).astype(np.float64)
         self.published = self.published | {k: owned - sent}
         return sent.ravel()[: mean.size].reshape(mean.shape)
 
 
-def slices_of(x):
+def slices_of(x, num_workers):
     """Return equal slices of an array, one for each worker, the last ones with zeros at the end."""
-    return np.pad(x.ravel(), (0, -x.size % WORKERS)).reshape(WORKERS, -1)
+    return np.pad(x.ravel(), (0, -x.size % num_workers)).reshape(num_workers, -1)
 
 
 BY_PARTS = ', route="parts"'
@@ -263,7 +268,8 @@ class DeepGradientCompression:
             return SKIPPED
         updates = {k: 0 * x for k, x in p.items() if k in g}
         if self.is_packed:
-            buffers = {"all": join(g, self.names, (WORKERS, -1))}, {"all": join(p, self.names, -1)}
+            shape = len(g[self.names[0]]), -1
+            buffers = {"all": join(g, self.names, shape)}, {"all": join(p, self.names, -1)}
             directions = split(self.directions(*buffers)["all"], p, self.names)
         else:
             directions = self.directions(g, {k: p[k] for k in self.names})
@@ -556,10 +562,10 @@ class SkipNonfinite:
             return self.inner.update(g, p, w, value)
         is_bad = self.is_bad(g)
         self.in_a_row = self.in_a_row + 1 if is_bad else 0
-        if is_bad and self.in_a_row <= self.most_in_a_row:
+        self.gave_up = is_bad and self.in_a_row > self.most_in_a_row
+        if is_bad and not self.gave_up:
             self.skipped += 1
             return SKIPPED
-        self.gave_up |= is_bad
         return self.inner.update(g, p, w, value)
 
 
@@ -731,6 +737,18 @@ def set_rate(link, rate):
             x.p = dataclasses.replace(x.p, rate=rate)
         if isinstance(x, Rule | DeepGradientCompression):
             x.rate = rate
+
+
+def go_on_among(link, way, num_workers):
+    """Let as many workers go on in a way, whose private arrays are the mean of those before."""
+    for x in links_of(link):
+        if isinstance(x, Exchange):
+            x.go_on(way)
+        for name in ("residual", "u", "v") + ("total",) * isinstance(x, Accumulate):
+            kept = getattr(x, name, None) or {}
+            for k, a in kept.items():
+                if len(a) != num_workers:
+                    kept[k] = np.repeat(np.mean(a, 0, keepdims=True), num_workers, 0)
 
 
 def train_others(link, program, params):

@@ -72,6 +72,9 @@ class Loop:
         if "attrs" in part:
             self.p = p.of_part(part)
             links.train_others(self.state["optimizer"], self.p, self.state["params"])
+        if p.exchanges:
+            name = part.get("way", p.way)
+            links.go_on_among(self.state["optimizer"], name, self.way.exchanging)
         if "set_rate" in part:
             links.set_rate(self.state["optimizer"], part["set_rate"])
         if "carry" in part and self.evaluate and self.evaluate["keep_best"]:

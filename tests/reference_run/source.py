@@ -78,6 +78,7 @@ WAYS = {
     "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
     "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
     "mesh, exchange": Way(_MESH, 4, 1, 4),
+    "pair, exchange": Way("mesh=optfn.distributed.data_mesh(2)", 2, 1, 2),
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
     "mesh, packed, exchange": Way(f"{_MESH}, packed=True", 4, 1, 4),
     "host, mesh, exchange": Way(f"{_MESH}, {_HOST}", 4, 1, 4),

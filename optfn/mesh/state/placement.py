@@ -264,14 +264,22 @@ def count_workers(opt_state: OptState) -> int:
 def _common_count(counts: list[Leaf]) -> int:
     """Return the one value that all counts have, or raise a ValueError if they differ or there are
     none."""
-    # In the state of a pmap each device has a copy of the count.
-    numbers = {int(n) for x in counts for n in np.ravel(np.asarray(x))}
+    numbers = read_counts(counts)
     if len(numbers) != 1:
         found = f"different ones: {sorted(numbers)}" if numbers else "none (no field num_workers)"
         raise ValueError(
             f"rescale_residuals: the state must have one number of workers; it has {found}"
         )
     return numbers.pop()
+
+
+def read_counts(counts: Iterable[Leaf]) -> set[int]:
+    """Return the numbers of workers that counts say.
+
+    In the state of a pmap each device has a copy of the count, which is 1 before its first step.
+    """
+    found = [np.ravel(np.asarray(x)) for x in counts]
+    return {x.size if np.all(x == 1) else int(n) for x in found for n in x}
 
 
 def _split_by_worker(x: Leaf, count: int, name: str) -> np.ndarray:
