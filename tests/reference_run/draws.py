@@ -53,6 +53,10 @@ DGC = [
     ("dgc_momentum", {"momentum": 0.5, "rampup_begin_step": n, "sparsity": s, "nesterov": nesterov})
     for n, s, nesterov in ((0, (0.7,), False), (2, (0.5, 0.8), False), (1, (0.7,), True))
 ]
+DGC += [
+    ("dgc_momentum", options | {"momentum": 0.9, "rampup_begin_step": 1, "sparsity": (0.5, 0.8)})
+    for options in ({"local_grad_clip_norm": 0.5, "rampup_step": 4}, {"momentum_masking": False})
+]
 COMMON_RULES = RULES[:6]
 BY_SLICES = ("top_k(0.3)", "quantize(4)", "quantize(1)")
 TABLE_RULES = [
@@ -153,7 +157,8 @@ def structures(rng):
         if "grid" in way:
             compressor = "top_k(1.0)"
         elif chance(0.25):
-            rule, compressor, clip, decay, schedule = pick(*DGC), None, None, None, None
+            rule, compressor, clip, schedule = pick(*DGC), None, None, None
+            decay = pick(None, None, ("l2", 0.1))
     if rule[1].get("lazy") and chance(0.9):  # what makes rows dense is known to be left out
         attrs, decay, links, partition = {}, None, [x for x in links if x[0] != "trace"], None
     more = {}

@@ -136,7 +136,7 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     is_unseen = facts.has("by hand") or p.loop in COMPILED_LOOPS
     gives_up = is_unseen and "max_consecutive" in str(p.links)
     is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and (gives_up or not facts.guards)
-    further = p.clip or p.regularization or p.attrs
+    further = p.clip or p.attrs or (p.regularization and p.regularization[0] != "l2")
     more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
     is_huge = any(b.get("bad") == "huge" for b in p.batches)
     patterned = p.regularization is not None and p.regularization[0] == "matrices"

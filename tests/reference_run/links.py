@@ -260,12 +260,13 @@ class DeepGradientCompression:
     def __init__(self, program, names):
         self.rate, self.options = program.rate, program.rule[1]
         self.names = [k for k in names if k not in frozen_of(program)]
-        self.is_packed = "packed" in program.way
+        self.is_packed, self.decay = "packed" in program.way, program.regularization
         self.step, self.u, self.v, self.has_kept = 0, {}, {}, False
 
     def update(self, g, p, w, value):
         if w == 0:
             return SKIPPED
+        self.num_workers = len(g[self.names[0]])
         updates = {k: 0 * x for k, x in p.items() if k in g}
         if self.is_packed:
             shape = len(g[self.names[0]]), -1
@@ -282,15 +283,22 @@ class DeepGradientCompression:
         begin, mu = self.options["rampup_begin_step"], self.options["momentum"]
         for k in p:
             u, v = self.u.get(k, 0 * g[k]), self.v.get(k, 0 * g[k])
+            penalty = decay(p[k], *self.decay) if self.decay else 0 * p[k]
             if self.step < begin or p[k].ndim == 0 or p[k].size == 0:
-                mean = 0 * g[k] + g[k].mean(0)
+                mean = 0 * g[k] + g[k].mean(0) + penalty
                 self.u[k] = mu * u + mean
                 nesterov = self.options.get("nesterov", False)
                 direction = (mean + mu * self.u[k] if nesterov else self.u[k])[0]
             else:
-                direction, self.u[k], self.v[k] = self.send(g[k], u, v, mu)
+                own = np.stack([self.clip(x) for x in g[k]]) + penalty
+                direction, self.u[k], self.v[k] = self.send(own, u, v, mu)
             directions[k] = direction
         return directions
+
+    def clip(self, g):
+        """Return a worker's gradient, clipped."""
+        most = self.options.get("local_grad_clip_norm")
+        return g if most is None else clip({0: g}, "norm", most / self.num_workers**0.5)[0]
 
     def send(self, g, u, v, mu):
         """Return the mean of what workers send, and what each keeps."""
@@ -299,10 +307,12 @@ class DeepGradientCompression:
         v = v + (u + g if nesterov else u)
         sparsity = self.options["sparsity"]
         place = (self.step - self.options["rampup_begin_step"]) * len(sparsity)
+        place //= self.options.get("rampup_step", 1)
         density = 1 - sparsity[min(place, len(sparsity) - 1)]
         sent = np.stack([top_k(x.astype(np.float32), density, None) for x in v]).astype(np.float64)
         self.has_kept |= bool(np.any(v[sent == 0]))
-        return sent.mean(0), np.where(sent != 0, 0, u), np.where(sent != 0, 0, v)
+        is_masked = (sent != 0) & self.options.get("momentum_masking", True)
+        return sent.mean(0), np.where(is_masked, 0, u), np.where(sent != 0, 0, v)
 
 
 def join(tree, names, shape):
