@@ -350,7 +350,9 @@ def carried(rng, p, parts):
             part[pick("steps", "callback", "signal")] = part.pop("kill")
         part.pop("rate", None)
         if i:
-            part["carry"] = pick("file", "mapping", *["state"] * ("way" not in part))
+            part["carry"] = pick(
+                "file", "newest", "parts", "mapping", *["state"] * ("way" not in part)
+            )
         if i and chance(0.3) and not (p.schedule or p.names("plateau") or p.local_steps > 1):
             part["set_rate"] = pick(0.02, 0.1)
     if len(parts) > 1 and not p.partition and chance(0.4):

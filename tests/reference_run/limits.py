@@ -218,9 +218,9 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
             and (BY_PARTS in str(p.compressor) and len({x.exchanging for x in ways}) > 1)
         )
         or (p.rule[0] == "dgc_momentum" and facts.has("packed") and len(ways) > 1),
-        "workers of a file": p.exchanges
+        "a mapping has its workers": p.exchanges
         and len({x.exchanging for x in ways}) > 1
-        and any(x.get("carry", "file") != "file" for x in p.parts),
+        and any(x.get("carry") in ("mapping", "state") for x in p.parts),
     }
 
 

@@ -569,10 +569,16 @@ def result_text(p: Program, value: str) -> str:
     return f'{{"score": {value}, "other": 1.0}}' if p.evaluate.get("named") else value
 
 
+_NEWEST = """with tempfile.TemporaryDirectory() as saved:
+    optfn.save_checkpoint(saved, state{})
+    state, _ = optfn.restore_checkpoint(saved, start)
+"""
 CARRIES = {
     "state": "",
     "file": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
     "state, _ = optfn.load_checkpoint(path, start)\n",
+    "newest": _NEWEST.format(", keep=1"),
+    "parts": _NEWEST.format(", sharded=True"),
     "thaw": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
     "template = jax.tree.map(jnp.copy, start)\n"
     "state, _ = optfn.load_checkpoint(path, template, strict=False)\n",
