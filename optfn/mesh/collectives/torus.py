@@ -14,6 +14,10 @@ cores of v5p and v6e (`overlap_options`) it uses the links of both: half of the 
 first dimension and then the second, the rest in reverse order. Where the step has these options, so
 does the first phase of a scatter, whose slices are stacked on a leading axis. In three dimensions
 both are one ring through all chips, which is no faster.
+
+A mesh with one axis for each torus dimension would need no groups, but a loss would see other axes
+than the user's. XLA compiles both to the same instructions, one by one (a chain of gathers, products
+and scatters on v5e:4x4 and v5p:4x4x4).
 """
 
 import contextlib
