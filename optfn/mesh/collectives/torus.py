@@ -16,8 +16,8 @@ does the first phase of a scatter, whose slices are stacked on a leading axis. I
 both are one ring through all chips, which is no faster.
 
 A mesh with one axis for each torus dimension would need no groups, but a loss would see other axes
-than the user's. XLA compiles both to the same instructions, one by one (a chain of gathers, products
-and scatters on v5e:4x4 and v5p:4x4x4).
+than the user's. XLA compiles both to the same instructions, one by one: a chain of gathers,
+products and scatters on v5e:4x4 and v5p:4x4x4.
 """
 
 import contextlib
