@@ -9,17 +9,14 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-
-from optfn.mesh.layout import processes
 
 
 class Interrupt:
     """The signal that ends a run, if one came."""
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, is_shared: bool) -> None:
         self.name = ""
-        self.of_all_processes = processes.is_on_all_processes(mesh) and bool(
+        self.of_all_processes = is_shared and bool(
             jax.config.values["jax_enable_preemption_service"]
         )
 
@@ -34,15 +31,18 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def catch_signals(mesh: Mesh | None) -> Iterator[Interrupt]:
+def catch_signals(is_shared: bool) -> Iterator[Interrupt]:
     """Set handlers that record the first SIGINT or SIGTERM in the object that is yielded, and reset
     them after that signal and at the end. The next signal acts as usual.
 
     Signals that the program handles itself are left to it. In a run of several processes, JAX takes
     SIGTERM as a notice of preemption, and the processes agree on the step to stop after; SIGINT is
     turned into such a notice.
+
+    Args:
+      is_shared: whether the run is one of several processes.
     """
-    interrupt = Interrupt(mesh)
+    interrupt = Interrupt(is_shared)
     usual: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,

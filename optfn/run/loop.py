@@ -118,7 +118,9 @@ class _Run:
         options.check_batches()
         begin = int(state.step)
         self.step, self.options = step, options
-        self.saver = Saver(step, options)
+        # A pipeline's mesh is its own, and the step has none: the state tells.
+        self.is_shared = processes.has_state_on_all_processes(state)
+        self.saver = Saver(step, options, is_shared=self.is_shared)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
         self.remaining = Remaining(options, self.done - begin, self.saver.batches)
@@ -147,9 +149,10 @@ class _Run:
                 self.watch,
                 is_watched=self.watch.stops,
                 by_weight=options.count_tokens == WEIGHT,
+                writes_files=jax.process_index() == 0 or not self.is_shared,
             ) as lines,  # fmt: skip
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
-            catch_signals(self.step.mesh) as interrupt,
+            catch_signals(self.is_shared) as interrupt,
         ):
             if self.saver.resumed is not None:
                 bar.say(f"resumed from step {self.done} of {self.saver.place}")
@@ -211,7 +214,7 @@ class _Run:
         ended before."""
         if self.stopped:
             return iter(())
-        if not processes.is_on_all_processes(self.step.mesh):
+        if not self.is_shared:
             return iter(self.remaining)
         return iterate_together(self.remaining)
 
@@ -220,7 +223,7 @@ class _Run:
         which would wait for ever for one that has ended alone."""
         ended = self._run_callback(metrics) or self.evaluator.gave_up
         is_asked = self.options.callback is not None or self.options.patience is not None
-        if is_asked and processes.is_on_all_processes(self.step.mesh):
+        if is_asked and self.is_shared:
             ended = bool(np.any(processes.gather_values([ended])))
         # Each call must ask: the processes agree on a call to stop after.
         return interrupt.is_due(self.n // self.step.local_steps) or ended

@@ -108,13 +108,14 @@ class LoopOptions:
         an error. The next step overwrites the state, so copy the arrays that you keep. A callback
         waits for each step, to read the metrics.
       log: where to write the metrics of each step during the run. A path: a file with one JSON
-        object per line, which a run that resumes continues, and a new run overwrites. For
-        TensorBoard: the SummaryWriter of tensorboardX, torch or flax, or any object with `flush()`
-        and either `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights &
-        Biases: the run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of
-        these. About every ten seconds, and at the end of a shorter run, it has
-        "examples_per_second" too, the mean since the last such number, and on TPUs and H100s
-        "model_flops_utilization" (docs/loop.md).
+        object per line, which a run that resumes continues, and a new run overwrites; in a run
+        of several processes, process 0 writes it. For TensorBoard: the SummaryWriter of
+        tensorboardX, torch or flax, or any object with `flush()` and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. For Weights & Biases: the
+        run of `wandb.init()`, or any object with `log(numbers, step=)`. Or a list of these. About
+        every ten seconds, and at the end of a shorter run, it has "examples_per_second" too, the
+        mean since the last such number, and on TPUs and H100s "model_flops_utilization"
+        (docs/loop.md).
       count_tokens: a function batch -> the number of its tokens, an integer, such as
         `lambda batch: batch["ids"].size`; it gets each batch as `batches` gives it. Or "weight",
         the weight of a loss that is a `Mean`. The log then has "tokens_per_second".

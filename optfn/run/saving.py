@@ -41,14 +41,14 @@ class Saver:
     frozen: leaves frozen params out of the checkpoints; None if they are saved.
     """
 
-    def __init__(self, step: TrainStep, options: LoopOptions) -> None:
+    def __init__(self, step: TrainStep, options: LoopOptions, *, is_shared: bool) -> None:
         self.step, self.options = step, options
         self.directory = None if options.checkpoint is None else to_path(options.checkpoint)
         self.frozen = None if options.save_frozen else FrozenParams(step.tx)
         self.place = "" if options.checkpoint is None else os.path.join(options.checkpoint, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
-            self._clock = _Clock(options.save_every, processes.is_on_all_processes(step.mesh))
+            self._clock = _Clock(options.save_every, is_shared)
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches = position.NOTHING

@@ -181,7 +181,7 @@ class TrainStep:
             step, opt_state = jnp.zeros((), jnp.int32), self._init_optimizer(params)
             opt_state = self._add_statistics(opt_state, model_state, lambda x: x)
             state = TrainState(step, params, opt_state, model_state)
-            return replicate_counters(copy_repeated(self._keep_in_memory(state)))
+            return self._keep_in_memory(replicate_counters(copy_repeated(state)))
         layout = layout or self.layout.follow(params)
         # Tables in the params of an earlier state have the stored order of their rows.
         params = layout.place_params(sharded_table.to_logical(params))
@@ -335,7 +335,7 @@ class TrainStep:
             if not (is_placed and self.layout):
                 batch = copy_shared(batch, leaves)
         # Only at the first call: the comparison is a collective of all processes.
-        if not (self._has_run or is_traced) and processes.is_on_all_processes(self.mesh):
+        if not (self._has_run or is_traced) and processes.has_state_on_all_processes(state):
             processes.compare_batch(batch)
         if not is_placed and (self.layout is not None or not is_traced):
             batch = self._split_batch(batch) if self.layout else parallel.copy_host_arrays(batch)

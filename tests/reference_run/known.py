@@ -25,7 +25,7 @@ def refusal(p: Program) -> str:
     if p.loop == "vmap" and Facts(p).has("host"):
         return "memory_space of all inputs passed to `gather` must be the same"
     foreign = p.names(*FOREIGN)
-    if foreign and p.exchanges:
+    if foreign and p.exchanges and any("pmap" not in way for way in Facts(p).ways):
         return "encloses a transform that exchanges gradients"
     if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
         return "optax.MultiSteps takes the plain mean of several gradients"

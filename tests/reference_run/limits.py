@@ -249,6 +249,8 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         and p.is_weighted
         and last not in KEEPING
         and not all(any(b["weights"]) for b in p.batches),
+        "rows of a guard of optax by hand": facts.has("by hand, tables")
+        and "apply_if_finite" in facts.names,
         "a plain mean of calls by hand": by_hand and p.is_weighted and "multi_steps" in facts.names,
         "integers have no mean by hand": by_hand and "count" in p.leaves and p.way != "by hand",
         "norms of frozen leaves are those of a way": by_hand

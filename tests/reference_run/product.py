@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import optfn
 from optfn.distributed import PipelineParams, stack_stages, unstack_stages
@@ -50,10 +51,15 @@ def small_arrays_on_host():
 
 
 @small_arrays_on_host()
-def execute(p: Program) -> dict:
-    """Run a program, and return what a user can read at its end."""
+def execute(p: Program, directory: str | None = None) -> dict:
+    """Run a program, and return what a user can read at its end.
+
+    directory: of its checkpoints and logs, if not a new one that goes with the run.
+    """
     names = dict(compiled(source.step_text(p, p.way)))
     exec("import os, signal, tempfile\n" + source.data_text(p), names)
+    own = names["directory"]
+    names["directory"] = directory or own
     try:
         for part in p.parts:
             made = compiled(source.step_text(p.of_part(part), part.get("way", p.way)))
@@ -62,9 +68,9 @@ def execute(p: Program) -> dict:
         return observe(p, part, names)
     finally:
         finish_writes()
-        shutil.rmtree(names["directory"], ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
         for ending in (".jsonl", ".html"):
-            Path(names["directory"] + ending).unlink(missing_ok=True)
+            Path(own + ending).unlink(missing_ok=True)
 
 
 def finish_writes():
@@ -92,19 +98,27 @@ def at_most(seconds):
 
 
 def on_host(tree):
-    return jax.tree.map(np.asarray, jax.device_get(tree))
+    """Return arrays on the host, joined if several processes have their shards."""
+
+    def join(x):
+        is_apart = isinstance(x, jax.Array) and not (
+            x.is_fully_addressable or x.is_fully_replicated
+        )
+        return multihost_utils.process_allgather(x, tiled=True) if is_apart else x
+
+    return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(join, tree)))
 
 
 def whole(params):
     """Return the arrays of params: those of a pipeline stage by stage, and rows of a divided table
     in their order."""
     if isinstance(params, PipelineParams):
-        stages = jax.device_get(unstack_stages(params.stages))
+        stages = unstack_stages(on_host(params.stages))
         params = {k: np.stack([x[k] for x in stages]) for k in STACKED} | params.shared
     if "stages" in params:
         layers = getattr(params["stages"], "layers", params["stages"])
         params = {k: x for k, x in params.items() if k != "stages"} | layers
-    return {k: np.asarray(x) for k, x in params.items()}
+    return on_host(params)
 
 
 def template(p: Program):
@@ -229,7 +243,7 @@ def compare_logs(want: dict, got: dict, near) -> list:
     return bad
 
 
-def check(p: Program) -> tuple[list, set]:
+def check(p: Program, directory: str | None = None) -> tuple[list, set]:
     """Return the differences between a program's two runs, and what the run reached."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
@@ -237,7 +251,7 @@ def check(p: Program) -> tuple[list, set]:
         reached = want.pop("reached", set())
         try:
             with at_most(SECONDS):
-                got = execute(p)
+                got = execute(p, directory)
         except FloatingPointError:
             got = {"raised": "FloatingPointError", "disk": {}}
         except Exception as error:
