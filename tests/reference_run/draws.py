@@ -124,7 +124,7 @@ def structures(rng):
         chance(0.15) and not is_foreign and not in_stages and dtype != "bfloat16"
     )
     attrs = {
-        pick("b", "s", "w", *TABLES.keys() & {*leaves}): pick(*ATTRS)
+        pick("b", "s", "w", *[x for x in TABLES if x in leaves]): pick(*ATTRS)
         for _ in range(pick(0, 0, 1, 1, 2))
     }
     attrs = {} if is_foreign else attrs
