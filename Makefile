@@ -45,6 +45,7 @@ nightly: ## test whole grids, properties, faults, soak, scale, outside; over an 
 	$(MAKE) test test-product OPTIONS=--nightly
 	.ci/test-newer --cases 1
 	$(MAKE) properties faults soak scale outside
+	$(MAKE) draws N=500 SEED=$$(date +%s) PROCESSES=2
 	$(MAKE) draws N=1000000 SEED=$$(date +%s) OPTIONS="--avoid --seconds 3600"
 
 # 136 times as many cases as in the suite, other ones each time.
@@ -55,8 +56,8 @@ properties: $(VENV)/.test ## test 1,632 drawn cases
 # OPTIONS="--avoid" leaves out programs that meet a known fault, and OPTIONS="--keep" keeps what fails.
 draws: N ?= 500
 draws: SEED ?= 1
-draws: $(VENV)/.test ## compare N=500 drawn programs of SEED=1 with a reference run; TREE=another checkout
-	PYTHONPATH=tests $(BIN)/python -m reference_run --programs $(N) --seed $(SEED) \
+draws: $(VENV)/.test ## compare N=500 drawn programs of SEED=1 with a reference run; TREE=another checkout, PROCESSES=2
+	PYTHONPATH=tests $(BIN)/python -m reference_run$(if $(PROCESSES),.processes) --programs $(N) --seed $(SEED) \
 	  $(if $(TREE),--tree $(TREE)) $(OPTIONS)
 
 power: $(VENV)/.test ## which faults, put into optfn, drawn programs find; in an hour

@@ -20,7 +20,6 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=100, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="end earlier")
     parser.add_argument("--program", help="one program, as JSON")
     parser.add_argument("--process", type=int, help="the number of this one, which a parent starts")
     parser.add_argument("--port", type=int)

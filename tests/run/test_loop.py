@@ -17,6 +17,7 @@ from grids import nightly
 from problems import scripted
 
 import optfn
+from optfn.run import loop
 from optfn.run.progress import Progress, count_examples, format_metrics
 
 X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
@@ -244,6 +245,15 @@ def test_the_log_has_one_object_a_step(tmp_path):
     np.testing.assert_array_equal([line["loss"] for line in lines], history["loss"])
     assert [line["step"] for line in lines if "evaluation" in line] == [5, 7]
     assert seen_while_running[-1] >= 5
+
+
+def test_one_process_of_several_writes_the_log(tmp_path, monkeypatch):
+    # As of a pipeline, whose step has no mesh: both would write the file at once.
+    monkeypatch.setattr(loop.processes, "has_state_on_all_processes", lambda state: True)
+    for number in (1, 0):
+        monkeypatch.setattr(loop.jax, "process_index", lambda number=number: number)
+        run(steps=3, log=tmp_path / "run.jsonl")
+        assert (tmp_path / "run.jsonl").exists() == (number == 0)
 
 
 def test_a_log_on_a_full_disk_is_named():
