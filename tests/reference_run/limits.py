@@ -279,7 +279,8 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
     ways = [WAYS[name] for name in facts.ways]
     in_chunks = p.rule[1].get("moment_dtype") == "int8"
     is_chosen = bool(e) and not e["values"] and (e["keep_best"] or e["patience"])
-    judges = p.names("skip_spikes", "plateau") or is_chosen
+    # A step of one param by its last bit may be as large as all others together.
+    judges = p.names("skip_spikes", "plateau", "record_metrics") or is_chosen
     more = p.aux or p.model_state or p.exchanges or p.local_steps > 1
     more = more or p.rate > NARROW_RATE or "count" in p.leaves
     return {
