@@ -88,13 +88,14 @@ class Rule:
             return np.stack([row[0] for row in rows]), after
         if not p.size:
             return p, state
+        t = self.count - self.begun.get(k, 0)
         if k in TABLES and "tables" in self.p.way:
-            return self.step_table(p, g, state, lr, options)
-        return RULES[name](p, g, state, self.count - self.begun.get(k, 0), lr, **exact(options))
+            return self.step_table(p, g, state, t, lr, options)
+        return RULES[name](p, g, state, t, lr, **exact(options))
 
-    def step_table(self, p, g, state, lr, options):
-        """Return a table after a step of the rule, and its state."""
-        name, t = self.p.rule[0], self.count
+    def step_table(self, p, g, state, t, lr, options):
+        """Return a table after step t of the rule, and its state."""
+        name = self.p.rule[0]
         late, before, more = 0.0, state, {}
         if options.get("lazy") == "exact":
             late, before = catch_up(state, t, p, eps_hat=options.get("eps_hat", name == "adam"))
