@@ -74,31 +74,30 @@ class RunLog:
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, a run of Weights & Biases, or
         several; None for no log.
-      done: how many steps were made before; a file keeps its lines up to that step.
+      done: how many steps were made before; a file keeps its lines up to that step. None: another
+        process writes the files.
       watch: gets the numbers that are written; nothing is read from the device for it alone.
       is_watched: whether it gets the metrics even without a log.
       by_weight: whether the tokens of a step are the weight of its loss, a `Mean`.
-      writes_files: whether this process writes the files of the log.
     """
 
     def __init__(
         self,
         log: Logs,
-        done: int,
+        done: int | None,
         watch: "Sink | None" = None,
         *,
         is_watched: bool = False,
         by_weight: bool = False,
-        writes_files: bool = True,
     ) -> None:
         # The step, its metrics, and its work.
         self.waiting: deque[tuple[int, dict[str, Any], Work]] = deque()
         self.speed, self.by_weight = Speed(), by_weight
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_parse_target, several))  # check all before a file is opened
-        paths = [x for x in targets if isinstance(x, Path)] if writes_files else []
         self.sinks: list[Sink] = [x for x in targets if not isinstance(x, Path)]
-        self.sinks += [_Lines(x, done) for x in paths]
+        if done is not None:
+            self.sinks += [_Lines(x, done) for x in targets if isinstance(x, Path)]
         if watch is not None and (self.sinks or is_watched):
             self.sinks.append(watch)
 

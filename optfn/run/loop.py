@@ -145,11 +145,10 @@ class _Run:
             ) as bar,
             RunLog(
                 options.log,
-                self.done,
+                None if self.is_shared and jax.process_index() else self.done,
                 self.watch,
                 is_watched=self.watch.stops,
                 by_weight=options.count_tokens == WEIGHT,
-                writes_files=jax.process_index() == 0 or not self.is_shared,
             ) as lines,  # fmt: skip
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             catch_signals(self.is_shared) as interrupt,
