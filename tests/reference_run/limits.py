@@ -321,6 +321,7 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
         "gradients of asgd keep their virtual stages": len({WAYS[x].virtual for x in facts.ways})
         > 1
         and p.rule[0] == "asgd",
+        "attributes of layers without layers": bool(p.stacked) and not p.stages,
         "labels of stacked layers": bool(p.stages and p.partition),
         # Rows that few examples look up have a smaller rank, and then rounding decides.
         "factors of few rows": p.has_tables and "power_sgd(4)" in str(p.compressor),

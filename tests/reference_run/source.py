@@ -610,9 +610,7 @@ history = {{k: list(x) for k, x in rows.items()}} | {{"stopped": "{stopped}"}}
 # One program for all calls; of two runs, of which the first has other data.
 COMPILED_LOOPS = {
     "scan": "take_steps = jax.jit(lambda *x: jax.lax.scan(step, *x))",
-    "vmap": """
-take_steps = jax.jit(lambda *x: jax.vmap(lambda *x: jax.lax.scan(step, *x))(*x))
-""",
+    "vmap": "take_steps = jax.jit(jax.vmap(lambda *x: jax.lax.scan(step, *x)))",
 }
 _RUNS = {
     "scan": "state, rows = take_steps({start}, stacked)",
