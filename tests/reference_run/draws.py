@@ -96,7 +96,7 @@ ARGUMENTS = {
     ],
     "skip_spikes": [[2.0, 3], [2.0, 3], [2.0, 2, ONCE], [1.5, 3, {"max_consecutive": 0}]],
 }
-FOREIGN = {"accumulate": "multi_steps", "skip_nonfinite": "apply_if_finite"}  # of optax
+FOREIGN = dict(zip(("accumulate", "skip_nonfinite"), limits.FOREIGN, strict=True))
 PLATEAU = [{"cooldown": 1, "min_lr": 0.02, "threshold": 0.1, "threshold_mode": "abs"}]
 PER = {"per": [".*[wb]", ".*s"]}
 

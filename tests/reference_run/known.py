@@ -2,11 +2,10 @@
 
 import math
 
-from reference_run.limits import AVERAGES, Facts
+from reference_run.limits import AVERAGES, FOREIGN, Facts
 from reference_run.links import frozen_of
 from reference_run.program import TABLES, Program, batches_of
 
-FOREIGN = ("multi_steps", "apply_if_finite")  # wrappers of optax
 # The faults that are not mended. The others name what an older tree fails by.
 OPEN: tuple[str, ...] = ()
 

@@ -29,6 +29,7 @@ NARROW_MOMENTS = [
 NARROW_RATE = 0.01
 PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
 AVERAGES = ("ema", "model_average")
+FOREIGN = ("multi_steps", "apply_if_finite")  # wrappers of optax
 GUARDS = ("skip_nonfinite", "loss_scale", "apply_if_finite")  # of NaN
 DECAYING = ("adamw", "lamb", "lars", "muon", "asgd", "ftrl")  # rules with a decay of their own
 KEEPING = ("accumulate", "skip_nonfinite", "loss_scale", "skip_spikes")
@@ -149,7 +150,7 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         and p.rule[0] not in DECAYING,
         "optax knows no attributes": facts.is_foreign and bool(p.attrs),
         "optax knows no integers": "count" in p.leaves
-        and bool(facts.is_foreign or p.names("multi_steps", "apply_if_finite")),
+        and bool(facts.is_foreign or p.names(*FOREIGN)),
         "DGC has arguments of its own": is_dgc and bool(more),
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
         "huge gradients, but for a guard": is_huge and not takes_huge(p),
@@ -181,7 +182,7 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         and "plateau" in names,
         "attributes inside of wrappers of optax": bool(p.stacked)
         and facts.has("whole")
-        and not {*names}.isdisjoint(("multi_steps", "apply_if_finite", "scaled")),
+        and not {*names}.isdisjoint((*FOREIGN, "scaled")),
         "masters inside of a guard of optax": "apply_if_finite" in names and bool(has_masters),
         "a schedule behind masters": "scaled" in names and "multi_precision" in p.rule[1],
         "an exchange in wide masters sends all": p.exchanges and "master_weights" in names,

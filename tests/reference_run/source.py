@@ -602,7 +602,6 @@ def compiled_loop(p: Program) -> str:
 
 _ALL_AT_ONCE = """{before}stacked = jax.tree.map(lambda *x: np.stack(x), *{data})
 {run}
-count = len(jax.tree.leaves(rows)[0])
 aux = rows.pop("aux", {{}})
 rows = jax.device_get(rows | {{f"aux/{{k}}": x for k, x in aux.items()}})
 history = {{k: list(x) for k, x in rows.items()}} | {{"stopped": "{stopped}"}}
