@@ -68,6 +68,12 @@ def first_sentence(text: str) -> str:
     return re.sub(r"…+", "…", re.split(r"\. |\.?$", text)[0]).strip()
 
 
+def first_words(sentence: str) -> str:
+    """Return a sentence up to the first mark after six words that begins another clause."""
+    ends = (sentence[: mark.start()] for mark in re.finditer(r", (?!and |or )|[;:] | \(", sentence))
+    return next((words for words in ends if len(order(words).split()) >= 6), sentence)
+
+
 def order(text: str) -> str:
     """Return the words of a message by which it is put in order, "" if it has none of its own."""
     return " ".join(re.findall(r"\w+", text.lower()))

@@ -316,7 +316,7 @@ def test_each_warning_and_error_of_the_code_has_a_line_in_order():
     """`docs.errors` says which errors are listed; each row tells its remedy, and leads to more."""
     rows = MESSAGE.findall(PAGES["reference/errors.md"].read_text())
     listed = [message for _, message, _ in rows]
-    code = errors.messages()
+    code = {errors.first_words(message) for message in errors.messages()}
     assert code.difference(listed) == set(), "new in the code"
     assert set(listed).difference(code) == set(), "no longer in the code"
     assert listed == sorted(code, key=errors.order)
@@ -338,3 +338,8 @@ def test_a_message_has_an_ellipsis_for_what_is_inserted():
     message = errors.first_sentence(errors.said(call)[0][0])
     assert message == "…: step … of …"
     assert errors.order(message) == "step of"
+
+
+def test_a_row_has_a_message_up_to_a_mark_after_six_words():
+    assert errors.first_words("1, 2: 3 4 5 6, 7") == "1, 2: 3 4 5 6"
+    assert errors.first_words("1 2 3 4 5 6, and 7 (8)") == "1 2 3 4 5 6, and 7"
