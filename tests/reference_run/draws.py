@@ -7,9 +7,9 @@ step should be another one. `shrink.py` makes what fails simpler.
 import dataclasses
 
 from reference_run import limits
-from reference_run.links import BY_PARTS, frozen_of
+from reference_run.links import BY_PARTS, SCHEDULES, frozen_of
 from reference_run.program import TABLES, Program
-from reference_run.source import WAYS
+from reference_run.source import SPELLINGS, WAYS
 
 EXAMPLES = 8
 ONES = [1.0] * EXAMPLES
@@ -19,6 +19,7 @@ RULES = [
     ("momentum", {"momentum": 0.9, "nesterov": True}),
     ("adam", {}),
     ("adam", {"eps_hat": False}),
+    ("adam", {"b1": 0.0}),
     ("adamw", {}),
     ("adamw", {"weight_decay": 0.3}),
     ("adamw", {"weight_decay": 0.3, "exclude": ".*[bt]", "b1": 0.5, "b2": 0.9}),
@@ -57,7 +58,8 @@ DGC += [
     ("dgc_momentum", options | {"momentum": 0.9, "rampup_begin_step": 1, "sparsity": (0.5, 0.8)})
     for options in ({"local_grad_clip_norm": 0.5, "rampup_step": 4}, {"momentum_masking": False})
 ]
-COMMON_RULES = RULES[:6]
+COMMON_RULES = RULES[:7]
+BY_TENSOR = [rule for rule in RULES if rule[0] in ("lamb", "lars", "muon")]
 BY_SLICES = ("top_k(0.3)", "quantize(4)", "quantize(1)")
 TABLE_RULES = [
     ("adam", {"lazy": True}),
@@ -93,11 +95,13 @@ ARGUMENTS = {
         [2],
         [1, {"growth_factor": 4.0, "backoff_factor": 0.25, "min_scale": 2.0}],
         [3, ONCE],
+        [2, {"initial_scale": 0.25}],
     ],
     "skip_spikes": [[2.0, 3], [2.0, 3], [2.0, 2, ONCE], [1.5, 3, {"max_consecutive": 0}]],
 }
 FOREIGN = dict(zip(("accumulate", "skip_nonfinite"), limits.FOREIGN, strict=True))
 PLATEAU = [{"cooldown": 1, "min_lr": 0.02, "threshold": 0.1, "threshold_mode": "abs"}]
+MAX = [{"mode": "max", "threshold": 0.1}]
 PER = {"per": [".*[wb]", ".*s"]}
 
 
@@ -109,6 +113,8 @@ def structures(rng):
     dtype = pick("float32", *["float64"] * ("exchange" not in way))
     rule = pick(*RULES) if chance(0.6) else pick(*COMMON_RULES)
     in_stages = "pipeline" in way
+    may_have_layers = in_stages or way == "whole" or chance(0.15)
+    rule = pick(*BY_TENSOR) if may_have_layers and chance(0.3) else rule
     leaves = ["w", "b", "s"] + ["empty"] * (chance(0.15) and not in_stages)
     if "tables" in way:
         leaves += pick(["t"], ["t", "u"], ["u"])
@@ -130,7 +136,7 @@ def structures(rng):
     attrs = {} if is_foreign else attrs
     clip = pick(None, None, None, ("value", 0.2), ("norm", 0.3), ("global_norm", 0.3))
     decay = pick(None, None, None, ("l2", 0.1), ("l1", 0.1), ("matrices", 0.2))
-    schedule = pick(None, None, "inverse_time", "linear_warmup", "piecewise", "rises")
+    schedule = pick(None, None, None, *filter(None, SCHEDULES))
     if (
         chance(0.2)
         and "exchange" not in way
@@ -154,6 +160,8 @@ def structures(rng):
             compressor = pick("power_sgd(1)", "power_sgd(1)", "power_sgd(4)")
         if compressor in BY_SLICES and chance(0.5):
             compressor += BY_PARTS
+        if chance(0.3):
+            compressor += pick(", error_feedback=0.5", ", warmup_steps=2")
         if "grid" in way:
             compressor = "top_k(1.0)"
         elif chance(0.25):
@@ -198,12 +206,15 @@ def structures(rng):
         schedule = None
     is_rounded = dtype == "bfloat16" or "moment_dtype" in rule[1]
     kinds = {x[0] for x in around}
-    averages_sums = "accumulate" in kinds and not kinds.isdisjoint(limits.AVERAGES)
+    averages = not kinds.isdisjoint(limits.AVERAGES)
+    averages_sums = "accumulate" in kinds and averages
     rows = pick(1, 1, 1, 4) if way != "one" and "local" not in way else 1
     plain = not in_stages and not is_rounded
     plain = plain and "by hand" not in way
     has_layers = in_stages or way == "whole"
-    has_layers = has_layers or (not (partition or "by hand" in way) and chance(0.15))
+    has_layers = has_layers or (may_have_layers and not (partition or "by hand" in way))
+    spelling = [x for x in SPELLINGS if chance(0.15)]
+    spelling += ["reversed"] * (has_layers and not in_stages and chance(0.15))
     says_stacked = has_layers and not (in_stages or is_foreign or compressor) and chance(0.3)
     return Program(
         stages=4 if has_layers else 0,
@@ -217,9 +228,12 @@ def structures(rng):
         partition=partition,
         dtype=dtype,
         wide=wide,
+        spelling=spelling,
         loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
         aux=chance(0.3) and not in_stages and not is_rounded and "by hand" not in way,
-        model_state=chance(0.6 if averages_sums else 0.3) and WAYS[way].microbatches == 1 and plain,
+        model_state=chance(0.6 if averages_sums else 0.5 if averages else 0.3)
+        and WAYS[way].microbatches == 1
+        and plain,
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
         rate=limits.NARROW_RATE if is_rounded else 0.05,
@@ -246,7 +260,7 @@ def chain_members(rng):
     links = []
     if chance(0.35):
         monitor = pick([], ["evaluation"])
-        links.append(["plateau", pick(0, 1), *monitor, *pick([], PLATEAU)])
+        links.append(["plateau", pick(0, 1), *monitor, *pick([], PLATEAU, [] if monitor else MAX)])
     elif chance(0.15):
         links.append(["scaled"])
     if chance(0.5):
@@ -269,7 +283,7 @@ def wrappers(rng, rule):
         name = FOREIGN.get(name, name) if chance(0.1) else name
         links.append([name, *pick(*ARGUMENTS[name])])
         guard = name if name in limits.GUARDS else guard
-    if rule[0] == "sgd" and chance(0.25):
+    if rule[0] in ("sgd", "adagrad", "adam") and chance(0.25):
         links.append(["trace"])
     return links
 
@@ -350,9 +364,8 @@ def carried(rng, p, parts):
             part[pick("steps", "callback", "signal")] = part.pop("kill")
         part.pop("rate", None)
         if i:
-            part["carry"] = pick(
-                "file", "newest", "parts", "mapping", *["state"] * ("way" not in part)
-            )
+            of_way = [] if "way" in part else ["state"] + ["params"] * ("by hand" not in p.way)
+            part["carry"] = pick("file", "newest", "parts", "mapping", *of_way)
         if i and chance(0.3) and not (p.schedule or p.names("plateau") or p.local_steps > 1):
             part["set_rate"] = pick(0.02, 0.1)
     if len(parts) > 1 and not p.partition and chance(0.4):

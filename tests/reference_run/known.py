@@ -21,11 +21,11 @@ def refusal(p: Program) -> str:
     docs/recipes.md has the reasons: packed params have no leaves for labels and shapes, and what
     stands in front of an exchange keeps gradients of one worker.
     """
-    if p.loop == "vmap" and Facts(p).has("host"):
-        return "memory_space of all inputs passed to `gather` must be the same"
     foreign = p.names(*FOREIGN)
     if foreign and p.exchanges and any("pmap" not in way for way in Facts(p).ways):
         return "encloses a transform that exchanges gradients"
+    if p.loop == "vmap" and Facts(p).has("host"):
+        return "memory_space of all inputs passed to `gather` must be the same"
     if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
         return "optax.MultiSteps takes the plain mean of several gradients"
     if p.exchanges and p.names("trace"):
@@ -52,9 +52,9 @@ def sparse_of(p: Program) -> list[str]:
 
 
 def decays_by_shape(p: Program, *names: str) -> bool:
-    """Tell whether a rule of another library decays a leaf because it is a matrix: "w", or one of
-    these."""
-    attrs = [p.attrs.get(k, {}) for k in names or ("w",) if k in p.leaves]
+    """Tell whether a rule of another library decays a leaf because it is a matrix: one of these, or
+    any."""
+    attrs = [p.attrs.get(k, {}) for k in names or ("w", *TABLES) if k in p.leaves]
     trained = [x for x in attrs if x.get("trainable", True) and x.get("learning_rate", 1.0)]
     decays = [x.get("regularization", p.regularization) for x in trained]
     return any(x is not None and x[0] == "matrices" for x in decays)

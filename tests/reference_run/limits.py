@@ -24,7 +24,9 @@ NARROW_MOMENTS = [
     ("adam", {"eps": 0.1, "moment_dtype": "int8"}),
     ("adamw", {"eps": 0.1, "moment_dtype": "int8"}),
     ("momentum", {"momentum": 0.9, "moment_dtype": "bfloat16"}),
+    ("momentum", {"momentum": 0.9, "nesterov": True, "moment_dtype": "bfloat16"}),
     ("adamax", {"eps": 0.1, "moment_dtype": "bfloat16"}),
+    ("lamb", {"eps": 0.1, "weight_decay": 0.3, "moment_dtype": "bfloat16"}),
 ]
 NARROW_RATE = 0.01
 PLAIN = ("list", "generator")  # loaders of a list, of which a part can be passed
@@ -104,12 +106,16 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "a rate is a number": any("set_rate" in x for x in p.parts)
         and bool(p.schedule or facts.is_foreign or p.names("plateau") or p.local_steps > 1),
         "a state is of its way": any(
-            x.get("carry") == "state" and x.get("way", p.way) != before.get("way", p.way)
+            x.get("carry") in ("state", "params")
+            and x.get("way", p.way) != before.get("way", p.way)
             for before, x in itertools.pairwise(p.parts)
         ),
         "another rate than that of a state": any(rates) and (facts.is_foreign or rates[0]),
         "another rate without a state": any(rates) and min(kills, default=math.inf) < p.save_every,
         "shuffled batches alone drop any": bool(facts.drops) and isinstance(p.loader, str),
+        "it drops a batch that its steps need": any(facts.drops)
+        and not isinstance(p.loader, str)
+        and max(ends, default=0) > len_without_last(p),
         # The call before dies unsaved, where the next batch shows whether an epoch has ended.
         "other batches after a death": by_epoch and bool(facts.drops and kills),
         "shuffled batches are too few": not isinstance(p.loader, str)
@@ -130,6 +136,11 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "other values after a death": bool(e and e["keep_best"] and e["values"] and kills),
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
     }
+
+
+def len_without_last(p: Program) -> int:
+    """Return the number of shuffled batches of all epochs without those that are too short."""
+    return sum(len(b["weights"]) for b in p.batches) // p.loader[1] * (p.epochs or 1)
 
 
 def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
@@ -155,6 +166,11 @@ def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
         "a schedule behind a plateau": bool(p.names("plateau")) and p.schedule is not None,
         "huge gradients, but for a guard": is_huge and not takes_huge(p),
         "a clip of NaN": bad and (p.clip is not None or p.rule[0] == "ftrl"),
+        # Those that a worker, or a microbatch, has alone pass no NaN on.
+        "NaN in rows that examples without weight look up": bad
+        and p.has_tables
+        and p.is_weighted
+        and any(0 in b["weights"] for b in p.batches),
         "a decay by shape in a label": patterned and p.partition is not None,
         # A call without weight may be an update of this label alone.
         "an average around a label that waits": bool(p.partition and p.partition["links"])
@@ -298,12 +314,14 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
 def of_tables(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of rows a program does not keep.
 
-    The reference takes the rows that have a gradient for those that an example looks up.
+    The reference takes the rows that have a gradient for those that an example looks up. A worker
+    whose first local step makes all of "w" 0, as l1 does, has none for the rows of its next step.
     """
     is_lazy, ways = p.rule[1].get("lazy"), ["tables" in name for name in facts.ways]
     decays = p.regularization or any("regularization" in x for x in p.attrs.values())
     has_zeros = p.is_weighted and any(0 in b["weights"] for b in p.batches)
     is_dense = decays or has_zeros or p.names("accumulate", "trace") or not all(ways)
+    is_dense = is_dense or ("l1" in p.rule[1] and p.local_steps > 1)
     return {
         "no table to look up": any(ways) and not p.has_tables,
         "a rule that does not say what it does with rows": any(ways) and says_no_rows(p.rule),

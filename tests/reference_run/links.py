@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 from reference_exchange import power_sgd, quantize, top_k
+from reference_schedules import linear_warmup, polynomial, warmup_cosine
 from references import RULES, clip, penalty
 
 from reference_run.program import SHAPES, STACKED, TABLES
@@ -25,6 +26,11 @@ SCHEDULES = {  # the i-th update that counts
     "linear_warmup": lambda rate, i: rate * i / 3 if i < 3 else rate,
     "piecewise": lambda rate, i: rate if i < 2 else rate / 2,
     "rises": lambda rate, i: rate / 5 if i < 3 else rate,
+    "cycle": lambda rate, i: polynomial(rate, 2, rate / 10, 2.0, cycle=True)(i),
+    "warmup to cosine": lambda rate, i: warmup_cosine(rate, 2, 5, end=rate / 4)(i),
+    "warmup to steps": lambda rate, i: linear_warmup(
+        lambda n: rate * 0.5 ** (n // 2), 2, 0.0, rate
+    )(i),
 }
 SQUARES = ("adam", "adamw", "rmsprop", "adagrad", "decayed_adagrad", "adadelta", "lamb", "ftrl")
 
@@ -174,7 +180,8 @@ class OptaxRule(Rule):
 class Exchange:
     """Workers send their own gradients, along the leading axis, by a compressor, and keep the rest.
 
-    Scalars, and leaves wider than float32, are sent whole. If a gradient is not finite, all get 0.
+    Scalars, and leaves wider than float32, are sent whole, and in the first steps of a warm-up all
+    leaves. If a gradient is not finite, all get 0.
     By parts each worker owns a slice of a leaf: it sends the mean of this slice to all, compressed
     once more, and keeps the rest.
     """
@@ -183,9 +190,13 @@ class Exchange:
         self.inner, self.has_kept = inner, False
         self.residual, self.factors, self.published = {}, {}, {}
         self.is_wide = program.dtype == "float64"
-        self.frozen, self.compressor = frozen_of(program), compressor
-        self.compress = COMPRESSORS.get(compressor.removesuffix(BY_PARTS))
-        self.by_parts = compressor.endswith(BY_PARTS)
+        self.frozen, self.step = frozen_of(program), 0
+        self.compressor, *options = compressor.split(", ")
+        self.compress = COMPRESSORS.get(self.compressor)
+        options = dict(x.split("=") for x in options)
+        self.by_parts = "route" in options
+        self.feedback = float(options.get("error_feedback", 1))
+        self.warmup_steps = int(options.get("warmup_steps", 0))
         self.accumulates = bool(program.names("accumulate"))
         self.go_on(program.way)
 
@@ -198,12 +209,15 @@ class Exchange:
         if w == 0:
             return self.inner.update(mean_of_workers(g), p, w, value)
         if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
+            self.step += 1
             return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
-        before, means = (self.residual, self.factors, self.published), mean_of_workers(g)
+        before = self.residual, self.factors, self.published, self.step
+        means, is_warm = mean_of_workers(g), self.step < self.warmup_steps
+        self.step += 1
         for k in g:
-            is_passed = k in self.passed or k in self.frozen or self.is_wide
+            is_passed = k in self.passed or k in self.frozen or self.is_wide or is_warm
             if p[k].ndim and p[k].size and not is_passed:
-                total = (g[k] + self.residual.get(k, 0)).astype(np.float32)
+                total = (g[k] + self.feedback * self.residual.get(k, 0)).astype(np.float32)
                 sent = self.send(k, total).astype(np.float64)
                 self.residual = self.residual | {k: total - sent}
                 self.has_kept |= bool(np.any(self.residual[k]))
@@ -211,7 +225,7 @@ class Exchange:
                 means[k] = self.publish(k, mean, len(sent)) if self.by_parts else mean
         u = self.inner.update(means, p, w, value)
         if u == SKIPPED:
-            self.residual, self.factors, self.published = before
+            self.residual, self.factors, self.published, self.step = before
         return u
 
     def send(self, k, total):
@@ -232,7 +246,7 @@ class Exchange:
 
     def publish(self, k, mean, num_workers):
         """Return what the owners of slices send of the mean of a leaf."""
-        owned = slices_of(mean, num_workers) + self.published.get(k, 0)
+        owned = slices_of(mean, num_workers) + self.feedback * self.published.get(k, 0)
         sent = np.stack([self.compress(x.astype(np.float32)) for x in owned]).astype(np.float64)
         self.published = self.published | {k: owned - sent}
         return sent.ravel()[: mean.size].reshape(mean.shape)
@@ -414,7 +428,8 @@ class Plateau:
         self.threshold, self.ignored = options.get("threshold", 1e-4), 0
         self.is_relative = options.get("threshold_mode", "rel") == "rel"
         by_evaluation = monitor == "evaluation" and program.evaluate
-        self.sign = -1 if by_evaluation and program.evaluate["mode"] == "max" else 1
+        mode = program.evaluate["mode"] if by_evaluation else options.get("mode", "min")
+        self.sign = -1 if mode == "max" else 1
         self.rate, self.best, self.bad, self.told = program.rate, None, 0, None
 
     def update(self, g, p, w, value):
@@ -555,18 +570,20 @@ class Accumulate:
 
 
 class SkipNonfinite:
-    """A gradient that is not finite changes nothing, up to ten times in a row."""
+    """A gradient that is not finite changes nothing, up to ten times in a row. Those of frozen
+    leaves do not count."""
 
     def __init__(self, program, inner, max_consecutive=10):
         self.inner, self.skipped, self.in_a_row, self.gave_up = inner, 0, 0, False
-        self.most_in_a_row = max_consecutive
+        self.most_in_a_row, self.frozen = max_consecutive, frozen_of(program)
         limit = float(jax.numpy.finfo(program.dtype).max)
         has_rule = any(isinstance(x, Rule) for x in links_of(inner))
         has_squares = has_rule and program.rule[0] in SQUARES
         self.most = np.sqrt(limit) if has_squares else limit
 
     def is_bad(self, g):
-        return not all(np.all(np.abs(x) <= self.most) for x in g.values())
+        trained = [x for k, x in g.items() if k not in self.frozen]
+        return not all(np.all(np.abs(x) <= self.most) for x in trained)
 
     def update(self, g, p, w, value):
         if w == 0:
@@ -585,14 +602,15 @@ class LossScale(SkipNonfinite):
 
     def __init__(self, program, inner, interval, **options):
         super().__init__(program, inner, options.get("max_consecutive", 50))
-        self.interval, self.scale, self.good = interval, 4.0, 0
-        self.growth, self.least = options.get("growth_factor", 2.0), options.get("min_scale", 1.0)
+        self.interval, self.scale, self.good = interval, options.get("initial_scale", 4.0), 0
+        self.growth = options.get("growth_factor", 2.0)
+        self.least = min(options.get("min_scale", 1.0), self.scale)
         self.backoff = options.get("backoff_factor", 0.5)
 
     def update(self, g, p, w, value):
         u = super().update(g, p, w, value)
         if w != 0 and self.in_a_row:
-            self.scale, self.good = max(self.scale * self.backoff, min(self.least, 4.0)), 0
+            self.scale, self.good = max(self.scale * self.backoff, self.least), 0
         elif w != 0:
             self.good += 1
             if self.good >= self.interval:
@@ -771,6 +789,8 @@ def train_others(link, program, params):
             train_others(worker, program, params)
         return
     for x in links_of(link):
+        if isinstance(x, SkipNonfinite):
+            x.frozen = frozen_of(program)
         if isinstance(x, Rule):
             thawed |= {*frozen_of(x.p)} - {*frozen_of(program)}
             x.p = dataclasses.replace(x.p, attrs=program.attrs)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from reference_run.program import STACKED
+
 
 def hidden(params, x):
     """Return the values of a layer, or of the last of stacked layers."""
@@ -58,15 +60,18 @@ def noise(step, num_workers, num_microbatches, count, one=None):
     return np.concatenate(factors).astype(np.float64)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _differentiate(params, fixed, batch, model_state, is_weighted, factor, by_example, owners):
+@functools.partial(jax.jit, static_argnums=(4, 8))
+def _differentiate(
+    params, fixed, batch, model_state, is_weighted, factor, by_example, owners, is_reversed
+):
     x, y, weights, *ids = batch
     used = weights if is_weighted else jnp.ones_like(weights)
     x = jnp.where((used != 0)[:, None], x, 0)  # what has no weight makes no NaN
     weight = jnp.sum(used)
 
     def loss(params, own):  # of the examples of one worker; the mean over workers is the loss
-        out = outputs({**params, **fixed}, x, *ids)
+        layers = {k: params[k][::-1] for k in STACKED} if is_reversed else {}
+        out = outputs({**params, **layers, **fixed}, x, *ids)
         if model_state is not None:
             out = out + 0.1 * model_state["mean"][0]
         each = jnp.where(used != 0, errors(out * by_example, y) * factor, 0)
@@ -94,10 +99,9 @@ def differentiate(p, params, batch, model_state, step, way, worker=None):
     parts = way.workers, way.microbatches, len(x)
     each = noise(step, *parts, worker) if p.key else np.ones(len(x))
     owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
+    data = (x, y, w, *batch[3:]), model_state, p.is_weighted, factor, each, owners
     value, grads, (losses, out), weight = jax.device_get(
-        _differentiate(
-            floats, fixed, (x, y, w, *batch[3:]), model_state, p.is_weighted, factor, each, owners
-        )
+        _differentiate(floats, fixed, *data, "reversed" in p.spelling)
     )
     weights = w if p.is_weighted else np.ones_like(w)
     aux = {

@@ -30,7 +30,7 @@ class Program:
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
     compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`, and
-      perhaps `links.BY_PARTS`.
+      perhaps further arguments of the exchange, as `links.BY_PARTS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, the links around that, and perhaps "frozen", for a
@@ -52,6 +52,8 @@ class Program:
       trained.
     loop: "fit"; "own" for a loop that the user writes around the step; "scan" for one that is a
       program; "vmap" for a program of two runs, of which this is the second.
+    spelling: other ways to write the same, names in `source.SPELLINGS`, and "reversed" for layers
+      of which the last one comes first.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
@@ -88,6 +90,7 @@ class Program:
     evaluate: Any = None
     parts: Any = ({},)
     loop: str = "fit"
+    spelling: Any = ()
     saves: bool = True
     save_every: int = 100
     keep: int = 2

@@ -31,6 +31,8 @@ def run(p: Program, ways: dict) -> dict:
     last = begin
     for part in p.parts:
         first = last if "carry" in part else begin
+        if part.get("carry") == "params":  # the optimizer begins anew
+            first = begin | {k: last[k] for k in ("params", "model_state")}
         if "carry" in part:
             best.clear()
             reached.add("a state that goes on in another call")
@@ -77,7 +79,7 @@ class Loop:
             links.go_on_among(self.state["optimizer"], name, self.way.exchanging)
         if "set_rate" in part:
             links.set_rate(self.state["optimizer"], part["set_rate"])
-        if "carry" in part and self.evaluate and self.evaluate["keep_best"]:
+        if part.get("carry", "params") != "params" and self.evaluate and self.evaluate["keep_best"]:
             value = self.value_of_state()
             if value == value:
                 self.first, self.best[:] = [value], [(self.n, copy.deepcopy(self.state), True)]

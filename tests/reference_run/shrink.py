@@ -9,6 +9,7 @@ from reference_run.program import Program
 replace = dataclasses.replace
 STRUCTURE = (
     "rows",
+    "spelling",
     "stacked",
     "stages",
     "aux",

@@ -77,6 +77,7 @@ WAYS = {
     "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
     "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
     "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
+    "grid, specs": Way(f'{_GRID}, shard={{"w": P("slow"), "b": P("fast")}}', 4),
     "mesh, exchange": Way(_MESH, 4, 1, 4),
     "pair, exchange": Way("mesh=optfn.distributed.data_mesh(2)", 2, 1, 2),
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
@@ -112,6 +113,7 @@ WAYS = {
     "local steps": Way(_MESH),
     "local steps, tables": Way(f"{_MESH}, {_TABLES}"),
     "local steps, packed": Way(f"{_MESH}, packed=True"),
+    "grid, exchange": Way(_GRID, 4, 1, 2),
     "grid, state, exchange": Way(
         f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4, 1, 2
     ),
@@ -134,7 +136,24 @@ _SCHEDULES = {
     "linear_warmup": "optfn.schedules.linear_warmup({rate}, 3, 0.0, {rate})",
     "piecewise": "optfn.schedules.piecewise([2], [{rate}, {rate} / 2])",
     "rises": "optfn.schedules.piecewise([3], [{rate} / 5, {rate}])",
+    "cycle": "optfn.schedules.polynomial({rate}, 2, {rate} / 10, 2.0, cycle=True)",
+    "warmup to cosine": "optfn.schedules.warmup_cosine({rate}, 2, 5, end={rate} / 4)",
+    "warmup to steps": "optfn.schedules.linear_warmup("
+    "optfn.schedules.step_decay({rate}, 2, 0.5), 2, 0.0, {rate})",
 }
+# What means the same as the usual text.
+SPELLINGS = ("scan", "keywords", "patterns", "lookups")
+_MEAN_OF_ROWS = 'jnp.mean(params["t"][ids[:, :2]], 1)'
+_MEAN_OF_LOOKUPS = '0.5 * params["t"][ids[:, 0]] + 0.5 * params["t"][ids[:, 1]]'
+_SCAN = """
+def layer(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+def hidden(params, x):
+    layers = {{k: params["stages"][k] for k in ("w", "b")}}
+    body = jax.checkpoint(lambda x, params: (layer(params, x), None))
+    return jax.lax.scan(body, x, layers{more})[0]
+"""
 _AROUND = {
     "trace": "optfn.chain(optfn.scale_by_momentum(0.5), {tx})",
     "plateau": "optfn.chain({tx}, optfn.schedules.reduce_on_plateau("
@@ -148,7 +167,7 @@ _AROUND = {
     "multi_steps": "optax.MultiSteps({tx}, {0}).gradient_transformation()",
     "apply_if_finite": "optax.apply_if_finite({tx}, {0})",
     "skip_nonfinite": "optfn.skip_nonfinite({tx}{more})",
-    "loss_scale": "optfn.dynamic_loss_scale({tx}, initial_scale=4.0, growth_interval={0}{more})",
+    "loss_scale": "optfn.dynamic_loss_scale({tx}, growth_interval={0}{more})",
     "skip_spikes": "optfn.skip_spikes({tx}, {0}, window={1}{more})",
     "record_metrics": "optfn.record_metrics({tx}{more})",
 }
@@ -200,6 +219,8 @@ def rule_text(p: Program, way: str) -> str:
         options |= {"axis_name": repr(axis_of(way)), "min_size": "2"}
     attrs = {k: p.attrs.get(k, {}) for k in p.leaves if k in p.attrs or k in p.stacked}
     attrs = {p.path_of(k): attr_text(x, k in p.stacked) for k, x in attrs.items()}
+    if attrs and "patterns" in p.spelling:  # of two that match, the first one counts
+        attrs |= {f"(?:{k})": "optfn.ParamAttr(learning_rate=0.0)" for k in attrs}
     return call(
         f"optfn.{name}",
         rate,
@@ -229,11 +250,16 @@ def wrap(p: Program, tx: str, links) -> str:
     """Return the text of a transformation with links around it."""
     for name, *arguments in links:
         options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        if name == "loss_scale":
+            options = {"initial_scale": 4.0, **options}
         more = "".join(f", {k}={v!r}" for k, v in options.items())
         if "evaluation" in arguments:
             mode = p.evaluate["mode"] if p.evaluate else "min"
             more += f', monitor="evaluation", mode="{mode}"'
-        tx = _AROUND[name].format(*arguments, tx=tx, rate=p.rate, more=more)
+        template = _AROUND[name]
+        if "keywords" in p.spelling and name in ("skip_nonfinite", "loss_scale", "record_metrics"):
+            template = template.replace("({tx}", "(tx={tx}")
+        tx = template.format(*arguments, tx=tx, rate=p.rate, more=more)
     return tx
 
 
@@ -300,6 +326,9 @@ def step_text(p: Program, way: str) -> str:
     params, options = params_text(p), WAYS[way].options
     if p.stages:
         options = options.replace('"w": P("data")', '"stages/w": P(None, "data")')
+        options = options.replace(
+            '"w": P("slow"), "b": P(', '"stages/w": P("slow"), "stages/b": P('
+        )
     flags = {
         "has_aux": p.aux,
         "model_state": p.model_state,
@@ -312,7 +341,11 @@ def step_text(p: Program, way: str) -> str:
     if p.is_pipeline:
         return pipeline_text(p, way)
     hidden = HIDDEN if p.stages else inspect.getsource(model.hidden)
+    if p.stages and {"scan", "reversed"}.intersection(p.spelling):
+        hidden = _SCAN.format(more=", reverse=True" if "reversed" in p.spelling else "")
     lines = [hidden, *map(inspect.getsource, (model.outputs, model.errors))]
+    if "lookups" in p.spelling:
+        lines[1] = lines[1].replace(_MEAN_OF_ROWS, _MEAN_OF_LOOKUPS)
     lines += [loss_text(p), ""]
     if "explicit" in options:
         kinds = "axis_types=(AxisType.Explicit,)"
@@ -583,6 +616,7 @@ CARRIES = {
     "template = jax.tree.map(jnp.copy, start)\n"
     "state, _ = optfn.load_checkpoint(path, template, strict=False)\n",
     "mapping": "state = optfn.load_state_dict(start, optfn.state_dict(state))\n",
+    "params": "state = step.init(state.params, state.model_state)\n",
 }
 
 
