@@ -34,6 +34,8 @@ def refusal(p: Program) -> str:
         return "dynamic_loss_scale needs loss_fn"
     is_foreign = p.rule[0].startswith("optax.") and not p.regularization  # which makes rows dense
     if any(decays_by_shape(p, k) or is_foreign or foreign for k in sparse_of(p)):
+        if Facts(p).has("by hand") and p.links and p.links[-1][0] == "multi_steps":
+            return "different types at key path"  # the error of JAX, since optax has the call
         return "put optfn.sparse.densify() before it"
     is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
     return "cannot be combined with packed=True" if is_refused else ""
