@@ -77,6 +77,9 @@ WAYS = {
     "compiler, microbatches": Way(f'{_MESH}, partitioner="compiler", microbatches=2', 0, 2),
     "grid, state": Way(f'{_GRID}, shard=optfn.distributed.sharded("state", axis="fast")', 4),
     "grid, params": Way(f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast")', 4),
+    "grid, params, microbatches": Way(
+        f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast"), microbatches=2', 4, 2
+    ),
     "grid, specs": Way(f'{_GRID}, shard={{"w": P("slow"), "b": P("fast")}}', 4),
     "mesh, exchange": Way(_MESH, 4, 1, 4),
     "pair, exchange": Way("mesh=optfn.distributed.data_mesh(2)", 2, 1, 2),

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compilations import compilations
 from grids import suite
-from jax.sharding import PartitionSpec as P
 from problems import trained
 
 import optfn
@@ -74,23 +72,6 @@ def alone(kind):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", IDS)
-def test_it_is_the_unsharded_step(kind):
-    want, losses = alone(kind)
-    step = sharded(EXACT)
-    state, found = run(step, batches(kind))
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(s)] for s in (state, want)]
-    assert shapes[0] == shapes[1]
-    natural, expected = optfn.state_dict(state), optfn.state_dict(want)
-    assert natural.keys() == expected.keys()
-    for name, x in expected.items():
-        np.testing.assert_allclose(natural[name], x, rtol=1e-4, atol=1e-5)
-    assert compilations(step) == 1
-    assert state.params["t"].addressable_shards[0].data.shape == (ROWS // N, WIDTH)
-
-
-@pytest.mark.nightly
 def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_time():
     """160 ids go to the owner of 128 rows, which updates about 30 at a time."""
     rng = np.random.default_rng(2)
@@ -126,24 +107,6 @@ def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-5, atol=1e-6)
     assert np.any(want.params["t"] != params["t"])
-
-
-@pytest.mark.nightly
-def test_the_rest_of_the_model_may_be_sharded_too():
-    params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
-
-    def loss(params, batch):
-        ids, y = batch
-        x = jnp.concatenate([params["t"][ids].mean(1), params["t"][ids[:, 0]]], 1)
-        return jnp.mean((x @ params["w"] - y) ** 2)
-
-    tx = optfn.adam(0.01, lazy=True)
-    want, _ = run(optfn.make_train_step(loss, tx, tables="t"), batches("zipf"), params)
-    state, _ = run(sharded(tx, loss, shard={"w": P("data")}), batches("zipf"), params)
-    for name in params:
-        np.testing.assert_allclose(state.params[name], want.params[name], rtol=1e-4, atol=1e-6)
-    part = state.opt_state[0].mu["w"].addressable_shards[0].data.shape
-    assert part == (1, 2)
 
 
 @pytest.mark.nightly

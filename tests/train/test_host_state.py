@@ -177,23 +177,6 @@ def test_without_the_option_nothing_is_imported(monkeypatch):
     assert [x.stem for x in files if at_the_top.search(x.read_text())] == ["host_state"]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("before, after, is_sharded", [(ON_HOST, {}, False), ({}, ON_HOST, True)])
-def test_checkpoints_are_those_of_a_state_on_the_device(tmp_path, before, after, is_sharded):
-    if is_sharded:
-        pytest.importorskip("orbax.checkpoint")
-    options = {"mesh": data_mesh(), "shard": "params"} if is_sharded else {}
-    tx = optfn.chain(MASTERS, optfn.exponential_moving_average(0.9))
-    _, state = train(tx, NARROW, **options, **before)
-    optfn.save_checkpoint(tmp_path, state, sharded=is_sharded)
-    step = optfn.make_train_step(loss_fn, tx, **options, **after)
-    loaded, *_ = optfn.restore_checkpoint(tmp_path, step.init(NARROW))
-    assert kinds(loaded) == ({"pinned_host"} if after else kinds(step.init(NARROW)))
-    jax.tree.map(np.testing.assert_array_equal, loaded, state)
-    step(loaded, BATCHES[0])
-    assert compilations(step) == 1
-
-
 def test_what_reads_a_state_fetches_it():
     tx = optfn.chain(optfn.adam(1e-2), optfn.exponential_moving_average(0.9))
     _, state = train(tx, mesh=data_mesh(), **ON_HOST)
