@@ -265,7 +265,7 @@ def chain_members(rng):
         links.append(["scaled"])
     if chance(0.5):
         links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
-        links[-1] += [{"thres_steps": True}] * (links[-1][0] == "ema" and chance(0.3))
+        links[-1] += [{"thres_steps": True}] * (links[-1][0] == "ema" and chance(0.5))
     return links
 
 
@@ -399,6 +399,8 @@ def ways_on(rng, p):
             part["way"] = pick(*others)
         if p.evaluate and isinstance(p.evaluate["every"], int) and chance(0.2):
             part["every"] = pick(1, 2, 3)
+        if any(x[0] == "accumulate" for x in p.links) and not p.partition and chance(0.2):
+            part["accumulate"] = pick(1, 2, 3)
         if chance(0.4) and not isinstance(p.loader, str):
             part["drop_last"] = not p.loader[3]
         if (

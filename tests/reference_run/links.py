@@ -551,7 +551,7 @@ class Accumulate:
     """One update for k calls, with the mean of their gradients, and of their losses, by weight."""
 
     def __init__(self, program, inner, k):
-        self.inner, self.k = inner, k
+        self.inner, self.k, self.usual = inner, k, k
         self.calls, self.weight, self.total, self.value = 0, 0.0, None, 0.0
 
     def update(self, g, p, w, value):

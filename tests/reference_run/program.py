@@ -46,7 +46,8 @@ class Program:
       the params, and perhaps "named": whether it gives a dict, of which the run watches "score".
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate`,
-      `drop_last` or `every` (of its evaluations), or `carry`: how the state of the call before
+      `drop_last`, `accumulate` (the calls of each accumulation) or `every` (of its evaluations), or
+      `carry`: how the state of the call before
       reaches it, if not by checkpoints of the run, a name in `source.CARRIES`; `set_rate`: the rate
       that is then set in it; `attrs`: the attributes of the last call, in which other leaves are
       trained.
@@ -137,8 +138,12 @@ class Program:
         return "int32" if leaf == "count" else "float32" if leaf in self.wide else self.dtype
 
     def of_part(self, part: dict[str, Any]) -> "Program":
-        """Return the program with the rate and the attributes of a call of the loop."""
+        """Return the program with the rate, the attributes and the accumulations of a call of the
+        loop."""
         changed = {k: part[k] for k in ("rate", "attrs") if k in part}
+        if "accumulate" in part:
+            every = {"accumulate": [part["accumulate"]]}
+            changed["links"] = [[x[0], *every.get(x[0], x[1:])] for x in self.links]
         return dataclasses.replace(self, **changed)
 
     @property

@@ -74,6 +74,9 @@ class Loop:
         if "attrs" in part:
             self.p = p.of_part(part)
             links.train_others(self.state["optimizer"], self.p, self.state["params"])
+        for x in links.links_of(self.state["optimizer"]):
+            if isinstance(x, links.Accumulate) and not p.partition:
+                x.k = part.get("accumulate", x.usual)
         if p.exchanges:
             name = part.get("way", p.way)
             links.go_on_among(self.state["optimizer"], name, self.way.exchanging)

@@ -42,7 +42,7 @@ def smaller_runs(p: Program):
     for i in range(len(p.parts) - 1):
         yield replace(p, parts=without(p.parts, i))
     for i, part in enumerate(p.parts):
-        for key in ("way", "rate", "drop_last", "every", "set_rate"):
+        for key in ("way", "rate", "drop_last", "every", "set_rate", "accumulate"):
             if key in part:
                 yield replace(
                     p, parts=with_item(p.parts, i, {k: v for k, v in part.items() if k != key})

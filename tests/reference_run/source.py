@@ -98,7 +98,7 @@ WAYS = {
     "pipeline": Way("", 0, 4, stages=4),
     "pipeline, zb": Way("", 0, 4, stages=4, pipeline='schedule="zb"'),
     "pipeline, gpipe": Way("", 0, 4, stages=2, virtual=2, pipeline=_GPIPE),
-    "pipeline, virtual": Way("", 0, 2, stages=2, virtual=2),
+    "pipeline, virtual": Way("", 0, 4, stages=2, virtual=2),
     "pipeline, data": Way("", 2, 2, stages=2, virtual=2, pipeline='data_axis="data"'),
     "pipeline, packed": Way("packed=True", 0, 4, stages=4),
     "pipeline, host": Way(_HOST, 0, 4, stages=4),
