@@ -209,7 +209,6 @@ class Exchange:
         if w == 0:
             return self.inner.update(mean_of_workers(g), p, w, value)
         if not all(np.all(np.isfinite(x)) for k, x in g.items() if k not in self.frozen):
-            self.step += 1
             return self.inner.update({k: 0 * p[k] for k in g}, p, w, value)
         before = self.residual, self.factors, self.published, self.step
         means, is_warm = mean_of_workers(g), self.step < self.warmup_steps
