@@ -168,8 +168,8 @@ def exchange(
     If an update of any worker is not finite, or the extra argument `weight` is 0, the direction of
     all workers is zero, residuals and states of compressors stay as they were, and the update is
     none of the `warmup_steps`. Put `skip_nonfinite` around the chain to keep the states of the
-    following transforms too. An accumulated entry that overflows is set to the largest float32 number. `exchange(None)` is
-    the mean of all updates, finite or not.
+    following transforms too. An accumulated entry that overflows is set to the largest float32
+    number. `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, float32 of the leaf's shape, one per worker, 4 bytes per compressed
     parameter; step and num_workers; and the states of compressors. With route="parts" also the
