@@ -25,7 +25,7 @@ from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.calls import show_transform
 from optfn.leaves.foreign import check_arrays
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.packed import pack
+from optfn.leaves.packed import pack, unpack
 from optfn.loss.jaxprs.constraints import name_refused_constraints
 from optfn.mesh.collectives.devices import Devices
 from optfn.mesh.collectives.mesh import count_devices, is_on_several_cpus
@@ -132,7 +132,7 @@ class TrainStep:
         of deep gradient compression that compresses no leaf.
 
         Args:
-          params: the parameters to train.
+          params: the parameters to train, also those of an earlier state, packed or with tables.
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
@@ -172,7 +172,8 @@ class TrainStep:
         """Return the state before the first step, packed if the step is, and placed on the mesh by
         the params' layout."""
         if self.options.packed:
-            given, params = params, pack(parallel.copy_host_arrays(params))
+            given = unpack(params)  # as they are, or packed in an earlier state
+            params = pack(parallel.copy_host_arrays(given))
             refuse_changed_rules("tx", self.tx, given)
             if self.local is not None:
                 refuse_changed_rules("outer", self.local.outer, given)
