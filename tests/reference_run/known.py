@@ -26,9 +26,12 @@ def refusal(p: Program) -> str:
         return "encloses a transform that exchanges gradients"
     if p.loop == "vmap" and Facts(p).has("host"):
         return "memory_space of all inputs passed to `gather` must be the same"
+    if Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p)):
+        return "cannot be combined with packed=True"
     if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
         return "optax.MultiSteps takes the plain mean of several gradients"
-    if p.exchanges and p.names("trace"):
+    is_own = all("pmap" in way for way in Facts(p).ways)  # whose devices keep what they like
+    if p.exchanges and p.names("trace") and not is_own:
         return "would differ between workers"
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
@@ -37,8 +40,7 @@ def refusal(p: Program) -> str:
         if Facts(p).has("by hand") and p.links and p.links[-1][0] == "multi_steps":
             return "different types at key path"  # the error of JAX, since optax has the call
         return "put optfn.sparse.densify() before it"
-    is_refused = Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p))
-    return "cannot be combined with packed=True" if is_refused else ""
+    return ""
 
 
 def sparse_of(p: Program) -> list[str]:

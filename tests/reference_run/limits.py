@@ -194,8 +194,12 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
         "norms are those of workers": p.exchanges and "record_metrics" in names,
         "labels exchange nothing": p.exchanges and p.partition is not None,
-        "a plateau inside of optax.MultiSteps, which hides the loss": "multi_steps" in names
-        and "plateau" in names,
+        "what reads more than gradients inside of optax.MultiSteps": "multi_steps" in names
+        and ("plateau" in names or (p.model_state and not {*names}.isdisjoint(AVERAGES))),
+        # Of a plain loss a call inside counts 1, however many calls it has taken.
+        "nested accumulations go on with other calls": names.count("accumulate") > 1
+        and any("accumulate" in x for x in p.parts)
+        and not p.is_weighted,
         "attributes inside of wrappers of optax": bool(p.stacked)
         and facts.has("whole")
         and not {*names}.isdisjoint((*FOREIGN, "scaled")),
