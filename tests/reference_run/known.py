@@ -4,10 +4,11 @@ import math
 
 from reference_run.limits import AVERAGES, FOREIGN, Facts
 from reference_run.links import frozen_of
-from reference_run.program import TABLES, Program, batches_of
+from reference_run.program import SHAPES, TABLES, Program, batches_of
+from reference_run.source import WAYS
 
 # The faults that are not mended. The others name what an older tree fails by.
-OPEN: tuple[str, ...] = ()
+OPEN: tuple[str, ...] = ("90 sums of workers beside no residual",)
 
 
 def is_open(p: Program) -> bool:
@@ -26,7 +27,8 @@ def refusal(p: Program) -> str:
         return "encloses a transform that exchanges gradients"
     if p.loop == "vmap" and Facts(p).has("host"):
         return "memory_space of all inputs passed to `gather` must be the same"
-    if Facts(p).has("packed") and (p.partition is not None or decays_by_shape(p)):
+    is_by_leaf = p.partition is not None or decays_by_shape(p)
+    if "packed" in p.way and is_by_leaf:
         return "cannot be combined with packed=True"
     if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
         return "optax.MultiSteps takes the plain mean of several gradients"
@@ -40,7 +42,8 @@ def refusal(p: Program) -> str:
         if Facts(p).has("by hand") and p.links and p.links[-1][0] == "multi_steps":
             return "different types at key path"  # the error of JAX, since optax has the call
         return "put optfn.sparse.densify() before it"
-    return ""
+    # In a call behind the first.
+    return "cannot be combined with packed=True" if Facts(p).has("packed") and is_by_leaf else ""
 
 
 def sparse_of(p: Program) -> list[str]:
@@ -122,10 +125,17 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
     by_hand, is_thawed = facts.has("by hand"), any("attrs" in x for x in p.parts)
     guards = bool(p.names("skip_nonfinite", "loss_scale"))
     from_pmap = facts.has("pmap") and any("carry" in x for x in p.parts)
+    least = 2 if "power_sgd" in str(p.compressor) else 1
+    is_sent = any(len(SHAPES[k]) >= least for k in p.leaves if k not in frozen_of(p))
+    counts = {WAYS[way].exchanging for way in facts.ways}
     return {
         "85 guards in a loop of one's own": by_hand and guards and p.is_weighted,
         "86 workers by hand decide alone": by_hand and guards and p.exchanges,
         "87 a checkpoint of a pmap": from_pmap and (p.exchanges or is_thawed),
+        # The number of workers of a state is known by its residuals alone.
+        "90 sums of workers beside no residual": bool(p.exchanges and p.names("accumulate"))
+        and len(counts) > 1
+        and not is_sent,
         "88 an evaluation that was due": any("every" in x or "drop_last" in x for x in p.parts),
         "89 a leaf that begins late on the host": is_thawed and facts.has("packed"),
     }
