@@ -145,8 +145,7 @@ def len_without_last(p: Program) -> int:
 
 def of_optimizer(p: Program, facts: Facts) -> dict[str, bool]:
     """Return which limits of an optimizer a program does not keep."""
-    is_unseen = facts.has("by hand") or p.loop in COMPILED_LOOPS
-    gives_up = is_unseen and "max_consecutive" in str(p.links)
+    gives_up = "max_consecutive" in str(p.links)
     is_dgc, bad = p.rule[0] == "dgc_momentum", facts.has_bad and (gives_up or not facts.guards)
     further = p.clip or p.attrs or (p.regularization and p.regularization[0] != "l2")
     more = further or p.schedule or p.names("plateau", "trace") or p.dtype == "float64" or bad
@@ -361,7 +360,9 @@ def says_no_rows(rule) -> bool:
 def takes_huge(p: Program) -> bool:
     """Tell whether a guard right around a rule skips a huge gradient, as the rule keeps squares.
 
-    Without squares the params go so far that the next loss is beyond float32.
+    Without squares the params go so far that the next loss is beyond float32. In an accumulation
+    XLA squares total/every as total²/every², which overflows before the square of the mean.
     """
     guarded = bool(p.links) and p.links[0][0] == "skip_nonfinite" and p.rule[0] in SQUARES
-    return guarded and p.dtype == "float32" and not p.clip and not p.partition
+    more = p.clip or p.partition or p.names("accumulate")
+    return guarded and p.dtype == "float32" and not more
