@@ -236,16 +236,15 @@ def _to_host(x: object) -> object:
 
 
 def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
-    """Return the names of fields `num_workers` in a state that has per-worker arrays.
+    """Return the names of the fields `num_workers` beside per-worker arrays, or of all such fields
+    if none is beside any, as that of an exchange without residuals inside an `accumulate`.
 
-    A number beside no such array, as in the local state of `sgd`, counts nothing.
+    Otherwise a number beside no such array, as in the local state of `sgd`, counts nothing.
     """
-
-    def counts(name: str) -> bool:
-        owner, _, field = name.rpartition("/")
-        return field == "num_workers" and bool(find_names_in_field(per_worker, owner))
-
-    return [name for name in names if name not in per_worker and counts(name)]
+    counts = {x: x.rpartition("/") for x in names if x not in per_worker}
+    counts = {x: owner for x, (owner, _, field) in counts.items() if field == "num_workers"}
+    beside = [x for x, owner in counts.items() if find_names_in_field(per_worker, owner)]
+    return beside or list(counts)
 
 
 def count_workers(opt_state: OptState) -> int:
