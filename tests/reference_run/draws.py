@@ -177,6 +177,9 @@ def structures(rng):
             "local_steps": 2,
             "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]], *in_masters),
         }
+        if more["outer"] is not None and chance(0.4):
+            compressor = pick("top_k(1.0)", "top_k(0.3)", "quantize(4)", "power_sgd(1)")
+            compressor += pick("", "", ", error_feedback=0.5", ", warmup_steps=2")
         links, partition = [], None
     if "tables" in way:
         links = [x for x in links if x[0] != "scaled"]
@@ -212,7 +215,7 @@ def structures(rng):
     plain = not in_stages and not is_rounded
     plain = plain and "by hand" not in way
     has_layers = in_stages or way == "whole"
-    has_layers = has_layers or (may_have_layers and not (partition or "by hand" in way))
+    has_layers = has_layers or (may_have_layers and "by hand" not in way)
     spelling = [x for x in SPELLINGS if chance(0.15)]
     spelling += ["reversed"] * (has_layers and not in_stages and chance(0.15))
     says_stacked = has_layers and not (in_stages or is_foreign or compressor) and chance(0.3)
@@ -233,7 +236,8 @@ def structures(rng):
         aux=chance(0.3) and not in_stages and not is_rounded and "by hand" not in way,
         model_state=chance(0.6 if averages_sums else 0.5 if averages else 0.3)
         and WAYS[way].microbatches == 1
-        and plain,
+        and plain
+        and pick(True, True, "key"),
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
         rate=limits.NARROW_RATE if is_rounded else 0.05,
@@ -266,6 +270,8 @@ def chain_members(rng):
     if chance(0.5):
         links.append(pick(["ema", 0.5], ["ema", 0.9], ["model_average", 2], ["model_average", 3]))
         links[-1] += [{"thres_steps": True}] * (links[-1][0] == "ema" and chance(0.5))
+        if chance(0.15):
+            links.append(["model_average", 2] if links[-1][0] == "ema" else ["ema", 0.5])
     return links
 
 
@@ -312,6 +318,8 @@ def runs(rng, p):
     if watched or chance(0.6):
         values = [pick(1.0, 2.0, 3.0, 4.0, 2.0, float("nan")) for _ in range(rng.randint(3, 9))]
         average = has_average and p.evaluate["average"]
+        given = None if average and chance(0.7) else values if chance(0.7) else None
+        held = given is None and p.rows == 1 and not p.is_pipeline and chance(0.4)
         evaluate = p.evaluate | {
             "every": pick(
                 *([] if watched else [None]), 1, 2, 3, *(["epoch"] * 2 if epochs else [])
@@ -319,7 +327,8 @@ def runs(rng, p):
             "patience": pick(None, None, 1, 2),
             "keep_best": chance(0.5),
             "average": average,
-            "values": None if average and chance(0.7) else values if chance(0.7) else None,
+            "values": given,
+            "held": held,
             "named": chance(0.2),
         }
     loader = pick("list", "list", "generator", "reader") if not epochs else "list"
@@ -365,6 +374,7 @@ def carried(rng, p, parts):
         part.pop("rate", None)
         if i:
             of_way = [] if "way" in part else ["state"] + ["params"] * ("by hand" not in p.way)
+            of_way += ["only"] * ("way" not in part)
             part["carry"] = pick("file", "newest", "parts", "mapping", *of_way)
         if i and chance(0.3) and not (p.schedule or p.names("plateau") or p.local_steps > 1):
             part["set_rate"] = pick(0.02, 0.1)
@@ -427,7 +437,7 @@ def takes_over(way, p):
 def batch_lists(rng, p, stops):
     """Draw the batches of a run; one that stops at NaN likes to meet some."""
     pick, chance = picker(rng)
-    has_guard = bool(p.names("skip_nonfinite", "loss_scale"))
+    has_guard = bool(p.names(*limits.GUARDS))
     is_calm, scale = chance(0.2), 1e-17 if chance(0.04) else 1.0
     may_fail = not p.clip and p.rule[0] not in ("ftrl", "dgc_momentum") and not p.compressor
     often = 0.35 if has_guard else 0.15 if may_fail and chance(0.5 if stops else 0.1) else 0.0

@@ -106,7 +106,7 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         "a rate is a number": any("set_rate" in x for x in p.parts)
         and bool(p.schedule or facts.is_foreign or p.names("plateau") or p.local_steps > 1),
         "a state is of its way": any(
-            x.get("carry") in ("state", "params")
+            x.get("carry") in ("state", "params", "only")
             and x.get("way", p.way) != before.get("way", p.way)
             for before, x in itertools.pairwise(p.parts)
         ),
@@ -204,7 +204,8 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         and not {*names}.isdisjoint((*FOREIGN, "scaled")),
         "masters inside of a guard of optax": "apply_if_finite" in names and bool(has_masters),
         "a schedule behind masters": "scaled" in names and "multi_precision" in p.rule[1],
-        "an exchange in wide masters sends all": p.exchanges and "master_weights" in names,
+        "an exchange in wide masters sends all": bool(p.compressor and p.names("master_weights"))
+        or (p.exchanges and "master_weights" in names),
     }
 
 
@@ -224,7 +225,8 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "what stays whole is stacked": facts.has("whole") and not p.stages,
         "a tree without state on the host": facts.has("host") and not HAS_HOST,
         "model state in microbatches": p.model_state and any(x.microbatches > 1 for x in ways),
-        "keys are those of a way": p.key and (len(keys) > 1 or facts.has("grid")),
+        "keys are those of a way": (p.key and len(keys) > 1)
+        or ((p.key or p.model_state == "key") and facts.has("grid")),
         "keys of the compiler's microbatches": p.key and facts.has("compiler, microbatches"),
         "a way has local steps": any(("local" in name) != is_local for name in facts.ways),
         "local steps without more": is_local and (bool(more) or {*facts.sizes} != {8}),
@@ -301,12 +303,13 @@ def of_narrow_params(p: Program, facts: Facts) -> dict[str, bool]:
     is_chosen = bool(e) and not e["values"] and (e["keep_best"] or e["patience"])
     # A step of one param by its last bit may be as large as all others together.
     judges = p.names("skip_spikes", "plateau", "record_metrics") or is_chosen
-    more = p.aux or p.model_state or p.exchanges or p.local_steps > 1
+    more = p.aux or p.model_state or p.exchanges or (is_narrow and p.local_steps > 1)
     more = more or p.rate > NARROW_RATE or "count" in p.leaves
     return {
         "narrow params have masters": is_narrow
         and not (p.names("master_weights") or "multi_precision" in p.rule[1]),
         "rounding decides": rounds and bool(judges or more or not is_smooth),
+        "8 bits over many steps": in_chunks and facts.steps > 12,
         "chunks of 8 bits stay as they are": in_chunks
         and len({(way.virtual, "packed" in way.options) for way in ways}) > 1,
         "a remainder beside a wide param": "bits=" in str(p.links) and not is_narrow,
@@ -344,7 +347,6 @@ def of_pipelines(p: Program, facts: Facts) -> dict[str, bool]:
         > 1
         and p.rule[0] == "asgd",
         "attributes of layers without layers": bool(p.stacked) and not p.stages,
-        "labels of stacked layers": bool(p.stages and p.partition),
         # Rows that few examples look up have a smaller rank, and then rounding decides.
         "factors of few rows": p.has_tables and "power_sgd(4)" in str(p.compressor),
         "factors of stacked layers": bool(p.stages) and "power_sgd" in str(p.compressor),

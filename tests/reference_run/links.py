@@ -197,13 +197,13 @@ class Exchange:
         self.by_parts = "route" in options
         self.feedback = float(options.get("error_feedback", 1))
         self.warmup_steps = int(options.get("warmup_steps", 0))
-        self.accumulates = bool(program.names("accumulate"))
+        self.is_dense = bool(program.names("accumulate")) or program.local_steps > 1
         self.go_on(program.way)
 
     def go_on(self, way):
         """Take the gradients of a way, of which rows are sent as they are, unless an accumulation
-        has made them dense."""
-        self.passed = TABLES if "tables" in way and not self.accumulates else {}
+        or local steps have made them dense."""
+        self.passed = TABLES if "tables" in way and not self.is_dense else {}
 
     def update(self, g, p, w, value):
         if w == 0:
@@ -363,6 +363,8 @@ class LocalSteps:
             options = {"rule": ("sgd", {}), "rate": 1.0}
         plain = {"schedule": None, "clip": None, "regularization": None, "attrs": {}, "links": ()}
         rule = Rule(dataclasses.replace(program, **options, **plain), names)
+        if program.compressor:
+            rule = Exchange(program, rule, program.compressor)
         self.outer = wrap(program, rule, program.outer or ())
 
 

@@ -1,13 +1,14 @@
 """The loss of a program over one big batch, and its gradients, in float64."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from reference_run.program import STACKED
+from reference_run.program import STACKED, make_batch
 
 
 def hidden(params, x):
@@ -36,14 +37,25 @@ def errors(out, y):
 
 
 def first_model_state(p):
-    """Return the model state that a program begins with: a running mean and a counter."""
-    return {"mean": np.zeros(4, p.dtype), "seen": np.int32(0)} if p.model_state else None
+    """Return the model state that a program begins with: a running mean, a counter, and perhaps
+    a key."""
+    state = {"mean": np.zeros(4, p.dtype), "seen": np.int32(0)} if p.model_state else None
+    return state | {"key": np.array(KEY)} if p.model_state == "key" else state
 
 
-def next_model_state(model_state, x):
-    """Return the model state after a batch."""
+KEY = 0, 3  # the data of jax.random.key(3)
+
+
+def next_model_state(model_state, x, worker=None):
+    """Return the model state after a batch; the number of a worker, if there are several, is folded
+    into its key."""
     mean = 0.9 * model_state["mean"] + 0.1 * np.mean(x, 0, dtype=np.float64)
-    return {"mean": mean, "seen": model_state["seen"] + 1}
+    after = {"mean": mean, "seen": model_state["seen"] + 1}
+    if "key" in model_state:
+        key = jax.random.wrap_key_data(model_state["key"].astype(np.uint32))
+        key = key if worker is None else jax.random.fold_in(key, worker)
+        after["key"] = np.asarray(jax.random.key_data(jax.random.split(key)[0]))
+    return after
 
 
 def noise(step, num_workers, num_microbatches, count, one=None):
@@ -123,3 +135,21 @@ def join_aux(parts):
         "big": np.sum([aux["big"] for _, aux in parts]),
         "mean": np.average(means, weights=weights) if any(weights) else np.nan,
     }
+
+
+HELD = [{"seed": 101, "weights": [1.0, 0.0, 2.0, 1.0, 0.5, 1.0, 0.0, 1.0]}]
+HELD += [{"seed": 102, "weights": [0.0] * 4}, {"seed": 103, "weights": [1.0, 0.0, 3.0, 1.0]}]
+
+
+def loss_of_held(p, params, model_state):
+    """Return the loss of the batches that are held back, in a step 0 on one device."""
+    total, count = 0.0, 0.0
+    for b in HELD:
+        batch = make_batch(b["seed"], b["weights"], None, p.batch_dtype, 1, p.has_tables)
+        value, _, weight, _ = differentiate(p, params, batch, model_state, 0, ONE)
+        weight = weight if p.is_weighted else len(b["weights"])
+        total, count = total + (weight * value if weight else 0.0), count + weight
+    return total / count
+
+
+ONE = types.SimpleNamespace(workers=0, microbatches=1, exchanging=1)

@@ -19,6 +19,7 @@ import optfn
 from optfn.distributed import PipelineParams, stack_stages, unstack_stages
 from reference_run import run as reference
 from reference_run import source
+from reference_run.model import first_model_state
 from reference_run.program import STACKED, Program, first_params
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
@@ -63,8 +64,10 @@ def execute(p: Program, directory: str | None = None) -> dict:
     try:
         for part in p.parts:
             made = compiled(source.step_text(p.of_part(part), part.get("way", p.way)))
-            names |= {k: made[k] for k in ("step", "start", "take_steps") if k in made}
+            names |= {k: x for k, x in made.items() if not k.startswith("__")}
             exec(source.fit_text(p, part), names)
+        if "compare" in p.spelling:
+            compare_copies(names["state"])
         return observe(p, part, names)
     finally:
         finish_writes()
@@ -101,6 +104,8 @@ def on_host(tree):
     """Return arrays on the host, joined if several processes have their shards."""
 
     def join(x):
+        if jax.dtypes.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
         is_apart = isinstance(x, jax.Array) and not (
             x.is_fully_addressable or x.is_fully_replicated
         )
@@ -134,6 +139,15 @@ def template(p: Program):
     return PipelineParams(stack_stages(stages), shared)
 
 
+def compare_copies(state):
+    """Compare the copies of each array that the devices of a mesh keep."""
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
+    meshes = {x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)}
+    for mesh in meshes:
+        if mesh.size > 1:
+            optfn.distributed.compare_replicas(state, mesh)
+
+
 def one_of_copies(state):
     """Return the state of the first device of a pmap, whose params are those of all."""
     for x in jax.tree.leaves(state.params):
@@ -144,7 +158,7 @@ def one_of_copies(state):
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
     finish_writes()
-    disk = read_disk(names["directory"], template(p))
+    disk = read_disk(p, names["directory"])
     log = read_log(names["directory"] + ".jsonl") if p.log else {}
     state = names["state"]
     if state is None:
@@ -153,8 +167,11 @@ def observe(p: Program, part: dict, names: dict) -> dict:
     history = dict(names["history"])
     stopped = str(history.pop("stopped"))
     average = None
-    if p.names("ema", "model_average"):
-        average = whole(optfn.unpack(optfn.averaged_params(state.opt_state, state.params)))
+    if kinds := p.averages:
+        name = kinds[-1] if len(kinds) > 1 else None
+        average = whole(
+            optfn.unpack(optfn.averaged_params(state.opt_state, state.params, name=name))
+        )
     return {
         "calls": len(history.get("loss", ())),
         "step": int(state.step),
@@ -178,14 +195,28 @@ def read_log(name) -> dict:
     return found
 
 
-def read_disk(directory, like) -> dict:
-    """Return the params of each checkpoint in a directory, by step."""
-    found = {}
-    for name in os.listdir(directory):
-        if match := re.fullmatch(r"\D*(\d+)(\.npz)?", name):
-            params = optfn.load_params(os.path.join(directory, name), like)
-            found[int(match[1])] = whole(params)
-    return found
+def read_disk(p: Program, directory) -> dict:
+    """Return what each checkpoint in a directory has, by step: params, averages, model state."""
+    return {
+        int(match[1]): read_checkpoint(p, os.path.join(directory, name))
+        for name in os.listdir(directory)
+        if (match := re.fullmatch(r"\D*(\d+)(\.npz)?", name))
+    }
+
+
+def read_checkpoint(p: Program, path) -> dict:
+    """Return the arrays of a checkpoint by name."""
+    like, first = template(p), first_model_state(p)
+    if p.model_state == "key":
+        first["key"] = jax.random.key(0)
+    params = optfn.load_params(path, like)
+    if p.model_state:
+        params, first = optfn.load_params(path, like, model_state=first)
+    trees = {"": whole(params), "model_state/": first and on_host(first)}
+    if names := p.averages:
+        average = names[-1] if len(names) > 1 else True
+        trees["average/"] = whole(optfn.load_params(path, like, average=average))
+    return {f"{name}{k}": x for name, tree in trees.items() for k, x in (tree or {}).items()}
 
 
 def is_close(a, b, tolerance) -> bool:
@@ -220,11 +251,10 @@ def compare(p: Program, want: dict, got: dict) -> list:
         bad += compare_logs(want["log"], got["log"], near)
     if sorted(want["disk"]) != sorted(got["disk"]):
         return [*bad, ("checkpoints", sorted(want["disk"]), sorted(got["disk"]))]
-    for n, params in want["disk"].items():
-        params = params.get("params", params)
-        for leaf, x in params.items():
-            if not near(x, got["disk"][n][leaf]):
-                bad.append((f"checkpoint {n}/{leaf}", x, got["disk"][n][leaf]))
+    for n, arrays in want["disk"].items():
+        for name, x in arrays.items():
+            if not near(x, got["disk"][n].get(name, np.nan)):
+                bad.append((f"checkpoint {n}/{name}", x, got["disk"][n].get(name)))
     return bad
 
 

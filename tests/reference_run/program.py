@@ -20,7 +20,8 @@ class Program:
     dtype: of params and batches; wide: the leaves that are float32 all the same.
     leaves: names in `SHAPES`; "count" is an integer, and those in `TABLES` are looked up.
     loss: "plain", or "mean" for an `optfn.Mean` over the weights of the examples.
-    aux, model_state, key, pass_step: whether the loss gives or takes these.
+    aux, model_state, key, pass_step: whether the loss gives or takes these; model_state may be
+      "key" for one with a key that each call splits.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
     stages: how many stages of a pipeline the model has, or stacked layers, each with "w" and "b"; 0
@@ -29,8 +30,9 @@ class Program:
       say nothing.
     local_steps: how many steps each worker takes alone in a call, a round.
     outer: the links around the outer optimizer of rounds, momentum; None for the mean of params.
-    compressor: of an exchange of gradients before the rule, a name in `links.COMPRESSORS`, and
-      perhaps further arguments of the exchange, as `links.BY_PARTS`.
+    compressor: of an exchange of gradients before the rule, or of pseudo-gradients before the
+      outer optimizer, a name in `links.COMPRESSORS`, and perhaps further arguments of the exchange,
+      as `links.BY_PARTS`.
     clip, regularization: a kind and its numbers.
     attrs: by leaf, what a ParamAttr says.
     partition: leaves with a rule of their own, the links around that, and perhaps "frozen", for a
@@ -43,7 +45,8 @@ class Program:
       size, seed, drop_last].
     epochs: passes over the batches, or None.
     evaluate: every, patience, keep_best, mode, average, the values that it gives, if not those of
-      the params, and perhaps "named": whether it gives a dict, of which the run watches "score".
+      the params, or "held", if it is the loss of batches that are held back, and perhaps "named":
+      whether it gives a dict, of which the run watches "score".
     parts: the calls of the loop. Each has `steps`, `kill` (the call before which it dies),
       `callback` or `signal` (the call after which it ends), and perhaps another `way`, `rate`,
       `drop_last`, `accumulate` (the calls of each accumulation) or `every` (of its evaluations), or
@@ -68,7 +71,7 @@ class Program:
     leaves: tuple[str, ...] = ("w", "b", "s")
     loss: str = "plain"
     aux: bool = False
-    model_state: bool = False
+    model_state: bool | str = False
     key: bool = False
     pass_step: bool = False
     rule: Any = ("sgd", {})
@@ -107,6 +110,12 @@ class Program:
         return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
 
     @property
+    def averages(self) -> list[str]:
+        """The names by which `averaged_params` knows the averages, from the inside outwards."""
+        names = {"ema": "exponential_moving_average", "model_average": "model_average"}
+        return [names[x[0]] for x in self.names(*names)]
+
+    @property
     def watches_evaluations(self) -> bool:
         """Whether a plateau watches evaluations."""
         return any("evaluation" in link for link in self.names("plateau"))
@@ -131,7 +140,7 @@ class Program:
     @property
     def exchanges(self) -> bool:
         """Whether the optimizer takes each worker's own gradients."""
-        return bool(self.compressor) or self.rule[0] == "dgc_momentum"
+        return (bool(self.compressor) and self.local_steps == 1) or self.rule[0] == "dgc_momentum"
 
     def dtype_of(self, leaf: str) -> str:
         """Return the dtype of a leaf."""

@@ -31,8 +31,8 @@ def run(p: Program, ways: dict) -> dict:
     last = begin
     for part in p.parts:
         first = last if "carry" in part else begin
-        if part.get("carry") == "params":  # the optimizer begins anew
-            first = begin | {k: last[k] for k in ("params", "model_state")}
+        if part.get("carry") in ANEW:  # the optimizer begins anew
+            first = begin | {k: last[k] for k in ANEW[part["carry"]]}
         if "carry" in part:
             best.clear()
             reached.add("a state that goes on in another call")
@@ -43,6 +43,9 @@ def run(p: Program, ways: dict) -> dict:
             reached.add("an end by an error")
             break
     return result | {"reached": reached}
+
+
+ANEW = {"params": ("params", "model_state"), "only": ("params",)}
 
 
 class Loop:
@@ -82,7 +85,7 @@ class Loop:
             links.go_on_among(self.state["optimizer"], name, self.way.exchanging)
         if "set_rate" in part:
             links.set_rate(self.state["optimizer"], part["set_rate"])
-        if part.get("carry", "params") != "params" and self.evaluate and self.evaluate["keep_best"]:
+        if part.get("carry", "params") not in ANEW and self.evaluate and self.evaluate["keep_best"]:
             value = self.value_of_state()
             if value == value:
                 self.first, self.best[:] = [value], [(self.n, copy.deepcopy(self.state), True)]
@@ -99,7 +102,8 @@ class Loop:
             self.reached.add("a run that resumes")
         while self.n < last and not is_stopped and not self.gave_up():
             if self.n == part.get("kill"):
-                return {"killed": self.n, "disk": self.disk, "log": self.lines}
+                disk = {n: saved(x) for n, x in self.disk.items()}
+                return {"killed": self.n, "disk": disk, "log": self.lines}
             if self.n == begin:  # an evaluation that only ended the run before counts for nothing
                 for n in [n for n, _, is_due in self.state["evaluations"] if not is_due]:
                     for k in self.values_by_name(0.0):
@@ -160,7 +164,8 @@ class Loop:
         if links.is_update(u):
             state["params"] = state["params"] | {k: state["params"][k] + x for k, x in u.items()}
         if p.model_state and weight and not is_skipped:
-            state["model_state"] = model.next_model_state(state["model_state"], batch[0])
+            first = 0 if self.way.workers else None  # its integers and keys are all workers'
+            state["model_state"] = model.next_model_state(state["model_state"], batch[0], first)
         for x in links.links_of(optimizer):
             if isinstance(x, links.Average) and self.evaluate and self.evaluate["average"]:
                 x.note(state["model_state"])
@@ -203,14 +208,15 @@ class Loop:
                 parts.append((weight, aux))
                 is_skipped = before != [x.skipped for x in links.guards_of(worker)]
                 if p.model_state and weight and not is_skipped:
-                    model_state = model.next_model_state(model_state, piece[0])
+                    model_state = model.next_model_state(model_state, piece[0], number)
             ends.append(params)
             kept.append(model_state)
         if weights and p.model_state:
             state["model_state"] = kept[0] | {"mean": np.mean([x["mean"] for x in kept], 0)}
         if weights:
             start = state["params"]
-            drift = {k: start[k] - np.mean([x[k] for x in ends], 0) for k in start if k != "count"}
+            drift = {k: np.stack([start[k] - x[k] for x in ends]) for k in start if k != "count"}
+            drift = drift if p.compressor else links.mean_of_workers(drift)
             u = optimizer.outer.update(drift, start, 1.0, 0.0)
             state["params"] = start | {k: start[k] + x for k, x in u.items()}
         for x in links.links_of(optimizer.outer):
@@ -295,9 +301,11 @@ class Loop:
             self.given[0] += 1
             return e["values"][(self.given[0] - 1) % len(e["values"])]
         params, kept = state["params"], state["model_state"]
-        params, kept = self.average() if e["average"] else (params, kept)
+        params, kept = average_of(state) if e["average"] else (params, kept)
+        if e.get("held"):
+            return model.loss_of_held(self.p, params, kept)
         judged = {**params, **(kept or {})}
-        return sum(np.sum(x) for x in judged.values() if np.asarray(x).dtype != np.int32)
+        return sum(np.sum(x) for k, x in judged.items() if k not in ("count", "seen", "key"))
 
     def values_by_name(self, value):
         """Return the numbers of an evaluation by their names in history and log."""
@@ -328,12 +336,6 @@ class Loop:
         if self.n not in self.disk or is_new:
             self.save()
 
-    def average(self):
-        """Return the averages of params and model state, None without one."""
-        links_ = links.links_of(self.state["optimizer"])
-        found = [x for x in links_ if isinstance(x, links.Average)]
-        return found[0].read(self.state["params"], self.state["model_state"]) if found else None
-
     def result(self, is_stopped):
         """Return what the loop returns, and what it leaves on the disk."""
         calls, e = self.state["calls"], self.evaluate
@@ -351,18 +353,30 @@ class Loop:
         if best["n"] != self.n:
             self.reached.add("a best state that is not the last")
         self.state = copy.deepcopy(best)
-        average = self.average()
         return {
             "calls": len(calls),
             "step": self.n,
             "params": self.state["params"],
             "model_state": self.state["model_state"],
-            "average": average and average[0],
+            "average": average_of(self.state)[0],
             "history": history,
             "log": self.lines,
             "stopped": stopped,
-            "disk": {n: x["params"] for n, x in self.disk.items()},
+            "disk": {n: saved(x) for n, x in self.disk.items()},
         }
+
+
+def average_of(state):
+    """Return the averages of params and model state by the outermost average, None without one."""
+    found = [x for x in links.links_of(state["optimizer"]) if isinstance(x, links.Average)]
+    return found[0].read(state["params"], state["model_state"]) if found else (None, None)
+
+
+def saved(state):
+    """Return what a checkpoint has of a state, by name."""
+    trees = {"": state["params"], "model_state/": state["model_state"]}
+    trees["average/"] = average_of(state)[0]
+    return {f"{name}{k}": x for name, tree in trees.items() for k, x in (tree or {}).items()}
 
 
 def all_finite(x):

@@ -76,7 +76,8 @@ def smaller_runs(p: Program):
         for change in ({"bad": None}, {"weights": [1.0] * 8}, {"weights": [0.0] * 8}):
             if b | change != b | {"bad": b.get("bad")}:
                 yield replace(p, batches=with_item(p.batches, i, b | change))
-    plain = {"patience": None, "keep_best": False, "values": None, "every": 1, "named": False}
+    plain = {"patience": None, "keep_best": False, "values": None, "every": 1}
+    plain |= {"named": False, "held": False}
     for k, v in plain.items():
         if p.evaluate and p.evaluate.get(k, v) != v:
             yield replace(p, evaluate=p.evaluate | {k: v})

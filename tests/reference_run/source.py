@@ -16,6 +16,7 @@ class Way:
     stages: how many devices a pipeline takes; virtual: its stages on each; pipeline: its other
         options as Python.
     by_hand: the transformation of JAX around a step that the user writes.
+    of_layers: the options for stacked layers, if they name leaves.
     """
 
     options: str = ""
@@ -26,6 +27,7 @@ class Way:
     virtual: int = 1
     pipeline: str = ""
     by_hand: str = ""
+    of_layers: str = ""
 
     @property
     def devices(self):
@@ -51,6 +53,10 @@ WAYS = {
     "mesh": Way(_MESH, 4),
     "mesh, microbatches": Way(f"{_MESH}, microbatches=2", 4, 2),
     "mesh, packed": Way(f"{_MESH}, packed=True", 4),
+    "mesh, reduced in float32": Way(f'{_MESH}, reduce_dtype="float32"', 4),
+    "params, reduced in float32": Way(
+        f'{_MESH}, shard="params", reduce_dtype="float32", microbatches=2', 4, 2
+    ),
     "state": Way(f'{_MESH}, shard="state"', 4),
     "state, packed": Way(f'{_MESH}, shard="state", packed=True', 4),
     "state, microbatches": Way(f'{_MESH}, shard="state", microbatches=2', 4, 2),
@@ -67,7 +73,11 @@ WAYS = {
     "not donated": Way(f"{_MESH}, donate=False", 4),
     "explicit": Way("mesh=explicit", 4),
     "explicit, params": Way('mesh=explicit, shard="params"', 4),
-    "specs": Way(f'{_MESH}, shard={{"w": P("data")}}', 4),
+    "specs": Way(
+        f'{_MESH}, shard={{"w": P("data")}}',
+        4,
+        of_layers=f'{_MESH}, shard={{"stages/w": P(None, "data")}}',
+    ),
     "host": Way(_HOST),
     "host, mesh, microbatches": Way(f"{_MESH}, {_HOST}, microbatches=2", 4, 2),
     "host, params": Way(f'{_MESH}, {_HOST}, shard="params"', 4),
@@ -80,7 +90,11 @@ WAYS = {
     "grid, params, microbatches": Way(
         f'{_GRID}, shard=optfn.distributed.sharded("params", axis="fast"), microbatches=2', 4, 2
     ),
-    "grid, specs": Way(f'{_GRID}, shard={{"w": P("slow"), "b": P("fast")}}', 4),
+    "grid, specs": Way(
+        f'{_GRID}, shard={{"w": P("slow"), "b": P("fast")}}',
+        4,
+        of_layers=f'{_GRID}, shard={{"stages/w": P("slow"), "stages/b": P("fast")}}',
+    ),
     "mesh, exchange": Way(_MESH, 4, 1, 4),
     "pair, exchange": Way("mesh=optfn.distributed.data_mesh(2)", 2, 1, 2),
     "mesh, microbatches, exchange": Way(f"{_MESH}, microbatches=2", 4, 2, 4),
@@ -95,6 +109,14 @@ WAYS = {
     "divided tables, microbatches": Way(f"{_MESH}, {_TABLES}, {_DIVIDED}, microbatches=2", 4, 2),
     "divided tables, state": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="state"', 4),
     "divided tables, params": Way(f'{_MESH}, {_TABLES}, {_DIVIDED}, shard="params"', 4),
+    "grid, tables": Way(f"{_GRID}, {_TABLES}", 4),
+    "grid, divided tables": Way(f"{_GRID}, {_TABLES}, {_DIVIDED}", 4),
+    "grid, state, divided tables": Way(
+        f'{_GRID}, {_TABLES}, {_DIVIDED}, shard=optfn.distributed.sharded("state", axis="fast")', 4
+    ),
+    "grid, params, tables": Way(
+        f'{_GRID}, {_TABLES}, shard=optfn.distributed.sharded("params", axis="fast")', 4
+    ),
     "pipeline": Way("", 0, 4, stages=4),
     "pipeline, zb": Way("", 0, 4, stages=4, pipeline='schedule="zb"'),
     "pipeline, gpipe": Way("", 0, 4, stages=2, virtual=2, pipeline=_GPIPE),
@@ -145,13 +167,10 @@ _SCHEDULES = {
     "optfn.schedules.step_decay({rate}, 2, 0.5), 2, 0.0, {rate})",
 }
 # What means the same as the usual text.
-SPELLINGS = ("scan", "keywords", "patterns", "lookups")
+SPELLINGS = ("scan", "keywords", "patterns", "lookups", "minimize", "compare")
 _MEAN_OF_ROWS = 'jnp.mean(params["t"][ids[:, :2]], 1)'
 _MEAN_OF_LOOKUPS = '0.5 * params["t"][ids[:, 0]] + 0.5 * params["t"][ids[:, 1]]'
 _SCAN = """
-def layer(params, x):
-    return jnp.tanh(x @ params["w"] + params["b"])
-
 def hidden(params, x):
     layers = {{k: params["stages"][k] for k in ("w", "b")}}
     body = jax.checkpoint(lambda x, params: (layer(params, x), None))
@@ -187,10 +206,11 @@ nan = np.nan
 """
 
 
-HIDDEN = """
+_LAYER = """
 def layer(params, x):
     return jnp.tanh(x @ params["w"] + params["b"])
-
+"""
+_HIDDEN = """
 def hidden(params, x):
     return scan_layers(layer, params["stages"], x)
 """
@@ -270,11 +290,11 @@ def optimizer_text(p: Program, way: str) -> str:
     """Return the text of the whole optimizer."""
     tx = rule_text(p, way)
     if p.partition:
-        labels = {k: "own" if k in p.partition["leaves"] else "rest" for k in p.leaves}
+        labels = {k: repr("own" if k in p.partition["leaves"] else "rest") for k in p.leaves}
         own = "optax.set_to_zero()" if p.partition.get("frozen") else tx
         own = wrap(p, own, p.partition["links"])
-        tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {labels})'
-    if p.compressor:
+        tx = f'optax.partition({{"rest": {tx}, "own": {own}}}, {tree_text(p, labels)})'
+    if p.exchanges and p.compressor:
         tx = _EXCHANGE.format(p.compressor, axis_of(way), tx=tx)
     return wrap(p, tx, p.links)
 
@@ -310,7 +330,8 @@ def loss_text(p: Program) -> str:
     further = []
     if p.model_state:
         mean_text = '0.9 * model_state["mean"] + 0.1 * jnp.mean(x, 0)'
-        further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1}}']
+        key = ', "key": jax.random.split(model_state["key"])[0]' * (p.model_state == "key")
+        further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1{key}}}']
     if p.aux:
         numbers = '"abs": jnp.mean(jnp.abs(out)), "big": jnp.sum(each > 1)'
         further += [f'{{{numbers}, "mean": {mean.format("out")}}}']
@@ -326,49 +347,61 @@ def array_text(x) -> str:
 
 def step_text(p: Program, way: str) -> str:
     """Return the text that makes the step and its first state: what is compiled once."""
-    params, options = params_text(p), WAYS[way].options
-    if p.stages:
-        options = options.replace('"w": P("data")', '"stages/w": P(None, "data")')
-        options = options.replace(
-            '"w": P("slow"), "b": P(', '"stages/w": P("slow"), "stages/b": P('
-        )
-    flags = {
-        "has_aux": p.aux,
-        "model_state": p.model_state,
-        "rng": 7 if p.key else None,
-        "pass_step": p.pass_step,
-        "average_model_state": p.model_state and bool(p.evaluate and p.evaluate["average"]),
-    }
-    mean = f"np.zeros(4, {p.dtype!r})"
-    state = f', {{"mean": {mean}, "seen": np.int32(0)}}' if p.model_state else ""
     if p.is_pipeline:
         return pipeline_text(p, way)
-    hidden = HIDDEN if p.stages else inspect.getsource(model.hidden)
-    if p.stages and {"scan", "reversed"}.intersection(p.spelling):
+    options = options_text(p, way)
+    hidden = _HIDDEN
+    if {"scan", "reversed"}.intersection(p.spelling):
         hidden = _SCAN.format(more=", reverse=True" if "reversed" in p.spelling else "")
+    hidden = _LAYER + hidden if p.stages else inspect.getsource(model.hidden)
     lines = [hidden, *map(inspect.getsource, (model.outputs, model.errors))]
     if "lookups" in p.spelling:
         lines[1] = lines[1].replace(_MEAN_OF_ROWS, _MEAN_OF_LOOKUPS)
     lines += [loss_text(p), ""]
-    if "explicit" in options:
+    if "explicit" in WAYS[way].options:
         kinds = "axis_types=(AxisType.Explicit,)"
         lines += [f'explicit = Mesh(np.array(jax.devices()[:4]), ("data",), {kinds})']
-    if "grid" in options:
+    if "grid" in WAYS[way].options:
         lines += ['grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("slow", "fast"))']
     if "matrices" in str((p.attrs, p.regularization)):
         lines += ["def matrices(params):", "    return jax.tree.map(lambda x: x.ndim > 1, params)"]
     lines += [f"tx = {optimizer_text(p, way)}"]
     if WAYS[way].by_hand:
         return "\n".join([*lines, by_hand_text(p, way)])
-    if p.local_steps > 1:
-        options += f", local_steps={p.local_steps}"
-        if p.outer is not None:
-            options += f", outer={wrap(p, 'optfn.momentum(0.7, 0.5)', p.outer)}"
+    flags = {
+        "model_state": bool(p.model_state),
+        "average_model_state": bool(p.model_state and p.evaluate and p.evaluate["average"]),
+    }
+    first = ["params"] + ["model_state"] * bool(p.model_state)
     lines += [
-        "step = "
-        + call("optfn.make_train_step", "loss_fn", "tx", *([options] if options else []), **flags)
+        f"step = {call('optfn.make_train_step', 'loss_fn', 'tx', *options, **flags)}",
+        f"params = {params_text(p)}",
+        *([f"model_state = {model_state_text(p)}"] if p.model_state else []),
+        f"start = step.init({', '.join(first)})",
+        compiled_loop(p),
     ]
-    return "\n".join([*lines, f"start = step.init({params}{state})", compiled_loop(p)])
+    return "\n".join(lines)
+
+
+def options_text(p: Program, way: str) -> list[str]:
+    """Return the texts of the options that `make_train_step` and `minimize` share."""
+    options = WAYS[way].options
+    options = WAYS[way].of_layers or options if p.stages else options
+    more = {"has_aux": p.aux, "rng": 7 if p.key else None, "pass_step": p.pass_step}
+    if p.local_steps > 1:
+        more["local_steps"] = p.local_steps
+        if p.outer is not None:
+            outer = "optfn.momentum(0.7, 0.5)"
+            if p.compressor:
+                outer = _EXCHANGE.format(p.compressor, axis_of(way), tx=outer)
+            more["outer"] = wrap(p, outer, p.outer)
+    return [*filter(None, [options]), *(f"{k}={v}" for k, v in more.items() if v)]
+
+
+def model_state_text(p: Program) -> str:
+    """Return the text of the model state that a program begins with."""
+    state = {"mean": f"np.zeros(4, {p.dtype!r})", "seen": "np.int32(0)"}
+    return dict_text(state | ({"key": "jax.random.key(3)"} if p.model_state == "key" else {}))
 
 
 _OBJECTIVE = """
@@ -455,7 +488,12 @@ def by_hand_text(p: Program, way: str) -> str:
 
 def params_text(p: Program) -> str:
     """Return the text of the params that a program begins with."""
-    texts = {k: array_text(x) for k, x in first_params(p).items()}
+    return tree_text(p, {k: array_text(x) for k, x in first_params(p).items()})
+
+
+def tree_text(p: Program, texts) -> str:
+    """Return the text of a tree like the params, from that of each leaf."""
+    texts = dict(texts)
     layers = dict_text({k: texts.pop(k) for k in STACKED}) if p.stages else ""
     layers = layers if p.stacked or not layers else f"optfn.Stacked({layers})"
     return dict_text(texts | ({"stages": layers} if layers else {}))
@@ -584,12 +622,15 @@ def data_text(p: Program) -> str:
         ]
         lines += ["    given.append(values[len(given) % len(values)])"]
         lines += [f"    return {result_text(p, 'given[-1]')}"]
+    elif p.evaluate and p.evaluate.get("held"):
+        lines += held_text(p)
     elif p.evaluate:
-        # Counters are whole numbers, which an average leaves as they are.
+        # An average leaves counters and keys as they are.
         lines += [
             "def evaluate(*trees):",
-            "    leaves = jax.tree.leaves(jax.device_get(trees))",
-            "    leaves = [np.float64(x) for x in leaves if x.dtype != np.int32]",
+            "    leaves = jax.tree.leaves(trees)",
+            "    leaves = [x for x in leaves if jnp.issubdtype(x.dtype, np.inexact)]",
+            "    leaves = map(np.float64, jax.device_get(leaves))",
             f"    return {result_text(p, 'float(sum(map(np.sum, leaves)))')}",
         ]
     if any(part.get("kill") is not None for part in p.parts):
@@ -598,6 +639,20 @@ def data_text(p: Program) -> str:
         lines += [_UNTIL.replace("PER_EPOCH", str(per_epoch))] if p.loader != "reader" else []
     lines += [_READER] if p.loader == "reader" else []
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
+
+
+def held_text(p: Program) -> list[str]:
+    """Return lines that make an evaluation by the loss of batches that are held back."""
+    batches = ["make_batch({seed}, {weights}, dtype={0!r}, ids={1})", p.batch_dtype, p.has_tables]
+    batches = [batches[0].format(*batches[1:], **b) for b in model.HELD]
+    arguments = "params, model_state, batch" if p.model_state else "params, batch"
+    more = ", jax.random.fold_in(jax.random.key(7), 0)" * p.key + ", 0" * p.pass_step
+    loss = f"loss_fn({arguments}{more})" + "[0]" * bool(p.aux or p.model_state)
+    return [
+        f"held = [{', '.join(batches)}]",
+        f"judge = lambda {arguments}: {result_text(p, loss)}",
+        "evaluate = lambda *trees: optfn.over_batches(judge, held)(*trees)",
+    ]
 
 
 def result_text(p: Program, value: str) -> str:
@@ -609,15 +664,18 @@ _NEWEST = """with tempfile.TemporaryDirectory() as saved:
     optfn.save_checkpoint(saved, state{})
     state, _ = optfn.restore_checkpoint(saved, start)
 """
+_INTO_COPY = """path = optfn.save_checkpoint(directory + "/saved", state)
+template = jax.tree.map(jnp.copy, start)  # whose arrays the state shares
+state, _ = optfn.load_checkpoint(path, template, {})
+"""
 CARRIES = {
     "state": "",
     "file": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
     "state, _ = optfn.load_checkpoint(path, start)\n",
     "newest": _NEWEST.format(", keep=1"),
     "parts": _NEWEST.format(", sharded=True"),
-    "thaw": 'path = optfn.save_checkpoint(directory + "/saved", state)\n'
-    "template = jax.tree.map(jnp.copy, start)\n"
-    "state, _ = optfn.load_checkpoint(path, template, strict=False)\n",
+    "thaw": _INTO_COPY.format("strict=False"),
+    "only": _INTO_COPY.format('only="params/.*"'),
     "mapping": "state = optfn.load_state_dict(start, optfn.state_dict(state))\n",
     "params": "state = step.init(state.params, state.model_state)\n",
 }
@@ -658,6 +716,12 @@ state, rows = jax.tree.map(lambda x: x[1], take_steps(start_of_both, both))
 }
 
 
+def average_text(p: Program) -> str:
+    """Return the text that names the outermost average, if there are several."""
+    names = p.averages
+    return repr(names[-1]) if len(names) > 1 else "True"
+
+
 def loop_text(p: Program, part: dict) -> str:
     """Return the text of a loop that the user writes."""
     first, steps = "", part.get("steps")
@@ -680,6 +744,12 @@ def carry_text(part: dict) -> str:
     if "set_rate" in part:
         before += f"state = optfn.set_learning_rate(state, {part['set_rate']})\n"
     return before
+
+
+def is_minimized(p: Program, part: dict) -> bool:
+    """Tell whether a call of the loop is one of `minimize`."""
+    is_known = not p.is_pipeline and "donate" not in WAYS[part.get("way", p.way)].options
+    return "minimize" in p.spelling and is_known and "carry" not in part
 
 
 def fit_text(p: Program, part: dict) -> str:
@@ -717,7 +787,7 @@ def fit_text(p: Program, part: dict) -> str:
         options |= {
             "mode": repr(e["mode"]),
             "keep_best": e["keep_best"],
-            "evaluate_average": e["average"],
+            "evaluate_average": e["average"] and average_text(p),
             "monitor": repr("score") if e.get("named") else None,
         }
     if not p.save_frozen:
@@ -739,7 +809,13 @@ def fit_text(p: Program, part: dict) -> str:
         data = "Reader(batches)" if kill is None else f"Reader(batches, {calls})"
     elif kill is not None:
         data = f"Until({data}, {calls})"
-    text = before + "state, history = " + call("optfn.fit", "step", start, data, **options)
+    if is_minimized(p, part):
+        first = "loss_fn", "tx", "params", data, *options_text(p, part.get("way", p.way))
+        options["model_state"] = "model_state" if p.model_state else None
+        text = call("optfn.minimize", *first, **options)
+    else:
+        text = call("optfn.fit", "step", start, data, **options)
+    text = f"{before}state, history = {text}"
     return text if kill is None else f"try:\n    {text}\nexcept Killed:\n    state = None"
 
 

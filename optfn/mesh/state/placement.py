@@ -241,10 +241,9 @@ def find_count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[st
 
     Otherwise a number beside no such array, as in the local state of `sgd`, counts nothing.
     """
-    counts = {x: x.rpartition("/") for x in names if x not in per_worker}
-    counts = {x: owner for x, (owner, _, field) in counts.items() if field == "num_workers"}
-    beside = [x for x, owner in counts.items() if find_names_in_field(per_worker, owner)]
-    return beside or list(counts)
+    counts = [x for x in names if x not in per_worker and x.rpartition("/")[2] == "num_workers"]
+    beside = [x for x in counts if find_names_in_field(per_worker, x.rpartition("/")[0])]
+    return beside or counts
 
 
 def count_workers(opt_state: OptState) -> int:
