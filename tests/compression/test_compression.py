@@ -1,6 +1,5 @@
 """Deep Gradient Compression against its float64 reference, and what it promises beyond numbers."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -13,7 +12,7 @@ import optax
 import pytest
 import reference_compression as reference
 from arrays import normal
-from grids import nightly, suite
+from grids import nightly
 from jax.sharding import PartitionSpec as P
 from recorded import arrays, leaves
 from simulation import follow, simulated, stacked
@@ -28,39 +27,19 @@ N = 4
 LR = 0.1
 
 
-def warned(options):
-    """Expect the warning of `dgc_momentum` where it masks at a final density above 2 %."""
-    if options.get("momentum_masking", True) and options["sparsity"][-1] < 0.98:
-        return pytest.warns(UserWarning, match="little momentum remains")
-    return contextlib.nullcontext()
-
-
-OPTIONS = {
-    "clip": {"rampup_begin_step": 1, "sparsity": (0.99,), "local_grad_clip_norm": 20.0},
-    "decay": {"rampup_begin_step": 3, "sparsity": (0.95,), "l2": 0.05},
-    "unmasked": {"rampup_begin_step": 1, "sparsity": (0.9,), "momentum_masking": False},
-    "all": {
+def test_follows_the_reference():
+    """Parameters, u and v of each worker at each step, with values in bfloat16 on the wire."""
+    options = {
         "rampup_begin_step": 2,
         "rampup_step": 4,
         "sparsity": (0.75, 0.99),
         "nesterov": True,
         "local_grad_clip_norm": 30.0,
-        "l2": 0.01,
         "wire": "bfloat16",
-    },
-}
-
-
-@pytest.mark.parametrize("name", suite(OPTIONS, "clip"))
-def test_follows_the_reference(name):
-    """Parameters, u, v and the sets that are sent, of each worker at each step."""
-    options = dict(OPTIONS[name])
+    }
     params = {"w": normal(0, 40, 30), "b": normal(1, 6)}
     gradients = [{"w": normal(10 + t, N, 40, 30), "b": normal(50 + t, N, 6)} for t in range(10)]
-    l2 = options.pop("l2", 0.0)
-    penalty = optfn.l2_decay(l2) if l2 else None
-    with warned(options):
-        tx = optfn.dgc_momentum(LR, 0.9, min_size=100, regularization=penalty, **options)
+    tx = optfn.dgc_momentum(LR, 0.9, min_size=100, regularization=optfn.l2_decay(0.01), **options)
     series = follow(tx, params, gradients)
     expected = {
         k: reference.leaf(
@@ -68,24 +47,19 @@ def test_follows_the_reference(name):
             np.stack([g[k].reshape(N, -1) for g in gradients]),
             learning_rate=LR,
             momentum=0.9,
-            l2=l2,
+            l2=0.01,
             compressed=k == "w",
             **options,
         )
         for k in params
     }
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-    sends_all = options.get("momentum_masking", True) and options.get("wire") != "bfloat16"
     for t, (p, (state, _)) in enumerate(series):
         for worker in range(N):
             for k in params:
                 close(p[k][worker].reshape(-1), expected[k]["p"][t])
             close(state.local_velocity.value["w"][worker], expected["w"]["u"][t][worker])
             close(state.residual.value["w"][worker], expected["w"]["v"][t][worker])
-            if sends_all and t >= options["rampup_begin_step"]:
-                np.testing.assert_array_equal(
-                    state.residual.value["w"][worker] == 0, expected["w"]["sent"][t][worker]
-                )
         close(state.velocity["b"][0], expected["b"]["u"][t][0])
     assert int(state.step[0]) == len(gradients) and int(state.num_workers[0]) == N
 
@@ -200,7 +174,7 @@ def test_attributes_of_parameters():
     }
     ramp = {"rampup_begin_step": 0, "sparsity": (0.9,)}
     options = ramp | {"regularization": optfn.l2_decay(0.1), "param_attrs": attrs}
-    with warned(options):
+    with pytest.warns(UserWarning, match="little momentum remains"):
         tx = optfn.dgc_momentum(LR, 0.9, min_size=1, **options)
     g = {k: normal(10 + i, 3, N, 200) for i, k in enumerate(params)}
     p, _ = follow(tx, params, [{k: g[k][t] for k in g} for t in range(3)])[-1]

@@ -14,10 +14,7 @@ import reference_exchange as reference
 from arrays import normal
 from exchanges import (
     BATCH,
-    COMPRESSORS,
-    EPS,
     MODEL,
-    PARAMS,
     Threshold,
     first,
     gradients,
@@ -42,38 +39,6 @@ from optfn.distributed import (
     top_k,
 )
 from optfn.sparse import Rows
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "beta"), [("top_k_int8", 1.0), ("top_k", 0.5), ("quantize_1", 0.0)]
-)
-def test_follows_the_equations(name, beta):
-    """Residual and direction of each step, from the residuals before; and nothing is lost."""
-    compressor, send = COMPRESSORS[name]
-    tx = exchange(compressor, error_feedback=beta, min_size=100)
-    state, update = stacked(tx.init(zeros())), simulated(tx)
-    for t in range(4):
-        g, before = gradients(t), jax.device_get(state.residual.value)
-        direction, state = jax.device_get(update(g, state))
-        for k in ("w", "v"):
-            total = np.float32(beta) * before[k] + g[k]
-            sent = np.stack([send(x) for x in total])
-            kept = state.residual.value[k]
-            atol = 8 * EPS * np.abs(total).max()
-            np.testing.assert_allclose(kept, total - sent, rtol=0, atol=atol)
-            mean = sent.mean(axis=0, dtype=np.float64)
-            for worker in range(N):
-                own = direction[k][worker]
-                np.testing.assert_allclose(own, mean, rtol=0, atol=atol)
-                np.testing.assert_array_equal(own, direction[k][0])
-            conserved = direction[k][0] + kept.mean(axis=0, dtype=np.float64)
-            came = total.mean(axis=0, dtype=np.float64)
-            np.testing.assert_allclose(conserved, came, rtol=0, atol=atol)
-            assert sent.any() and kept.any()
-        np.testing.assert_allclose(direction["b"][1], g["b"].mean(axis=0), atol=1e-6)
-    assert isinstance(state.residual.value["b"], optax.MaskedNode)
-    assert state.num_workers.tolist() == [N] * N and state.step.tolist() == [4] * N
 
 
 def test_a_mapping_of_patterns():
@@ -149,22 +114,6 @@ def test_what_has_accumulated_beyond_float32():
     for g in (3e38, 3e38, 3e38, 1.0, 1.0):
         _, state = update(jnp.full((2, 2), g), state)
         chex.assert_tree_all_finite(state)
-
-
-def test_warm_up():
-    """Dense at first, without residual; then as if it were the first step."""
-    warm, cold = (exchange(quantize(1), warmup_steps=k) for k in (2, 0))
-    state = stacked(warm.init(zeros()))
-    for t in range(2):
-        g = gradients(t)
-        direction, state = simulated(warm)(g, state)
-        for k in PARAMS:
-            np.testing.assert_allclose(direction[k][1], g[k].mean(axis=0), atol=1e-6)
-    assert not any(x.any() for x in jax.tree.leaves(state.residual))
-    got = simulated(warm)(gradients(2), state)
-    want = simulated(cold)(gradients(2), stacked(cold.init(zeros())))
-    chex.assert_trees_all_equal(got[0], want[0])
-    chex.assert_trees_all_equal(got[1].residual, want[1].residual)
 
 
 def test_averaged_updates_and_axes_that_are_not_bound():

@@ -36,12 +36,6 @@ def lowered_to_run(step, state, batch):
     return step.compiled.lower(state, batch)
 
 
-def memory(lowered):
-    found = lowered.compile().memory_analysis()
-    names = ("argument", "output", "temp", "alias")
-    return [getattr(found, f"{name}_size_in_bytes") for name in names]
-
-
 TOGETHER = (
     "exchange + local_steps + specs",
     "dgc + pipeline + accumulate",
@@ -82,15 +76,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", suite(OPTIONS, "rounds"))
-def test_memory_and_text_are_those_of_the_step_that_runs(name):
+def test_the_program_is_that_of_the_step_that_runs(name):
     options = dict(OPTIONS[name])
     if options.pop("mesh", False):
         options["mesh"] = data_mesh(8)
     step = optfn.make_train_step(loss, optfn.adam(1e-3), **options)
     x = np.ones((32, 64), np.float32)
-    found, expected = step.lower(WEIGHTS, x), lowered_to_run(step, step.init(WEIGHTS), x)
-    assert memory(found) == memory(expected)
-    assert found.compile().as_text() == expected.compile().as_text()
+    expected = lowered_to_run(step, step.init(WEIGHTS), x)
+    assert step.lower(WEIGHTS, x).as_text() == expected.as_text()
 
 
 def test_nothing_is_allocated():

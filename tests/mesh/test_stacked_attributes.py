@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,38 +65,18 @@ def list_specs(tx, params, shard):
     ),
 )
 def test_attributes_divide_as_a_mark_in_the_tree_does(name, way):
-    by_attribute, by_mark = both(MAKERS[name])
-    expected = list_specs(*by_mark, WAYS[way])
-    assert list_specs(*by_attribute, WAYS[way]) == expected
-    plans = [plan_memory(*x, data_mesh(N), shard=WAYS[way]) for x in (by_attribute, by_mark)]
+    pairs = both(MAKERS[name])
+    expected = list_specs(*pairs[1], WAYS[way])
+    assert list_specs(*pairs[0], WAYS[way]) == expected
+    plans = [plan_memory(*pair, data_mesh(N), shard=WAYS[way]) for pair in pairs]
     assert plans[0] == plans[1]
+    tables = [optfn.summary(*pair, mesh=data_mesh(N), shard=WAYS[way]) for pair in pairs]
+    kept = [[line.split()[-1] for line in table.splitlines()] for table in tables]
+    assert kept[0] == kept[1]  # bytes on a device
     if way in ("state", "params"):
         # Without either, the first axis is divided, and each device has whole layers.
         unmarked = list_specs(MAKERS[name](), params(), WAYS[way])
         assert unmarked != expected
-
-
-@pytest.mark.parametrize("way", [nightly("params"), "whole"])
-def test_attributes_train_as_a_mark_in_the_tree_does(way):
-    found, kept = [], []
-    for tx, p in both(MAKERS["lamb"]):
-        step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N), shard=WAYS[way])
-        state, losses = trained(step, step.init(p), X)
-        found.append((jax.tree.leaves(jax.device_get(state.params)), losses))
-        table = optfn.summary(tx, p, mesh=data_mesh(N), shard=WAYS[way])
-        kept.append([line.split()[-1] for line in table.splitlines()])  # bytes on a device
-    chex.assert_trees_all_equal(*found)
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.nightly
-def test_packed_params_are_divided_as_without_attributes():
-    (tx, p), _ = both(MAKERS["lamb"])
-    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N), shard="state", packed=True)
-    _, losses = trained(step, step.init(p), X)
-    alone = optfn.make_train_step(loss_fn, tx)
-    _, expected = trained(alone, alone.init(p), X)
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
 def test_layers_of_equinox_which_takes_no_mark_in_the_tree():

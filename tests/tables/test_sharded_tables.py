@@ -1,8 +1,6 @@
 """Tables whose rows are spread over workers: the unsharded step, whatever the ids are."""
 
-import functools
 import re
-import shutil
 
 import chex
 import jax
@@ -37,9 +35,6 @@ def zipf(rng):
 IDS = {
     "uniform": lambda rng: rng.integers(0, ROWS, (STEPS, 32, 5)),
     "zipf": zipf,
-    "all the same": lambda rng: np.full((STEPS, 32, 5), 7),
-    "all to one owner": lambda rng: rng.integers(ROWS - ROWS // N, ROWS, (STEPS, 32, 5)),
-    "from the end": lambda rng: rng.integers(-ROWS, 0, (STEPS, 32, 5)),
 }
 
 
@@ -63,12 +58,6 @@ def sharded(tx, loss=loss_fn, tables="t", **options):
 
 
 CLIPPED = optfn.adam(0.01, lazy=True, grad_clip=optfn.clip_by_global_norm(0.1))
-EXACT = optfn.adam(0.01, lazy="exact")
-
-
-@functools.cache
-def alone(kind):
-    return run(optfn.make_train_step(loss_fn, EXACT, tables="t"), batches(kind))
 
 
 @pytest.mark.nightly
@@ -138,27 +127,6 @@ def test_two_tables_of_other_optimizers_and_dtypes():
     zeros = [np.asarray(s.params["wide"]) == 0 for s in (state, want)]
     np.testing.assert_array_equal(*zeros)  # FTRL's exact zeros
     np.testing.assert_allclose(state.params["wide"], want.params["wide"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_is_in_natural_order_and_moves_to_other_numbers_of_workers(tmp_path):
-    def minimize(data, directory=None, **options):
-        return optfn.minimize(
-            loss_fn, EXACT, PARAMS, data, tables="t", progress=False,
-            checkpoint=directory, **options,
-        )  # fmt: skip
-
-    data = batches("zipf")
-    eight = {"mesh": data_mesh(N), "shard_tables": True}
-    state, _ = minimize(data[:2], tmp_path / "saved", **eight)
-    natural = optfn.state_dict(state)["train/params/t"]
-    np.testing.assert_array_equal(natural, np.asarray(state.params["t"]))
-    whole, _ = alone("zipf")
-    layouts = {"4": eight | {"mesh": data_mesh(4)}, "1": {}}
-    for name, options in layouts.items():
-        shutil.copytree(tmp_path / "saved", tmp_path / name)
-        state, _ = minimize(data, tmp_path / name, **options)
-        np.testing.assert_allclose(state.params["t"], whole.params["t"], rtol=1e-4, atol=1e-6)
 
 
 def test_the_entry_of_params_is_the_table_in_natural_order():

@@ -337,41 +337,6 @@ def test_a_regularizer_makes_rows_dense_and_says_so():
     warned(tx, params, gradients(1)[0])
 
 
-def lazy_reference(p, indices, values, steps, weight_decay):
-    """NumPy, float64: rows only, the bias correction of the common step."""
-    m, v = np.zeros_like(p), np.zeros_like(p)
-    for t in range(1, steps + 1):
-        g = np.zeros_like(p)
-        here = indices[t - 1] < len(p)
-        np.add.at(g, indices[t - 1][here], values[t - 1][here])
-        touched = np.unique(indices[t - 1][here])
-        m[touched] = 0.9 * m[touched] + 0.1 * g[touched]
-        v[touched] = 0.999 * v[touched] + 0.001 * g[touched] ** 2
-        u = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + weight_decay * p
-        p = p.copy()
-        p[touched] -= 0.1 * u[touched]
-    return p, m, v
-
-
-def test_lazy_touches_the_rows_present_only():
-    rng, weight_decay = np.random.default_rng(0), 0.1
-    indices = rng.integers(0, ROWS + 1, (6, 9))
-    values = rng.normal(size=(6, 9, WIDTH))
-    p = rng.normal(size=(ROWS, WIDTH))
-    tx = optfn.adamw(0.1, weight_decay=weight_decay, lazy=True)
-    params = {"t": p.astype(np.float32)}
-    state = tx.init(params)
-    for k in range(6):
-        g = sparse.Rows(indices[k].astype(np.int32), values[k].astype(np.float32), ROWS)
-        updates, state = jax.jit(tx.update)({"t": g}, state, params)
-        assert isinstance(updates["t"], sparse.Rows)
-        params = optfn.apply_updates(params, updates)
-    want = lazy_reference(p, indices, values, 6, weight_decay)
-    found = [params["t"], *(optfn.state_dict(state)[f"scale_by_adam/{k}/t"] for k in ("mu", "nu"))]
-    for a, b in zip(found, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
 def sparse_ftrl(p, g, touched, n, z, *, lr, l1=0.0, l2=0.0, lr_power=-0.5):
     """NumPy, float64: Paddle's SparseFTRLFunctor, for the rows `touched` of the dense gradient."""
     l1, l2 = l1 + 1e-10, l2 + 1e-10
@@ -534,18 +499,6 @@ def test_a_step_makes_nothing_as_large_as_the_table(make):
     assert np.isfinite(metrics["loss"])
     np.testing.assert_array_equal(state.params["table"][batch:], params["table"][batch:])
     assert not np.array_equal(state.params["table"][:batch], params["table"][:batch])
-
-
-def test_train_step_with_rows_is_that_with_dense_gradients():
-    params = make_params()
-    tx, ends = optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(0.1)), []
-    for tables in (None, "table"):
-        step = optfn.make_train_step(lambda p, batch: loss_fn(p, *batch), tx, tables=tables)
-        state = step.init(params)
-        for k in range(3):
-            state, _ = step(state, (IDS + k - 1, TARGET))
-        ends.append(state.params)
-    chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.optimized
