@@ -1,6 +1,5 @@
 """Params and state spread over a mesh: the trajectory of one device, 1/N of the bytes, the wire."""
 
-import functools
 import re
 
 import chex
@@ -12,7 +11,7 @@ import pytest
 from compilations import compilations
 from grids import suite
 from hlo import collectives
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import stacked_layers, trained
 
@@ -211,40 +210,14 @@ def test_a_checkpoint_around_a_part_of_a_layer_stays():
     assert barriers == [1, 2]
 
 
-# Meshes of several axes.
-
-
-@functools.cache
-def run_alone():
-    return run(optfn.make_train_step(loss_fn, optfn.lamb(0.01)))
-
-
-def test_tensor_parallel_axes_are_left_to_the_compiler():
-    mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 4), ("data", "model"))
-    shard = {"w": P("data", "model"), "v": P("model", "data"), "b": P()}
-    alone, losses = run_alone()
-    step = optfn.make_train_step(loss_fn, optfn.lamb(0.01), mesh=mesh, shard=shard)
-    state, found = run(step)
-    np.testing.assert_allclose(found, losses, rtol=1e-4)
-    chex.assert_trees_all_close(
-        jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-3, atol=1e-5
-    )
-    assert state.params["w"].addressable_shards[0].data.shape == (16, 6)
-    assert state.params["v"].addressable_shards[0].data.shape == (6, 8)
-    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (32, 24)]
-    assert [x.addressable_shards[0].data.shape for x in moments] == [(16, 6)] * 2
-    assert compilations(step) == 1
-
-
 def test_a_value_and_grad_of_ones_own_sees_whole_params():
     def own(params, x):
         assert params["w"].shape == (32, 24)
         return jax.value_and_grad(loss_fn)(params, x)
 
-    alone, _ = run_alone()
-    step = optfn.make_train_step(
-        None, optfn.lamb(0.01), value_and_grad=own, mesh=data_mesh(N), shard="params"
-    )
+    tx = optfn.lamb(0.01)
+    alone, _ = run(optfn.make_train_step(loss_fn, tx))
+    step = optfn.make_train_step(None, tx, value_and_grad=own, mesh=data_mesh(N), shard="params")
     state, _ = run(step)
     chex.assert_trees_all_close(
         jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-4, atol=1e-6
