@@ -302,19 +302,15 @@ def test_another_number_of_workers(as_mapping, workers):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "match"),
+    ("make", "match"),
     [
-        (
-            lambda: BY_PARTS(power_sgd(2)),
-            ValueError,
-            r"power_sgd\(2\) cannot: it needs whole matrices",
-        ),
-        (lambda: BY_PARTS({"w": power_sgd(2)}), ValueError, 'route="parts" compressor must be'),
-        (lambda: exchange(top_k(0.1), route="ring"), ValueError, "route must be one of 'gather'"),
+        (lambda: BY_PARTS(power_sgd(2)), r"power_sgd\(2\) cannot: it needs whole matrices"),
+        (lambda: BY_PARTS({"w": power_sgd(2)}), 'route="parts" compressor must be'),
+        (lambda: exchange(top_k(0.1), route="ring"), "route must be one of 'gather'"),
     ],
 )
-def test_bad_arguments(make, error, match):
-    with pytest.raises(error, match=match):
+def test_bad_arguments(make, match):
+    with pytest.raises(ValueError, match=match):
         make()
 
 

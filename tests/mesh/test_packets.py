@@ -237,24 +237,15 @@ def test_bytes_of_sharded_layers():
         (lambda: sharded("state", reduce=quantize), TypeError, "sharded: reduce must be a compr"),
         (lambda: sharded("params", gather=power_sgd(2)), ValueError, r"power_sgd\(2\) cannot: it"),
         (lambda: sharded("params", reduce=power_sgd(2)), ValueError, "sharded: reduce must be a"),
-        (
-            lambda: sharded({"w": P("data")}, gather=Q8),
-            ValueError,
-            'gather and reduce need the kind "state" or "params"',
-        ),
-        (
-            lambda: sharded("state", whole="layers/.*", reduce=Q8),
-            ValueError,
-            'gather and reduce need the kind "state" or "params", without whole=',
-        ),
+        (lambda: sharded({"w": P("data")}, gather=Q8), ValueError,
+         'gather and reduce need the kind "state" or "params"'),
+        (lambda: sharded("state", whole="layers/.*", reduce=Q8), ValueError,
+         'gather and reduce need the kind "state" or "params", without whole='),
         (lambda: sharded("params", reduce=top_k(1.0)), ValueError, "its packets are not smaller"),
-        (
-            lambda: sharded("params", gather=top_k(0.05)),
-            ValueError,
-            r"gather must be a compressor that keeps every entry.* top_k\(0.05\) sends 51 of 1024",
-        ),
+        (lambda: sharded("params", gather=top_k(0.05)), ValueError,
+         r"gather must be a compressor that keeps every entry.* top_k\(0.05\) sends 51 of 1024"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(make, error, match):
     with pytest.raises(error, match=match):
         make()

@@ -229,14 +229,11 @@ def test_a_value_and_grad_of_ones_own_sees_whole_params():
     [
         ({"shard": "state", "mesh": None}, ValueError, "shard='state' needs mesh"),
         ({"shard": "all"}, TypeError, 'must be "state", "params", a mapping.*got \'all\''),
-        (
-            {"shard": {"w": "data"}},
-            TypeError,
-            "must be .* a mapping from patterns of paths to PartitionSpecs, .*got 'data'.* at 'w'",
-        ),
+        ({"shard": {"w": "data"}}, TypeError,
+         "must be .* a mapping from patterns of paths to PartitionSpecs, .*got 'data'.* at 'w'"),
         ({"shard": {"w": P("model")}}, ValueError, "no axis 'model' for 'w'"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(options, error, words):
     with pytest.raises(error, match=words):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), **{"mesh": data_mesh(N)} | options)
@@ -245,20 +242,14 @@ def test_bad_arguments(options, error, words):
 @pytest.mark.parametrize(
     ("tx", "shard", "words"),
     [
-        (
-            lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0),
-            "state",
-            "shard: tx exchanges gradients",
-        ),
+        (lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), "state",
+         "shard: tx exchanges gradients"),
         (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
-        (
-            lambda: optfn.sgd(0.1),
-            {"odd": P("data")},
-            r"dimension 0 of leaf 'odd', which has shape \(3,\)",
-        ),
+        (lambda: optfn.sgd(0.1), {"odd": P("data")},
+         r"dimension 0 of leaf 'odd', which has shape \(3,\)"),
         (lambda: optfn.sgd(0.1), {"b": P(None, "data")}, "more entries than leaf 'b'"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_said_at_init(tx, shard, words):
     with pytest.raises(ValueError, match=words):
         optfn.make_train_step(loss_fn, tx(), mesh=data_mesh(N), shard=shard).init(PARAMS)

@@ -98,44 +98,35 @@ def test_none_in_a_prefix_stands_for_modules_without_params_too():
 # A flat mapping from text to specs could be a tree or patterns.
 
 
-@pytest.mark.parametrize(
-    ("shard", "params", "expected"),
-    [
-        pytest.param(
-            {"w": ROWS, "b": None}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P()}, id="both"
-        ),
-        pytest.param(
-            {"w": ROWS}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P()}, id="patterns"
-        ),
-        pytest.param(
-            {"w|b": P("data")}, {"w": (8, 4), "b": (4,)}, {"w": P("data"), "b": P("data")}, id="or"
-        ),
-        pytest.param(
-            {"net": ROWS, "b": P()},
-            {"net": {"w": (8, 4), "v": (4, 4)}, "b": (4,)},
-            {"net": {"w": P("data"), "v": P("data")}, "b": P()},
-            id="a prefix, of which no key is a pattern",
-        ),
-        pytest.param(
-            {"net/~/linear": ROWS, "net": P(None, "data"), "net/~/linear/b": P()},
-            {"net/~/linear": {"w": (8, 4), "b": (4,)}, "net": {"w": (8, 4)}},
-            {"net/~/linear": {"w": P("data"), "b": P()}, "net": {"w": P(None, "data")}},
-            id="the longest path",
-        ),
-        pytest.param(
-            {"w.0": ROWS, "w.00": P(None, "data"), "w_0": P()},
-            {"w.0": (8, 4), "w.00": (4, 4), "w_0": (4, 4)},
-            {"w.0": P("data"), "w.00": P(None, "data"), "w_0": P()},
-            id="names, though the first is a pattern of the last as well",
-        ),
-        pytest.param(
-            {"w.*": ROWS, "b": P("data")},
-            {"w.0": (8, 4), "w.1": (8, 4), "b": (4,)},
-            {"w.0": P("data"), "w.1": P("data"), "b": P("data")},
-            id="patterns of some names",
-        ),
-    ],
-)
+TWO = {"w": (8, 4), "b": (4,)}
+FLAT = {
+    "both": ({"w": ROWS, "b": None}, TWO, {"w": P("data"), "b": P()}),
+    "patterns": ({"w": ROWS}, TWO, {"w": P("data"), "b": P()}),
+    "or": ({"w|b": P("data")}, TWO, {"w": P("data"), "b": P("data")}),
+    "a prefix, of which no key is a pattern": (
+        {"net": ROWS, "b": P()},
+        {"net": {"w": (8, 4), "v": (4, 4)}, "b": (4,)},
+        {"net": {"w": P("data"), "v": P("data")}, "b": P()},
+    ),
+    "the longest path": (
+        {"net/~/linear": ROWS, "net": P(None, "data"), "net/~/linear/b": P()},
+        {"net/~/linear": TWO, "net": {"w": (8, 4)}},
+        {"net/~/linear": {"w": P("data"), "b": P()}, "net": {"w": P(None, "data")}},
+    ),
+    "names, though the first is a pattern of the last as well": (
+        {"w.0": ROWS, "w.00": P(None, "data"), "w_0": P()},
+        {"w.0": (8, 4), "w.00": (4, 4), "w_0": (4, 4)},
+        {"w.0": P("data"), "w.00": P(None, "data"), "w_0": P()},
+    ),
+    "patterns of some names": (
+        {"w.*": ROWS, "b": P("data")},
+        {"w.0": (8, 4), "w.1": (8, 4), "b": (4,)},
+        {"w.0": P("data"), "w.1": P("data"), "b": P("data")},
+    ),
+}
+
+
+@pytest.mark.parametrize(("shard", "params", "expected"), FLAT.values(), ids=FLAT)
 def test_a_flat_mapping_is_names_where_it_names_all_leaves_and_else_patterns(
     shard, params, expected
 ):
@@ -169,14 +160,11 @@ def test_both_readings_agree_on_trees_that_are_named_by_words(depth):
     [
         (FULL._replace(norm=P("stage")), ValueError, "no axis 'stage' for 'norm'.*P.*'stage'.*are"),
         (P("data", "data"), ValueError, "P.*for '' must not name a mesh axis twice"),
-        (
-            Weights(3, None, None),
-            TypeError,
-            "a tree of PartitionSpecs.*got 3 of type int at 'embed",
-        ),
+        (Weights(3, None, None), TypeError,
+         "a tree of PartitionSpecs.*got 3 of type int at 'embed"),
         (Weights(None, [Layer(None, "data")], None), TypeError, "got 'data'.* at 'layers/0/down'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_spec_of_the_mesh_is_said_where_the_step_is_made(shard, error, words):
     with pytest.raises(error, match=words):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=mesh_of(), shard=shard)
@@ -185,23 +173,17 @@ def test_what_is_no_spec_of_the_mesh_is_said_where_the_step_is_made(shard, error
 @pytest.mark.parametrize(
     ("shard", "words"),
     [
-        (
-            FULL._replace(layers=[Layer(P(("data", "model"), "data"), P())]),
-            "must not name a mesh axis twice",
-        ),
-        (
-            {"embedding": P(), "layer": P("data"), "norm": [P()]},
-            r"structure of params.*missing 'layers/0/up', 'layers/0/down', .*not expected 'layer'",
-        ),
+        (FULL._replace(layers=[Layer(P(("data", "model"), "data"), P())]),
+         "must not name a mesh axis twice"),
+        ({"embedding": P(), "layer": P("data"), "norm": [P()]},
+         r"structure of params.*missing 'layers/0/up', 'layers/0/down', .*not expected 'layer'"),
         (FULL._replace(layers=FULL.layers[:1]), "missing 'layers/1/up', 'layers/1/down'"),
         (FULL._replace(layers=[*FULL.layers, P("data")]), "not expected 'layers/2'"),
         (FULL._replace(norm=Layer(P("data"), P())), "missing 'norm'.*not expected 'norm/up'"),
-        (
-            FULL._replace(norm=P(("data", "model"), None)),
-            r"'model'.*more entries than leaf 'norm'",
-        ),
+        (FULL._replace(norm=P(("data", "model"), None)),
+         r"'model'.*more entries than leaf 'norm'"),
     ],
-)
+)  # fmt: skip
 def test_a_tree_that_does_not_fit_names_the_paths(shard, words):
     with pytest.raises(ValueError, match=words):
         specs_of(shard, WEIGHTS)

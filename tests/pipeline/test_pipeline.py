@@ -523,30 +523,21 @@ def test_work_is_replicated_over_other_axes():
         ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
         ({"data_axis": "stage"}, ValueError, "data_axis and axis_name must be different"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
-        (
-            {"schedule": "2f2b"},
-            ValueError,
-            "schedule must be one of '1f1b', 'gpipe', 'zb'; got '2f2b'",
-        ),
+        ({"schedule": "2f2b"}, ValueError,
+         "schedule must be one of '1f1b', 'gpipe', 'zb'; got '2f2b'"),
         ({"stash": "outputs"}, ValueError, "stash must be one of 'input', 'residual'"),
         ({"grad_reduce": "sum"}, ValueError, "grad_reduce must be one of 'mean'; got 'sum'"),
         ({"grad_reduce": None}, ValueError, "grad_reduce must be one of 'mean'; got None"),
         ({"num_microbatches": 0}, ValueError, "num_microbatches must be >= 1"),
         ({"num_microbatches": 2.0}, TypeError, "num_microbatches must be a Python integer"),
-        (
-            {"virtual_stages": 2, "num_microbatches": 3},
-            ValueError,
-            "num_microbatches.*virtual_stages",
-        ),
-        (
-            {"stage_fn": [block] * 3},
-            ValueError,
-            "stage_fn must be a list of 2 functions, for 2 devices",
-        ),
+        ({"virtual_stages": 2, "num_microbatches": 3}, ValueError,
+         "num_microbatches.*virtual_stages"),
+        ({"stage_fn": [block] * 3}, ValueError,
+         "stage_fn must be a list of 2 functions, for 2 devices"),
         ({"stage_fn": "block"}, TypeError, "stage_fn must be a function"),
         ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments(options, error, words):
     with pytest.raises(error, match=words):
         make(**options)

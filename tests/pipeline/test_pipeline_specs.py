@@ -95,15 +95,12 @@ def test_nothing_is_gathered_inside_the_loops():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"specs": {"in": P("stage")}},
-            ValueError,
-            "'stage' at 'in' must be an axis of the mesh other",
-        ),
+        ({"specs": {"in": P("stage")}}, ValueError,
+         "'stage' at 'in' must be an axis of the mesh other"),
         ({"specs": {"in": P("x")}}, ValueError, "'x' at 'in' must be an axis of the mesh other"),
         ({"specs": {"in": "model"}}, TypeError, "must consist of PartitionSpecs; got 'model'"),
     ],
-)
+)  # fmt: skip
 def test_bad_specs(options, error, words):
     with pytest.raises(error, match=words):
         make(mesh_of(), **options)

@@ -314,13 +314,10 @@ def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
         ({"packed": True}, ValueError, "tables='t' cannot be combined with packed=True"),
-        (
-            {"local_steps": 2},
-            ValueError,
-            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
-        ),
+        ({"local_steps": 2}, ValueError,
+         "local_steps=2 cannot be combined with params or state divided over all of data_axis"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(options, error, words):
     options = {"mesh": data_mesh(N), "tables": "t", "shard_tables": True} | options
     with pytest.raises(error, match=words):

@@ -276,19 +276,13 @@ def test_rows_are_checked_when_they_are_made(arguments, error, message):
 
 @pytest.mark.parametrize(
     ("num_rows", "width", "message"),
-    [
-        (
-            ROWS + 1,
-            WIDTH,
-            r"'table' is Rows of shape \(41, 3\) and dtype float32; the parameter has .* \(40, 3\)",
-        ),
-        (ROWS, WIDTH + 1, r"of shape \(40, 4\) and dtype float32; the parameter has .* \(40, 3\)"),
-    ],
+    [(ROWS + 1, WIDTH, r"is Rows of shape \(41, 3\)"), (ROWS, WIDTH + 1, r"of shape \(40, 4\)")],
 )
 def test_rows_of_another_table_are_errors_that_name_the_leaf(num_rows, width, message):
     grad = sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, width)), num_rows)
     tx, params = optfn.adam(0.1, lazy=True), {"table": jnp.ones((ROWS, WIDTH))}
-    with pytest.raises(ValueError, match=message):
+    words = f"'table' .*{message} and dtype float32; the parameter has .* \\(40, 3\\)"
+    with pytest.raises(ValueError, match=words):
         tx.update({"table": grad}, tx.init(params), params)
 
 
