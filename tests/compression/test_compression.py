@@ -130,9 +130,6 @@ def test_the_ramp_branches_under_vmap():
     assert sorted(found)[-2:] == [3, 4]
 
 
-# Where it runs
-
-
 def test_an_axis_that_is_not_bound():
     tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0)
     params = jnp.zeros(20000)
@@ -159,9 +156,6 @@ def test_averaged_gradients_are_refused():
     ):
         run(lambda p: p)
     chex.assert_tree_all_finite(run(lambda p: jax.lax.pcast(p, "data", to="varying")))
-
-
-# What is not compressed, and what is skipped
 
 
 def test_attributes_of_parameters():

@@ -143,9 +143,6 @@ def test_the_state_has_no_step_for_a_dense_mean():
     assert isinstance(state, ExchangeState) and not jax.tree.leaves(state.residual)
 
 
-# In training
-
-
 def test_the_plain_mean_is_the_step_of_today():
     """Bit for bit, in the dtype of the gradient, without any state."""
     model = jax.tree.map(jnp.asarray, MODEL | {"h": np.zeros(8, jnp.bfloat16)})
@@ -198,9 +195,6 @@ def test_row_updates_are_those_of_arrays_bit_for_bit():
     chex.assert_trees_all_equal(found[True], found[False])
     moved = np.flatnonzero(found[True][0]["w"][0] != params["w"])
     assert 3 <= moved.size <= 3 * N * 8 and int(found[True][1][0].step[0]) == 3
-
-
-# Compressors of one's own, and the bytes of a program
 
 
 def test_a_compressor_of_ones_own():
@@ -320,8 +314,6 @@ def test_bytes_on_the_network(compressor):
         assert operands["all_gather"] == [expected]
     assert sorted(operands["all_reduce"]) == [flags, small]
 
-
-# What is printed, and refused
 
 CALLS = [
     "exchange()",

@@ -107,9 +107,6 @@ def test_a_nan_gives_zeros_and_changes_nothing():
     chex.assert_trees_all_equal(state, after)
 
 
-# The bytes
-
-
 def of_a_large_leaf(route, size, workers=N):
     """Return the bytes that a worker sends for each entry of a leaf, in a compiled update."""
     tx, mesh = exchange(quantize(4), route=route), data_mesh(workers)
@@ -172,9 +169,6 @@ def test_the_table_of_links(row):
         assert by_parts < to_all if workers > 2 else by_parts == to_all
     passes = [to_all > dense for to_all in found[::2]]
     assert passes == [workers >= least for least in (8, 16, 64)]
-
-
-# In training
 
 
 def loss_fn(params, batch):
@@ -264,9 +258,6 @@ def test_bytes_of_two_levels():
     assert found["slow",] == pytest.approx(expected, rel=0.01)
 
 
-# State seen from outside
-
-
 @pytest.mark.parametrize(("as_mapping", "workers"), [(True, 5), nightly(False, 2)])
 def test_another_number_of_workers(as_mapping, workers):
     """Published parts stay one whole leaf, whose slices have other owners; residuals are meaned."""
@@ -296,9 +287,6 @@ def test_another_number_of_workers(as_mapping, workers):
     left += np.asarray(after.published["w"])[:1517]
     total = np.asarray(direction["w"]).reshape(-1) + left
     np.testing.assert_allclose(total, mean + before.published["w"][:1517], atol=1e-6)
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,6 @@ def test_a_gradient_that_is_not_finite_stays_so():
     assert int(state.opt_state.skipped) == 1
 
 
-# What is sent
-
-
 def compiled(step, mesh, examples=48):
     state = step.init(PARAMS)
     batch = data_parallel.split_batch(batches(1, examples)[0], mesh, step.layout.data_axes)
@@ -224,9 +221,6 @@ def test_bytes_of_sharded_layers():
     assert found["exact"] == pytest.approx(10.5, rel=0.01)
     assert found["8 and 8"] == pytest.approx(7 / 8 * 3, rel=0.01) and found["8 and 8"] <= 2.65
     assert found["8 and 4"] == pytest.approx(7 / 8 * 2.5, rel=0.01) and found["8 and 4"] <= 2.3
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

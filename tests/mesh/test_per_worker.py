@@ -152,9 +152,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert int(mapping["sparse_loco/num_workers"]) == N
 
 
-# The protocol itself
-
-
 class OtherState(NamedTuple):
     """Per-worker arrays of several kinds, below a dict."""
 

@@ -155,8 +155,6 @@ def test_updates_are_in_place():
     optfn.assert_in_place(step, step.init(params), X[0], min_size=512)
 
 
-# Stacked layers.
-
 LAYERS, WIDTH = 8, 128  # 8 workers divide the layers as well
 
 

@@ -152,9 +152,6 @@ def test_both_readings_agree_on_trees_that_are_named_by_words(depth):
         )
 
 
-# What does not fit.
-
-
 @pytest.mark.parametrize(
     ("shard", "error", "words"),
     [

@@ -154,9 +154,6 @@ def test_the_step_alone_splits_the_batch():
             step(step.init(params), batch(0))
 
 
-# Deep Gradient Compression between the workers
-
-
 def compressing(nesterov):
     """Dense, then a ramp of two steps; matrices are compressed, the 36 biases are not."""
     with pytest.warns(UserWarning, match="little momentum remains"):

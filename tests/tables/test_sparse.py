@@ -51,9 +51,6 @@ def densified(grads):
     return leafwise.densify_rows(grads)
 
 
-# The gradient
-
-
 SPARSE_GRADIENT = jax.jit(sparse.value_and_grad(loss_fn, "table"))
 
 
@@ -192,9 +189,6 @@ def test_tables_must_be_tables():
         sparse.value_and_grad(lambda p: 0.0, None)
 
 
-# Rows
-
-
 def some_rows(seed=5, dtype=jnp.float32):
     """Repeated, unsorted, one padded."""
     indices = jnp.array([7, 2, 7, 39, ROWS, 0, 2, 7], jnp.int32)
@@ -303,9 +297,6 @@ def test_indices_that_a_clip_of_optax_scales_are_refused(factory):
     tx, params = factory(0.1, grad_clip=optax.scale(0.5)), {"table": jnp.ones((ROWS, WIDTH))}
     with pytest.raises(TypeError, match=r"grad_clip takes no row-sparse.*'table'.*densify"):
         tx.update({"table": rows}, tx.init(params), params)
-
-
-# Optimizers
 
 
 def gradients(seed):
@@ -422,8 +413,6 @@ def test_lazy_takes_what_it_can_do():
         optfn.adam(0.1, 0.9, 0.5, lazy="exact")
 
 
-# Recordings
-
 SPARSE = [
     name
     for name, case in CASES.items()
@@ -463,9 +452,6 @@ def test_rows_follow_paddle(name):
             if key in a:
                 found = optfn.state_dict(state)[f"scale_by_adam/{ours}/emb"]
                 np.testing.assert_allclose(found, a[key][t], rtol=1e-4, atol=1e-6, err_msg=f"{t}")
-
-
-# The step
 
 
 def big_loss(params, batch):
