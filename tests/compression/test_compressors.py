@@ -14,11 +14,7 @@ from grids import nightly, suite
 from optfn.compression import bits as packing
 from optfn.compression import planes
 from optfn.compression.segments import Chunks, RowChunks, Segments, chunks_of
-from optfn.distributed import (
-    power_sgd,
-    quantize,
-    top_k,
-)
+from optfn.distributed import power_sgd, quantize, top_k
 
 
 @pytest.mark.parametrize("widths", [[12, 32], [1], nightly([0, 16]), nightly([11, 8])])

@@ -12,16 +12,7 @@ import optax
 import pytest
 import reference_exchange as reference
 from arrays import normal
-from exchanges import (
-    BATCH,
-    MODEL,
-    Threshold,
-    first,
-    gradients,
-    loss_fn,
-    lowered_collectives,
-    zeros,
-)
+from exchanges import BATCH, MODEL, Threshold, first, gradients, loss_fn, lowered_collectives, zeros
 from grids import nightly, suite
 from jax.sharding import PartitionSpec as P
 from simulation import N, stacked
@@ -89,8 +80,7 @@ def test_rows_are_exchanged_as_rows():
 
 
 @pytest.mark.parametrize(
-    ("compressor", "bad", "leaf"),
-    [(power_sgd(2), np.inf, "b"), nightly(top_k(0.1), np.nan, "w")],
+    ("compressor", "bad", "leaf"), [(power_sgd(2), np.inf, "b"), nightly(top_k(0.1), np.nan, "w")]
 )
 def test_an_update_that_is_not_finite(compressor, bad, leaf):
     """Of one worker: zeros on all, residuals and compressors' states stay, the next one goes on."""
@@ -283,9 +273,7 @@ SENDING = [
 
 
 @pytest.mark.parametrize(
-    "compressor",
-    suite(SENDING, top_k(1 / 64, values="int2"), quantize(1), power_sgd(2)),
-    ids=repr,
+    "compressor", suite(SENDING, top_k(1 / 64, values="int2"), quantize(1), power_sgd(2)), ids=repr
 )
 def test_bytes_on_the_network(compressor):
     """One all-gather of one worker's num_bytes, or two all-reduces of them; small leaves in one."""

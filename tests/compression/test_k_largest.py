@@ -54,8 +54,7 @@ def kinds(n):
 
 @pytest.mark.parametrize("kind", kinds(1))
 @pytest.mark.parametrize(
-    ("n", "k"),
-    [(1, 1), (33, 32), nightly(256, 256), (70001, 70), nightly(70001, 30000)],
+    ("n", "k"), [(1, 1), (33, 32), nightly(256, 256), (70001, 70), nightly(70001, 30000)]
 )
 def test_exact(n, k, kind):
     check(kinds(n)[kind], k)

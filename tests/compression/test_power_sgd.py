@@ -7,19 +7,13 @@ import optax
 import pytest
 import reference_exchange as reference
 from arrays import normal
-from exchanges import (
-    gradients,
-    zeros,
-)
+from exchanges import gradients, zeros
 from simulation import N, stacked
 from simulation import simulated_update as simulated
 
 import optfn
 from optfn.compression.power_sgd import orthonormalize
-from optfn.distributed import (
-    exchange,
-    power_sgd,
-)
+from optfn.distributed import exchange, power_sgd
 
 
 @pytest.mark.parametrize("rank", [1, 4])

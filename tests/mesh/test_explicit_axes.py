@@ -70,8 +70,7 @@ TX = {
 
 
 @pytest.mark.parametrize(
-    "name, microbatches",
-    suite(itertools.product(TX, [1, 2]), ("int8, clip, average, masters", 2)),
+    "name, microbatches", suite(itertools.product(TX, [1, 2]), ("int8, clip, average, masters", 2))
 )
 def test_the_run_is_that_of_one_device(name, microbatches):
     alone = optfn.make_train_step(loss_fn, TX[name](), microbatches=microbatches)

@@ -29,11 +29,7 @@ TRIPLES = [
     "params + pipeline + microbatches",
 ]
 # Of each feature that is not drawn a case.
-SUITE = (
-    "dgc + specs + tables",
-    "pipeline + loss_scale",
-    "exchange + local_steps + params",
-)
+SUITE = ("dgc + specs + tables", "pipeline + loss_scale", "exchange + local_steps + params")
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")

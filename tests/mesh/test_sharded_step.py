@@ -29,11 +29,7 @@ PARAMS = {
     "b": np.zeros(16, np.float32),
     "odd": np.ones(3, np.float32),  # 8 divides none of its dimensions
 }
-SHARDS = {
-    "state": "state",
-    "params": "params",
-    "specs": {"w": P(None, "data"), "v|b": P("data")},
-}
+SHARDS = {"state": "state", "params": "params", "specs": {"w": P(None, "data"), "v|b": P("data")}}
 
 
 def loss_fn(params, x):

@@ -32,10 +32,7 @@ def zipf(rng):
     return rng.choice(ROWS, (STEPS, 32, 5), p=weights / weights.sum())
 
 
-IDS = {
-    "uniform": lambda rng: rng.integers(0, ROWS, (STEPS, 32, 5)),
-    "zipf": zipf,
-}
+IDS = {"uniform": lambda rng: rng.integers(0, ROWS, (STEPS, 32, 5)), "zipf": zipf}
 
 
 def batches(kind):

@@ -504,11 +504,7 @@ def test_inside_shard_map():
 
     found = jax.jit(
         jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(P(), P("data"), P()),
-            out_specs=P("data"),
-            check_vma=True,
+            body, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"), check_vma=True
         )
     )(params, ids, TARGET)
     for k in range(2):
