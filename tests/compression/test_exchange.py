@@ -15,6 +15,7 @@ from arrays import normal
 from exchanges import BATCH, MODEL, Threshold, first, gradients, loss_fn, lowered_collectives, zeros
 from grids import nightly, suite
 from jax.sharding import PartitionSpec as P
+from problems import state_after
 from simulation import N, stacked
 from simulation import simulated_update as simulated
 
@@ -143,9 +144,7 @@ def test_the_plain_mean_is_the_step_of_today():
     results = []
     for tx in (optfn.chain(exchange(None), optfn.adamw(0.01)), optfn.chain(optfn.adamw(0.01))):
         step = optfn.make_train_step(loss, tx, mesh=data_mesh(N))
-        state = step.init(model)
-        for _ in range(3):
-            state, _ = step(state, BATCH)
+        state = state_after(step, step.init(model), [BATCH] * 3)
         results.append(jax.device_get(state.params))
     chex.assert_trees_all_equal(*results)
     tx = exchange()

@@ -14,6 +14,7 @@ from compilations import compilations
 from grids import nightly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import trained
 from reference_exchange import quantize as quantized
 
 import optfn
@@ -184,14 +185,6 @@ def batches(count, rows=32):
     return [(normal(50 + t, rows, 24), normal(90 + t, rows, 20)) for t in range(count)]
 
 
-def trained(step, state, count=4, rows=32):
-    losses = []
-    for batch in batches(count, rows):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
 @pytest.mark.nightly
 def test_the_outer_exchange_of_local_steps():
     outer = optfn.chain(BY_PARTS(quantize(4, chunk=32)), optfn.sgd(1.0))
@@ -200,8 +193,7 @@ def test_the_outer_exchange_of_local_steps():
         step = optfn.make_train_step(
             loss_fn, optfn.adam(1e-2), mesh=data_mesh(4), local_steps=2, outer=tx
         )
-        state, losses = trained(step, step.init(MODEL), 6)
-        runs[name] = state, losses
+        runs[name] = trained(step, step.init(MODEL), batches(6))
     state, losses = runs["parts"]
     assert losses == pytest.approx(runs["dense"][1], rel=0.05)
     keys = optfn.state_dict(state.opt_state)
