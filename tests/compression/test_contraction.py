@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from reference_exchange import chunks, rounded
+from reference_exchange import chunks
 
 from optfn.compression.values import format_with_scales
 from optfn.distributed import power_sgd, quantize, top_k
@@ -75,17 +75,6 @@ def test_the_scale_of_two_bits_has_nearly_the_least_error(chunk):
             least += np.sum(falling**2) - gain.max()
         worst.append(norm(x - np.asarray(sent, np.float64)) / max(np.sqrt(least), 1e-6 * norm(x)))
     assert max(worst) < (1.005 if chunk == 4096 else 1.1)
-
-
-def test_heavy_tails_in_two_bits():
-    """With s = max|x| the error of these entries would be longer than they are."""
-    x = np.random.default_rng(0).standard_cauchy(4096).astype(np.float32)
-    sent = jax.jit(lambda x: quantize(2).decode(quantize(2).encode(x, ())[0], x.shape))(x)
-    kept = norm(x - np.asarray(sent))
-    s = np.abs(x).max()
-    nearest = np.where(np.abs(x) > 2 / 3 * s, s, s / 3) * np.sign(x)
-    assert norm(x - nearest) > 10 * norm(x) > 10 * kept
-    np.testing.assert_allclose(norm(x - rounded(x, 2)), kept, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -51,12 +51,7 @@ def test_state_stays_sharded_by_stage(explicit):
         assert a.sharding.is_equivalent_to(b, a.ndim)
     assert compilations(step) == 1
 
-    alone, want = on_one_device()
-    np.testing.assert_allclose(losses, want, rtol=1e-6)
-    for a, b in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(stack_stages(alone.params)), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses, on_one_device()[1], rtol=1e-6)
 
 
 @pytest.mark.optimized
