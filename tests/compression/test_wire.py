@@ -14,8 +14,6 @@ from optfn.compression.dgc_phases import VALUES, Ramp
 from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
-from optfn.mesh.collectives.axes import Axes
-from optfn.mesh.collectives.gathers import GatheredPackets
 
 N = 4
 
@@ -80,20 +78,6 @@ def test_params_without_a_leaf_to_compress():
         lambda g: tx.update(g, tx.init(params), params)[0], axis_name="data", out_axes=None
     )
     assert jax.jit(update)(grads)["w"].tolist() == [-1.0] * 4
-
-
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_the_mean_of_packets(wire):
-    packet_format = of_leaves((5, 3), (2, 1), wire)
-    values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
-    indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
-
-    def mean(values, indices):
-        packet, zeros = packet_format.encode(values, indices), [jnp.zeros(5), jnp.zeros(3)]
-        return GatheredPackets.of(packet, Axes(["data"])).mean(zeros, packet_format.add_to)
-
-    first, second = jax.jit(jax.vmap(mean, axis_name="data"))(values, indices)
-    assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
 
 
 @pytest.mark.optimized
