@@ -339,6 +339,11 @@ def test_compressors_are_values():
         (lambda: exchange(min_size=0), ValueError, "min_size must be >= 1; got 0"),
         (lambda: exchange(param_attrs=3), TypeError, "param_attrs must be a mapping"),
         (lambda: exchange(warmup_steps=-1), ValueError, "warmup_steps must be >= 0; got -1"),
+        (lambda: exchange(top_k(0.1), route="ring"), ValueError, "route must be one of 'gather'"),
+        (lambda: exchange({"w": power_sgd(2)}, route="parts"), ValueError,
+         'route="parts" compressor must be'),
+        (lambda: exchange(power_sgd(2), route="parts"), ValueError,
+         r"power_sgd\(2\) cannot: it needs whole matrices"),
         (lambda: top_k(0.0), ValueError, r"density must be in \(0, 1\]; got 0\.0"),
         (lambda: top_k(1.5), ValueError, "density"),
         (lambda: top_k("x"), TypeError, "density must be a Python number"),
@@ -351,7 +356,7 @@ def test_compressors_are_values():
         (lambda: quantize(1, stochastic=1), TypeError, "stochastic must be"),
         (lambda: power_sgd(0), ValueError, "rank must be >= 1; got 0"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(make, error, match):
     with pytest.raises(error, match=match):
         make()

@@ -351,16 +351,7 @@ def test_what_is_no_array_or_does_not_fit_is_named(options, make, error, words):
         make(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"data_axis": ("a", "a")}, r"data_axis must name each mesh axis once; got \('a', 'a'\)"),
-        ({"shard": {"w": P("a", "a")}}, "for 'w' must not name a mesh axis twice"),
-        ({"shard": {"w": P(("a", "b"), "b")}}, "for 'w' must not name a mesh axis twice"),
-    ],
-)
-def test_an_axis_named_twice(options, words):
+def test_an_axis_named_twice():
+    words = r"data_axis must name each mesh axis once; got \('a', 'a'\)"
     with pytest.raises(ValueError, match=words):
-        optfn.make_train_step(
-            loss_fn, optfn.sgd(0.1), **{"mesh": mesh(), "data_axis": AXES} | options
-        )
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=mesh(), data_axis=("a", "a"))
