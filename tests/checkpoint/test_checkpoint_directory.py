@@ -19,9 +19,8 @@ from problems import equal
 
 import optfn
 from optfn.checkpoint.background import wait_for_writes
-from optfn.distributed import data_mesh, init_state
+from optfn.distributed import data_mesh
 from optfn.mesh.layout.fingerprint import fingerprint, fingerprints
-from optfn.train.state import TrainState
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -217,28 +216,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_when_it_has_its_name(sharded, tmp_pa
     for place in places:
         inode, seen = content(place)
         assert synced.get(inode) == seen, place
-
-
-def test_residuals_are_carried_over_to_another_number_of_workers(tmp_path):
-    def make(workers):
-        tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, sparsity=(0.99,), min_size=8)
-        params = {"w": jnp.ones((8, 8))}
-        opt_state = init_state(tx, params, data_mesh(workers))
-        return TrainState(jnp.int32(1), params, opt_state)
-
-    state = make(4)
-    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, state)
-    residual = state.opt_state[0].residual.value["w"]
-    state.opt_state[0].residual.value["w"] = residual * jnp.arange(256.0)
-    for sharded in (True, False):
-        directory = tmp_path / str(sharded)
-        optfn.save_checkpoint(directory, state, sharded=sharded)
-        with pytest.warns(UserWarning, match=r"of its checkpoint, 1\.1, and not"):
-            found, _ = optfn.restore_checkpoint(directory, make(2))
-        dgc = found.opt_state[0]
-        assert int(dgc.num_workers) == 2
-        want = np.arange(256.0).reshape(4, 64).mean(0)
-        np.testing.assert_allclose(np.asarray(dgc.residual["w"]).reshape(2, 64), [want, want])
 
 
 def test_which_form_is_chosen_and_what_a_directory_holds(tmp_path):

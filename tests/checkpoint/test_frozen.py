@@ -47,15 +47,6 @@ LAYOUTS = {
 }
 
 
-def test_a_run_resumes_from_what_was_trained_alone(tmp_path):
-    whole, losses = run(tmp_path / "whole", save_frozen=True)
-    run(tmp_path / "part", batches=X[:3])
-    state, history = run(tmp_path / "part")
-    chex.assert_trees_all_equal(state, whole)
-    np.testing.assert_array_equal(history["loss"], losses["loss"])
-    assert set(history) == set(losses)
-
-
 def test_a_file_has_the_names_that_are_trained(tmp_path):
     run(tmp_path / "part")
     run(tmp_path / "whole", save_frozen=True)

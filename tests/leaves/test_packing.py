@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import registry
 
@@ -78,38 +77,6 @@ def test_gradients_go_through_unpack():
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), packed)
     found = jax.vmap(packed_loss)(stacked)
     np.testing.assert_allclose(found[1], loss(jax.tree.map(lambda x: 2 * x, tree)), rtol=1e-6)
-
-
-def follow(tx, packed, steps=3, **extra):
-    """Return the params after some steps, as a tree, and the state."""
-    p = optfn.pack(params()) if packed else params()
-    tx, state = optax.with_extra_args_support(tx), tx.init(p)
-
-    @jax.jit
-    def step(p, state, g):
-        updates, state = tx.update(g, state, p, **extra)
-        return optfn.apply_updates(p, updates), state
-
-    for i in range(steps):
-        g = gradients(i)
-        p, state = step(p, state, pack_like(p.layout, g) if packed else g)
-    return optfn.unpack(p), state
-
-
-@pytest.mark.parametrize("name", ["adam_clip_l2", "lars"])
-def test_a_rule_is_that_of_the_tree(name):
-    """And the state of each loads into the template of the other."""
-    tx, extra = registry.ALL[name].make(), dict(registry.ALL[name].extra)
-    (tree, state), (found, packed_state) = follow(tx, False, **extra), follow(tx, True, **extra)
-    chex.assert_trees_all_close(found, tree, rtol=1e-6, atol=1e-6)
-    want, names = optfn.state_dict(state), optfn.state_dict(packed_state)
-    assert set(names) == set(want)
-    for name in want:
-        np.testing.assert_allclose(names[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    loaded = optfn.load_state_dict(packed_state, want)
-    assert jax.tree.structure(loaded) == jax.tree.structure(packed_state)
-    chex.assert_trees_all_close(loaded, packed_state, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(optfn.load_state_dict(state, names), state, rtol=1e-5, atol=1e-6)
 
 
 def loss_fn(tree, x):

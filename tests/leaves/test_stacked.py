@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import registry
 from grids import nightly, suite
 from problems import STAGES, steps
 
@@ -27,17 +26,6 @@ def normal(rng, *shape):
 def trained(tx, params, gradients):
     """Return the updates of a few steps."""
     return [step.updates for step in steps(tx, params, gradients)]
-
-
-@pytest.mark.parametrize("name", ["adamw", "lamb_corrected"])
-def test_a_rule_takes_stacked_layers_apart(name):
-    """The updates of a stacked tree are those of the list of its layers."""
-    tx, apart = registry.OPTIMIZERS[name].make(), [layers(seed) for seed in range(1 + STEPS)]
-    want = trained(tx, apart[0], apart[1:])
-    stacked = [stack_stages(tree) for tree in apart]
-    got = trained(tx, stacked[0], stacked[1:])
-    for a, b in zip(got, want, strict=True):
-        chex.assert_trees_all_close(unstack_stages(a), b, rtol=2e-6, atol=1e-7)
 
 
 NORM_RULES = {

@@ -278,11 +278,6 @@ def test_a_mean_is_no_pair():
             step(step.init(jnp.ones(2), *given), np.ones(2))
 
 
-def test_multi_steps_of_optax_knows_no_weights():
-    with pytest.raises(ValueError, match=r"optfn\.accumulate"):
-        train(loss_alone, lambda: optax.MultiSteps(optfn.sgd(0.1), 2))
-
-
 @pytest.mark.optimized
 def test_the_pass_that_gives_the_weight_is_dropped():
     """Under shard="params" the weight is known before the loss is differentiated, once."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_models import WIDTH, constrain
 
 import optfn
-from optfn.distributed import data_mesh, exchange, plan_memory, quantize, sharded, top_k
+from optfn.distributed import exchange, plan_memory, quantize, sharded, top_k
 
 EXAMPLES, STEPS = 32, 3
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -166,23 +166,6 @@ def test_steps_in_a_scan():
     batches = jax.tree.map(lambda x: np.stack([x] * STEPS), BATCH)
     state = run(step.init(placed(mesh)), batches)
     assert_near(state.params, on_one_device("adamw")[0])
-
-
-def test_rows_of_an_example_stay_in_its_microbatch():
-    """Of 12 examples 2 microbatches have no equal shares on 4 devices; of their 48 rows they do."""
-    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
-    batch = (x, np.repeat(x, 4, axis=0))
-
-    def loss(w, batch):
-        x, rows = batch
-        return jnp.mean((x @ w - rows.reshape(-1, 4, 3).mean(1) @ w**2) ** 2)
-
-    step = optfn.make_train_step(
-        loss, optfn.sgd(0.1), mesh=data_mesh(4), partitioner="compiler", microbatches=2
-    )
-    _, metrics = step(step.init(jnp.array([2.0, 1.0, 0.5])), batch)
-    want = np.mean((x @ np.array([2 - 4, 1 - 1, 0.5 - 0.25])) ** 2)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
 
 
 def test_packed_params():

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(6, 16, 4)).astype(np.float32)
 
@@ -13,19 +12,6 @@ X = np.random.default_rng(0).normal(size=(6, 16, 4)).astype(np.float32)
 def loss_fn(params, x, step):
     weight = jnp.minimum(1.0, (step + 1) / 4)
     return weight * jnp.mean((x @ params["w"] - 1) ** 2), {"step": jnp.float32(step)}
-
-
-def test_local_steps_count_each_for_itself():
-    def loss_fn(params, x, step):
-        return step * jnp.sum(params["w"]) + 0 * jnp.mean(x)
-
-    step = optfn.make_train_step(
-        loss_fn, optfn.sgd(1.0), mesh=data_mesh(2), local_steps=3, pass_step=True
-    )
-    state = step.init({"w": np.zeros(2, np.float32)})
-    for _ in range(2):
-        state, _ = step(state, X[0, :12])
-    np.testing.assert_array_equal(state.params["w"], -15.0)  # 0 + 1 + … + 5
 
 
 def test_the_last_steps_of_int32_have_their_index():

@@ -7,7 +7,6 @@ import pytest
 from grids import nightly
 
 import optfn
-from optfn.distributed import data_mesh
 
 X = np.random.default_rng(0).normal(size=(9, 16, 4)).astype(np.float32)
 PARAMS = {"w": np.full((4, 4), 0.3, np.float32), "v": np.ones(4, np.float32)}
@@ -23,38 +22,6 @@ def loss(params, state, x):
         "key": state["key"],
     }
     return jnp.mean(((h - state["mean"]) @ params["v"] - 1.0) ** 2), new
-
-
-def averages(values, decay=0.8):
-    """Return the averages after each of the values."""
-    average = weight = 0.0
-    for x in values:
-        average, weight = decay * average + (1 - decay) * x, decay * weight + (1 - decay)
-        yield average / weight
-
-
-def test_evaluate_gets_both_averages():
-    """tests/reference_run draws other averages, wrappers and ways."""
-    tx = optfn.chain(optfn.adam(0.05), optfn.exponential_moving_average(0.8))
-    seen, trained = [], []
-
-    def evaluate(params, state):
-        seen.append(jax.device_get((params, state["mean"], state["count"])))
-        return 0.0
-
-    optfn.minimize(
-        loss, tx, PARAMS, X, model_state=STATE, progress=False, evaluate=evaluate,
-        evaluate_every=1, evaluate_average=True, mesh=data_mesh(), shard="params",
-        callback=lambda n, state, metrics: trained.append(
-            jax.device_get((state.params, state.model_state["mean"]))
-        ),
-    )  # fmt: skip
-    assert [count for *_, count in seen] == [*range(1, len(X) + 1)]
-    wanted = {name: averages([p[name] for p, _ in trained]) for name in PARAMS}
-    for (params, mean, _), want_of_mean in zip(seen, averages(m for _, m in trained), strict=True):
-        np.testing.assert_allclose(mean, want_of_mean, rtol=2e-5, atol=2e-5)
-        for name, want in wanted.items():
-            np.testing.assert_allclose(params[name], next(want), rtol=2e-5, atol=2e-5)
 
 
 def test_without_the_argument_a_state_has_no_statistics():

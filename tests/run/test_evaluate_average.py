@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import data_mesh
@@ -73,17 +72,6 @@ def test_the_average_of_any_layout_lies_as_its_params(layout):
 
     for average, plain in zip(places(True), places(False), strict=True):
         assert average.is_equivalent_to(plain, 2)
-
-
-def test_the_average_of_rounds_is_in_outer():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    options = {"mesh": mesh, "local_steps": 2, "batches": X[:2].reshape(2, 8, 3)}
-    outer = optfn.chain(optfn.sgd(1.0), optfn.exponential_moving_average(DECAY))
-    state, history = train(optfn.sgd(RATE), outer=outer, **options)
-    want = optfn.averaged_params(state.opt_state, state.params)
-    assert history["evaluation/first"][-1] == want["w"][0] != state.params["w"][0]
-    with pytest.raises(ValueError, match=r"tx must not keep .* averages .*Put them in outer"):
-        train(**options)
 
 
 def test_what_evaluate_average_refuses():

@@ -50,19 +50,6 @@ def fitted(step, state, batches, **options):
     return optfn.fit(step, state, batches, progress=False, **options)
 
 
-def test_fit_goes_on_from_any_state():
-    """minimize is the same from the first state; the batches are those after the state given."""
-    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
-    state, first = fitted(step, step.init(jnp.zeros(3)), X[:7])
-    options = {"steps": 5, "evaluate": distance, "evaluate_every": 4}
-    state, second = fitted(step, state, X[7:], **options)
-    assert int(state.step) == 12 and second["evaluation_step"].tolist() == [8, 12]
-    want, history = run(X[:12], optfn.adam(0.1))
-    np.testing.assert_array_equal(state.params, want.params)
-    losses = np.concatenate([first["loss"], second["loss"]])
-    np.testing.assert_array_equal(losses, history["loss"])
-
-
 def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
     step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
 
@@ -106,18 +93,6 @@ def test_a_guard_that_gave_up_within_a_round_ends_the_run():
     assert bool(metrics["gave_up"])
     with pytest.raises(FloatingPointError, match="skip_nonfinite"):
         step(state, X[1])
-
-
-def test_a_dict_of_evaluations_and_only_one_at_the_end():
-    def evaluate(w):
-        return {"distance": jnp.sum((w - TARGET) ** 2), "first": w[0]}
-
-    state, history = run(steps=6, evaluate=evaluate)
-    assert history["evaluation_step"].tolist() == [6]
-    assert history["evaluation/distance"] == pytest.approx([distance(state.params)])
-    assert history["evaluation/first"] == pytest.approx([float(state.params[0])])
-    _, history = run(steps=6, evaluate=distance, evaluate_every=3)
-    assert history["evaluation_step"].tolist() == [3, 6]  # the last one not twice
 
 
 def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):
@@ -394,15 +369,6 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
 def test_bad_arguments(options, error, words):
     with pytest.raises(error, match=words):
         run(steps=1, **options)
-
-
-def test_the_ratios_of_groups_are_in_the_history():
-    tx = optfn.record_metrics(optfn.sgd(0.1), per=["w"])
-    _, history = optfn.minimize(
-        lambda p, x: jnp.sum(p["w"] * x), tx, {"w": jnp.full(3, 2.0)}, X[:2], progress=False
-    )
-    first = 0.1 * np.linalg.norm(X[0].sum(0)) / np.sqrt(12.0)
-    np.testing.assert_allclose(history["update_ratio/w"][0], first, rtol=1e-6)
 
 
 def test_fit_says_what_it_takes():

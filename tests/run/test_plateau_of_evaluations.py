@@ -45,14 +45,6 @@ def expected_rates(values=VALUES, **options):
     return np.repeat(rates, EVERY)
 
 
-def test_the_monitored_number_of_a_dict_is_watched():
-    values = make_evaluate()
-    _, history = train(optimizer(), lambda w: {"a": 0.0, "b": values(w)}, monitor="b")
-    np.testing.assert_allclose(history["learning_rate"], expected_rates(), rtol=1e-6)
-    with pytest.raises(ValueError, match="monitor must name one of the numbers"):
-        train(optimizer(), lambda w: {"a": 0.0, "b": 1.0})
-
-
 def test_a_loop_of_ones_own_records_evaluations():
     step = optfn.make_train_step(loss_fn, optimizer())
     state, rates = step.init(jnp.zeros(3)), []

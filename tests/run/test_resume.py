@@ -76,17 +76,6 @@ def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path
     np.testing.assert_allclose(history["learning_rate"], 0.01)
 
 
-def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
-    run(tmp_path, X[:4])
-    slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
-    with pytest.warns(UserWarning, match=r"0\.01, and not.*0\.0001\. .* call optfn\.set_learning"):
-        found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
-    assert float(optfn.get_learning_rate(found)) == pytest.approx(0.01)
-    optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
-    _, history = run(tmp_path, X, slow)
-    np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
-
-
 def test_another_rate_given_as_an_array_is_that_of_the_run_and_is_said_once(tmp_path):
     fast, slow = (
         optfn.make_train_step(square_error, optfn.adam(jnp.array(x))) for x in (1e-2, 1e-4)

@@ -31,17 +31,6 @@ def trained(step):
     return losses, state
 
 
-def test_inside_jit_and_scan():
-    tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.adam(1e-2)))
-    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(4))
-    want, want_state = trained(step)
-    state, metrics = jax.lax.scan(step, step.init(start()), BATCHES)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-    np.testing.assert_allclose(state.params["w"], want_state.params["w"], rtol=1e-5)
-    _, metrics = jax.jit(step)(step.init(start()), BATCHES[0])
-    np.testing.assert_allclose(metrics["loss"], want[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "tx",
     [optfn.adam(1e-2), optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=4)],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import references
 from grids import suite
-from problems import steps
+from problems import equal, state_after, steps
 
 import optfn
 from optfn.distributed import data_mesh
@@ -24,16 +24,11 @@ def tree(seed):
 
 
 GRADIENTS = [tree(k) for k in range(1, BEFORE + AFTER + 1)]
+# tests/reference_run draws the others.
 RULES = {
-    "adam": (optfn.adam, "adam", {}, {}),
-    "adamax": (optfn.adamax, "adamax", {}, {}),
-    "lamb": (optfn.lamb, "lamb", {"bias_correction": True}, {}),
-    "asgd": (optfn.asgd, "asgd", {"batch_num": 6}, {}),
-    "catch up": (optfn.adam, "adam", {}, {"lazy": "exact"}),
-    "bfloat16": (optfn.adam, "adam", {}, {"moment_dtype": "bfloat16"}),
-    "int8": (optfn.adam, "adam", {}, {"moment_dtype": "int8"}),
+    "asgd": (optfn.asgd, references.asgd, {"batch_num": 6}, {}),
+    "catch up": (optfn.adam, references.adam, {}, {"lazy": "exact"}),
 }
-ROUNDED = {"bfloat16": 0.02, "int8": 0.1}
 
 
 def updated(tx, state, params, gradients):
@@ -50,27 +45,25 @@ def thawed(make, params, *, before=BEFORE):
         )
 
 
-@pytest.mark.parametrize("name", suite(RULES, "adam", "asgd", "bfloat16"))
+@pytest.mark.parametrize("name", suite(RULES, "asgd"))
 def test_a_thawed_leaf_counts_its_own_steps(name):
     """Against NumPy's rule, in which the leaf's count starts at 0 when it thaws."""
-    factory, reference, hyper, options = RULES[name]
+    factory, rule, hyper, options = RULES[name]
 
     def make(**more):
         return factory(0.1, **hyper, **options, **more)
 
     params, state = thawed(make, tree(0))
     found, state = updated(make(), state, params, GRADIENTS[BEFORE:])
-    rule, given = getattr(references, reference), hyper | {"lr": 0.1}
+    given = hyper | {"lr": 0.1}
     p, s = np.float64(tree(0)["a"]["w"]), {}
     for t, g in enumerate(GRADIENTS[BEFORE:], 1):
         p, s = rule(p, np.float64(g["a"]["w"]), s, t, **given)
-    rounded = ROUNDED.get(name, 1e-5)
-    np.testing.assert_allclose(found["a"]["w"], p, rtol=rounded, atol=rounded)
+    np.testing.assert_allclose(found["a"]["w"], p, rtol=1e-5, atol=1e-5)
     p, s = np.float64(tree(0)["b"]), {}
     for t, g in enumerate(GRADIENTS, 1):
         p, s = rule(p, np.float64(g["b"]), s, t, **given)
-    rounded = 4 * rounded if name in ROUNDED else 1e-4
-    np.testing.assert_allclose(found["b"], p, rtol=rounded, atol=rounded)
+    np.testing.assert_allclose(found["b"], p, rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_in_which_nothing_thaws_is_as_ever():
@@ -164,56 +157,23 @@ def wrapped(**options):
 
 
 def test_a_training_step_on_a_mesh_thaws_and_resumes(tmp_path):
-    """As on one device, also after a second save."""
-    x, mesh = np.eye(4, 3, dtype=np.float32), data_mesh(2)
-    step = {
-        place: {
-            attrs is None: optfn.make_train_step(loss_fn, wrapped(param_attrs=attrs), **options)
-            for attrs in (FROZEN, None)
-        }
-        for place, options in (("one", {}), ("mesh", {"mesh": mesh, "shard": "params"}))
-    }
-    ends = {}
-    for place, made in step.items():
-        state = made[False].init(tree(0))
-        for _ in range(9):
-            state, _ = made[False](state, x)
-        optfn.save_checkpoint(tmp_path / place, state, sharded=False)
-        with pytest.warns(UserWarning, match="new"):
-            state, _ = optfn.restore_checkpoint(
-                tmp_path / place, made[True].init(tree(0)), strict=False
-            )
-        state, _ = made[True](state, x)
-        optfn.save_checkpoint(tmp_path / place, state, sharded=False)
-        resumed, _ = optfn.restore_checkpoint(tmp_path / place, made[True].init(tree(0)))
-        assert jax.tree.structure(resumed) == jax.tree.structure(state)
-        for _ in range(3):
-            state, _ = made[True](state, x)
-            resumed, _ = made[True](resumed, x)
-        chex.assert_trees_all_equal(jax.device_get(resumed), jax.device_get(state))
-        ends[place] = jax.device_get(state.params)
-        assert optfn.state_dict(state)["scale_by_adam/begun/a/w"] == 9
-    chex.assert_trees_all_close(ends["mesh"], ends["one"], rtol=1e-5, atol=1e-6)
-
-
-def test_workers_with_states_of_their_own_thaw_too():
-    """With local steps: one worker of two rounds is one that makes the same steps."""
-    options = {"mesh": data_mesh(2), "local_steps": 2, "outer": optfn.sgd(1.0)}
+    """Also after a second save."""
+    x, options = np.eye(4, 3, dtype=np.float32), {"mesh": data_mesh(2), "shard": "params"}
     frozen, free = (
-        optfn.make_train_step(loss_fn, optfn.adam(0.1, param_attrs=attrs), **options)
+        optfn.make_train_step(loss_fn, wrapped(param_attrs=attrs), **options)
         for attrs in (FROZEN, None)
     )
-    x = np.tile(np.eye(2, 3, dtype=np.float32), (4, 1))
-    state, _ = frozen(frozen.init(tree(0)), x)
+    state = state_after(frozen, frozen.init(tree(0)), [x] * 9)
+    optfn.save_checkpoint(tmp_path, state, sharded=False)
     with pytest.warns(UserWarning, match="new"):
-        state = optfn.load_state_dict(free.init(tree(0)), optfn.state_dict(state), strict=False)
-    alone = optfn.make_train_step(loss_fn, optfn.adam(0.1))
-    fresh = alone.init(jax.tree.map(jnp.array, jax.device_get(state.params)))
+        state, _ = optfn.restore_checkpoint(tmp_path, free.init(tree(0)), strict=False)
     state, _ = free(state, x)
-    for _ in range(2):
-        fresh, _ = alone(fresh, x[:2])
-    np.testing.assert_allclose(state.params["a"]["w"], fresh.params["a"]["w"], rtol=1e-5)
-    assert optfn.state_dict(state)["inner/scale_by_adam/begun/a/w"] == 2
+    optfn.save_checkpoint(tmp_path, state, sharded=False)
+    resumed, _ = optfn.restore_checkpoint(tmp_path, free.init(tree(0)))
+    assert jax.tree.structure(resumed) == jax.tree.structure(state)
+    state, resumed = (state_after(free, start, [x] * 3) for start in (state, resumed))
+    equal(resumed, state)
+    assert optfn.state_dict(state)["scale_by_adam/begun/a/w"] == 9
 
 
 def test_states_of_a_sweep_thaw_together():
