@@ -1,10 +1,13 @@
-"""`evaluate_average`: what is evaluated, compared and kept is the average of the parameters."""
+"""`evaluate_average`: what is evaluated is the average of params and of the model state."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import nightly
 
 import optfn
 from optfn.distributed import data_mesh
@@ -17,7 +20,14 @@ def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"] - batch @ jnp.array([1.0, -2.0, 0.5])) ** 2)
 
 
+def loss_of_state(params, state, batch):
+    mean = 0.5 * state["mean"] + 0.5 * jnp.mean(batch, 0)
+    new = {"mean": mean, "count": state["count"] + 1, "key": state["key"]}
+    return loss_fn(params, batch - state["mean"]), new
+
+
 PARAMS = {"w": jnp.zeros(3)}
+STATE = {"mean": jnp.zeros(3), "count": jnp.zeros((), jnp.int32), "key": jax.random.key(3)}
 
 
 def make_optimizer():
@@ -30,8 +40,8 @@ def read(params):
 
 def train(tx=None, average=True, **options):
     return optfn.minimize(
-        loss_fn, tx or make_optimizer(), PARAMS, options.pop("batches", X), progress=False,
-        evaluate=read, evaluate_average=average, evaluate_every=1, **options,
+        loss_fn, tx or make_optimizer(), PARAMS, X, progress=False, evaluate=read,
+        evaluate_average=average, evaluate_every=1, **options,
     )  # fmt: skip
 
 
@@ -102,3 +112,45 @@ def test_a_function_reads_what_is_evaluated_from_the_state():
         want.append(optax.contrib.schedule_free_eval_params(opt_state, params)[1])
     np.testing.assert_allclose(history["evaluation"], want, rtol=1e-6)
     assert not np.allclose(want[-1], state.params[1])
+
+
+def run_with_state(batches, evaluate=lambda params, state: 0.0, **options):
+    optfn.minimize(
+        loss_of_state, make_optimizer(), PARAMS, batches, model_state=STATE, progress=False,
+        evaluate=evaluate, **options,
+    )  # fmt: skip
+
+
+def test_whole_numbers_and_keys_of_a_model_state_have_no_average():
+    """And without the argument a state has no statistics."""
+    plain, averaged = (
+        optfn.make_train_step(
+            loss_of_state, make_optimizer(), model_state=True, average_model_state=average
+        )
+        for average in (False, True)
+    )
+    names, more = (set(optfn.state_dict(x.init(PARAMS, STATE))) for x in (plain, averaged))
+    assert more - names == {"exponential_moving_average/statistics/mean"}
+    seen = []
+    run_with_state(
+        X,
+        evaluate=lambda params, state: seen.append(int(state["count"])) or 0.0,
+        evaluate_average=True,
+        evaluate_every=1,
+    )
+    assert seen == [*range(1, len(X) + 1)]
+
+
+def test_what_has_nothing_to_average_is_an_error():
+    make = functools.partial(optfn.make_train_step, loss_of_state, optfn.adam(0.1))
+    with pytest.raises(ValueError, match="needs an average in tx"):
+        make(model_state=True, average_model_state=True).init(PARAMS, STATE)
+    with pytest.raises(ValueError, match="needs model_state=True"):
+        make(average_model_state=True)
+
+
+@pytest.mark.parametrize("first", [False, nightly(True)])
+def test_a_run_that_resumes_with_another_evaluate_average_names_it(first, tmp_path):
+    run_with_state(X[:2], evaluate_average=first, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"statistics/mean.*with evaluate_average"):
+        run_with_state(X[:4], evaluate_average=not first, checkpoint=tmp_path)

