@@ -1,4 +1,4 @@
-"""The batch that is read while a step runs: when, what of it is saved, and its errors."""
+"""The batch that is read while a step runs: when, and its errors."""
 
 import signal
 
@@ -19,7 +19,7 @@ def loss_fn(w, batch):
 
 
 class Loader:
-    """An iterator with a state that counts what was read, and fails at batch `bad`."""
+    """An iterator that counts what was read, and fails at batch `bad`."""
 
     def __init__(self, bad=None):
         self.read, self.bad = 0, bad
@@ -35,16 +35,10 @@ class Loader:
         self.read += 1
         return X[self.read - 1]
 
-    def get_state(self):
-        return {"read": self.read}
-
-    def set_state(self, state):
-        self.read = state["read"]
-
 
 def run(batches, **options):
     return optfn.minimize(
-        loss_fn, optfn.adam(0.1), jnp.zeros(3), batches, **{"progress": False} | options
+        loss_fn, optfn.adam(0.1), jnp.zeros(3), batches, progress=False, **options
     )
 
 
