@@ -43,22 +43,13 @@ def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path):
         optfn.load_checkpoint(tmp_path, state)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
-def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
+    """tests/faults has other damages."""
     run(tmp_path, steps=10, save_every=5)
     newest = optfn.checkpoint.newest.list_checkpoints(tmp_path)[-1]
-    data = bytearray(newest.read_bytes())
-    if damage == "flipped":
-        with zipfile.ZipFile(newest) as file:
-            info = file.getinfo("train/params.npy")
-        data[info.header_offset + 30 + len(info.filename) + info.file_size] ^= 0xFF
-    length = {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]
-    newest.write_bytes(data[:length])
+    newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(ValueError, match=rf"{newest.name} is truncated or damaged"):
         optfn.load_checkpoint(newest, begin())
-    with pytest.warns(UserWarning, match=newest.name):
-        state, _ = optfn.restore_checkpoint(tmp_path, begin())
-    assert int(state.step) == 5
     with pytest.warns(UserWarning, match=newest.name):
         state, _ = run(tmp_path)
     chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(run()[0]))

@@ -32,10 +32,6 @@ def loss_fn(params, x):
     return jnp.mean((hidden @ params["h"].astype(jnp.float32) - 1.0) ** 2)
 
 
-def summing():
-    return optfn.accumulate(optfn.chain(exchange(top_k(0.5), min_size=8), optfn.adam(0.01)), 2)
-
-
 RUNS = {
     "local steps": (
         lambda: optfn.adam(0.01),
@@ -45,8 +41,6 @@ RUNS = {
         lambda: optfn.lamb(0.01),
         {"local_steps": 2, "outer": optfn.chain(exchange(top_k(0.5), min_size=8), optfn.sgd(0.7))},
     ),
-    "local steps on sums": (lambda: optfn.accumulate(optfn.adam(0.01), 2), {"local_steps": 2}),
-    "sums before an exchange": (summing, {}),
     "an exchange": (lambda: optfn.chain(exchange(top_k(0.5), min_size=8), optfn.adam(0.01)), {}),
     # These are other numbers than those of the tree: a scale and a selection span a buffer.
     "local steps, 8 bits": (lambda: optfn.adam(0.01, moment_dtype="int8"), {"local_steps": 2}),

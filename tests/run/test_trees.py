@@ -1,7 +1,7 @@
 """Any tree of arrays and states is saved and restored, by names that tell its arrays apart."""
 
+from collections import namedtuple
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from compilations import count_compilations
 
 import optfn
 from optfn.checkpoint.background import wait_for_writes
-from optfn.train.state import TrainState
 
 WITH_ORBAX = pytest.mark.skipif(find_spec("orbax") is None, reason="needs orbax-checkpoint")
 FORMS = pytest.mark.parametrize(
@@ -41,22 +40,9 @@ def equal(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-class Networks(NamedTuple):
-    """Two networks that are trained against each other."""
-
-    step: jax.Array
-    generator: TrainState
-    critic: TrainState
-    key: jax.Array
-
-
-class Reordered(NamedTuple):
-    """The same, in another order."""
-
-    critic: TrainState
-    generator: TrainState
-    key: jax.Array
-    step: jax.Array
+# Two networks that are trained against each other, and the same in another order.
+Networks = namedtuple("Networks", "step generator critic key")
+Reordered = namedtuple("Reordered", "critic generator key step")
 
 
 def networks(kind=Networks, steps=(3, 5)):
@@ -80,18 +66,9 @@ def test_the_states_of_a_named_tuple_are_named_by_its_fields():
     equal(found.critic, saved.critic)
 
 
-class PairState(NamedTuple):
-    """The states of two optimizers, of a type that is named as a state."""
-
-    first: optax.OptState
-    second: optax.OptState
-
-
-class SwappedState(NamedTuple):
-    """The same, in another order."""
-
-    second: optax.OptState
-    first: optax.OptState
+# The states of two optimizers, of a type that is named as a state.
+PairState = namedtuple("PairState", "first second")
+SwappedState = namedtuple("SwappedState", "second first")
 
 
 def test_fields_of_a_state_with_several_states_are_labels_and_those_of_a_wrapper_are_not():

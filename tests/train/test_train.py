@@ -71,17 +71,9 @@ def test_a_gradient_of_ones_own():
     np.testing.assert_array_equal(state.params, -2.0)
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "words"),
-    [
-        (lambda p, x: p * x, ValueError, r"scalar.*\(2,\)"),
-        (lambda p, x: jnp.sum(p * x).astype(jnp.int32), TypeError, "real number.*int32"),
-        (lambda p, x: (jnp.sum(p), 1), TypeError, "has_aux=True"),
-    ],
-)
-def test_losses_that_are_none(loss, error, words):
-    step = optfn.make_train_step(loss, optfn.sgd(0.1))
-    with pytest.raises(error, match=words):
+def test_a_loss_with_aux_is_said():
+    step = optfn.make_train_step(lambda p, x: (jnp.sum(p), 1), optfn.sgd(0.1))
+    with pytest.raises(TypeError, match="has_aux=True"):
         step(step.init(jnp.ones(2)), jnp.ones(2))
 
 
