@@ -215,8 +215,6 @@ def test_params_of_another_model_are_refused_by_name(tmp_path):
         optfn.load_params(path, PARAMS | {"tail": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"another model: not expected 'params/head'"):
         optfn.load_params(path, {"body": PARAMS["body"]})
-    with pytest.raises(ValueError, match=r" 'params/head' has shape \(2,\)"):
-        optfn.load_params(path, PARAMS | {"head": jnp.ones(3)})
 
 
 def test_params_of_the_newest_intact_checkpoint(tmp_path):

@@ -164,14 +164,6 @@ def test_integers_have_no_drift_and_narrow_params_are_exchanged_in_float32():
     assert int(state.params["n"]) == 3 and state.params["w"].dtype == jnp.bfloat16
 
 
-def minimize(directory=None, rounds=6, **options):
-    return optfn.minimize(
-        loss_fn, optfn.adam(0.05), PARAMS, X[:rounds], mesh=data_mesh(N), local_steps=H,
-        outer=optfn.momentum(0.7, 0.9, nesterov=True), progress=False, checkpoint=directory,
-        **options,
-    )  # fmt: skip
-
-
 def levels(codes, start):
     """Return the fraction of the scale that each 8-bit code stands for; see `codes.Code`."""
     numbers = [(1 + k % 8 / 8) * 2.0 ** (k // 8 + start) - 2.0**start for k in range(codes)]
@@ -354,4 +346,4 @@ def test_batches_that_cannot_be_split():
     with pytest.raises(ValueError, match=r"by the 4 workers times 3 local steps; .*\(8, 5\)"):
         step(step.init(PARAMS), X[0][:8])
     with pytest.raises(ValueError, match=r"steps must be a multiple of local_steps, 3.*got 4"):
-        minimize(steps=4)
+        optfn.fit(step, step.init(PARAMS), X, steps=4, progress=False)

@@ -94,13 +94,6 @@ def test_without_momentum_there_is_no_velocity():
             optfn.load_state_dict(none, saved | {stranger: np.ones(2)})
 
 
-def test_two_leaves_of_one_name_are_an_error():
-    """The mapping would hold one of them, and both would be loaded from it."""
-    state = optfn.adam(0.1).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
-    with pytest.raises(ValueError, match="several arrays have the name 'scale_by_adam/mu/a/b'"):
-        optfn.state_dict(state)
-
-
 def test_bfloat16_is_kept_as_bits(tmp_path):
     state = optax.trace(0.9, accumulator_dtype=jnp.bfloat16).init({"w": jnp.ones(3)})
     state = jax.tree.map(lambda x: x + jnp.asarray(1.5, x.dtype), state)
@@ -194,19 +187,11 @@ def test_errors_name_everything_that_is_wrong():
         optfn.load_state_dict(state, saved | {"scale_by_momentum/velocity/b": np.ones(3, complex)})
     with pytest.raises(ValueError, match="format version 99"):
         optfn.load_state_dict(state, saved | {"version": 99})
-
-
-@pytest.mark.parametrize("version", ["x", None, np.ones(2), 1.5])
-def test_a_version_that_is_no_number_is_an_error(version):
-    state = optfn.sgd(0.1).init({})
-    with pytest.raises(TypeError, match="version must be a Python integer"):
-        optfn.load_state_dict(state, optfn.state_dict(state) | {"version": version})
-
-
-def test_strict_is_a_flag():
-    state = optfn.sgd(0.1).init({})
+    for version in ("x", None, np.ones(2), 1.5):
+        with pytest.raises(TypeError, match="version must be a Python integer"):
+            optfn.load_state_dict(state, saved | {"version": version})
     with pytest.raises(TypeError, match="strict must be True or False; got 3"):
-        optfn.load_state_dict(state, optfn.state_dict(state), strict=3)
+        optfn.load_state_dict(state, saved, strict=3)
 
 
 def test_partial_loading_keeps_the_rest():
@@ -225,11 +210,6 @@ def test_partial_loading_keeps_the_rest():
     saved = optfn.state_dict(loaded)
     np.testing.assert_array_equal(saved["scale_by_momentum/velocity/a"], 7.0)
     np.testing.assert_array_equal(saved["scale_by_momentum/velocity/b"], 0.0)
-
-
-def test_partial_loading_that_finds_every_name_says_nothing():
-    state = optfn.momentum(0.1, 0.9).init({"a": jnp.ones(2)})
-    optfn.load_state_dict(state, optfn.state_dict(state), strict=False)
 
 
 def test_partial_loading_keeps_the_rest_of_packed_params():

@@ -155,3 +155,31 @@ def test_sophia_differentiates_the_loss_twice(options):
     for x in batches:
         state, _ = step(state, x)
     np.testing.assert_allclose(state.params, want, rtol=1e-4)
+
+
+def test_the_last_steps_of_int32_have_their_index():
+    def loss(params, x, step):
+        return jnp.mean(x @ params), jnp.float32(step)
+
+    step = optfn.make_train_step(loss, optfn.sgd(0.1), has_aux=True, pass_step=True, microbatches=4)
+    _, metrics = step(step.init(jnp.ones(3))._replace(step=jnp.int32(2**31 - 2)), X)
+    assert metrics["aux"] == 2.0**31
+
+
+def test_the_last_argument_comes_after_model_state_and_key():
+    seen = []
+
+    def loss_fn(params, model_state, batch, key, step):
+        seen.append((model_state, batch, key, step))
+        return jnp.sum(params * batch), model_state + 1
+
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), model_state=True, rng=0, pass_step=True)
+    step(step.init(np.ones(3, np.float32), jnp.zeros(())), np.ones(3, np.float32))
+    model_state, batch, key, index = seen[0]
+    assert (model_state.shape, batch.shape, key.shape) == ((), (3,), ())
+    assert (index.shape, index.dtype) == ((), jnp.int32)
+
+
+def test_a_loss_without_the_argument_is_said():
+    with pytest.raises(TypeError, match=r"\(params, batch, step\).*pass_step=True the index"):
+        optfn.make_train_step(lambda params, batch: 0.0, optfn.sgd(0.1), pass_step=True)
