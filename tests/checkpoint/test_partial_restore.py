@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import equal
+from problems import equal, state_after
 
 import optfn
 from optfn.checkpoint import background
@@ -23,9 +23,7 @@ def loss_fn(params, x):
 def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
     """The state after some steps, saved."""
     step = optfn.make_train_step(loss_fn, tx)
-    state = step.init(params)
-    for _ in range(steps):
-        state, _ = step(state, jnp.eye(3))
+    state = state_after(step, step.init(params), [jnp.eye(3)] * steps)
     optfn.save_checkpoint(directory, state, {"loss": np.ones(steps)}, sharded=sharded)
     background.wait_for_writes()
     return state

@@ -432,13 +432,6 @@ def test_a_train_step_with_names():
     assert remats[0] == 0 and remats[1] == LAYERS
 
 
-def test_recompute_is_for_the_loss_only():
-    with pytest.raises(ValueError, match="recompute"):
-        optfn.make_train_step(
-            named, optfn.sgd(0.1), recompute=ALL_NAMES, value_and_grad=jax.value_and_grad(named)
-        )
-
-
 # Errors.
 
 

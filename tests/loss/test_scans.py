@@ -12,6 +12,7 @@ from grids import suite
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from problems import trained as trained_on
 
 import optfn
 from optfn.distributed import data_mesh, quantize, scan_layers, sharded
@@ -235,10 +236,7 @@ def batches():
 
 def trained(loss, params, **options):
     step = optfn.make_train_step(loss, optfn.momentum(0.1, 0.9), **options)
-    state, losses = step.init(params), []
-    for batch in batches():
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = trained_on(step, step.init(params), batches())
     return losses, jax.tree.map(np.asarray, state.params)
 
 

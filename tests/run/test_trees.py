@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import count_compilations
+from problems import state_after
 
 import optfn
 from optfn.checkpoint.background import wait_for_writes
@@ -26,10 +27,7 @@ def loss_fn(params, x):
 
 def trained(tx, steps, params=W):
     step = optfn.make_train_step(loss_fn, tx)
-    state = step.init(params)
-    for k in range(steps):
-        state, _ = step(state, np.full(6, k, np.float32))
-    return state
+    return state_after(step, step.init(params), [np.full(6, k, np.float32) for k in range(steps)])
 
 
 def equal(a, b):

@@ -7,6 +7,7 @@ import optax
 import pytest
 from compilations import compilations
 from jax.sharding import AxisType
+from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh
@@ -23,12 +24,8 @@ def start():
 BATCHES = np.random.default_rng(0).standard_normal((3, 8, 16), np.float32)
 
 
-def trained(step):
-    state, losses = step.init(start()), []
-    for batch in BATCHES:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, state
+def losses_of(step):
+    return trained(step, step.init(start()), BATCHES)[1]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +36,7 @@ def trained(step):
 def test_one_compilation_on_an_explicit_mesh(tx):
     explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     steps = [optfn.make_train_step(loss_fn, tx, mesh=mesh) for mesh in (explicit, data_mesh(4))]
-    np.testing.assert_allclose(*(trained(step)[0] for step in steps), rtol=1e-6)
+    np.testing.assert_allclose(*map(losses_of, steps), rtol=1e-6)
     assert compilations(steps[0]) == 1
 
 
@@ -55,8 +52,8 @@ def test_a_state_that_was_used_up_is_named():
 
 def test_multi_steps_as_an_object():
     made = optax.MultiSteps(optax.sgd(0.1), 2)
-    losses, _ = trained(optfn.make_train_step(loss_fn, made))
-    want, _ = trained(optfn.make_train_step(loss_fn, made.gradient_transformation()))
+    losses = losses_of(optfn.make_train_step(loss_fn, made))
+    want = losses_of(optfn.make_train_step(loss_fn, made.gradient_transformation()))
     assert losses == want and losses[0] != losses[2]
 
 
@@ -74,6 +71,6 @@ def test_the_array_of_a_batch_that_workers_cannot_split_is_named_beside_a_none()
 
 def test_a_loss_beside_value_and_grad_is_not_needed():
     step = optfn.make_train_step(None, optfn.sgd(0.1), value_and_grad=jax.value_and_grad(loss_fn))
-    assert trained(step)[0] == trained(optfn.make_train_step(loss_fn, optfn.sgd(0.1)))[0]
+    assert losses_of(step) == losses_of(optfn.make_train_step(loss_fn, optfn.sgd(0.1)))
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         optfn.make_train_step(None, optfn.sgd(0.1))
