@@ -115,30 +115,6 @@ def test_a_mesh_of_one_draws_what_a_run_without_a_mesh_draws():
     assert alone == of_one
 
 
-def test_dropout_of_nnx_with_microbatches_on_a_mesh():
-    """Without microbatches, or without a mesh, it is one of the zoo's models."""
-    way = "workers, microbatches"
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Net(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
-
-    graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
-
-    def draw(params, rest, x):
-        model = nnx.merge(graphdef, params, rest)
-        mask = model.dropout(jnp.ones(64)) > 0
-        return mask, nnx.split(model, nnx.Param, ...)[2]
-
-    seen, state = count_masks(draw, rest, way, params)
-    assert len(seen) == len(set(seen)) == STEPS * WAYS[way][1]
-    rngs = nnx.merge(graphdef, state.params, state.model_state).dropout.rngs
-    np.testing.assert_array_equal(data(rngs.key[...]), data(Net().dropout.rngs.key[...]))
-    assert int(rngs.count[...]) == STEPS * WAYS[way][0].get("microbatches", 1)
-
-
 def test_each_step_worker_and_microbatch_has_a_key_of_unsafe_rbg_of_its_own():
     """Its folds commute, so that step 3 of worker 5 would be step 5 of worker 3."""
     seen = []

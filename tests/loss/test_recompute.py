@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
 from optfn.loss.recomputation.budget import is_recomputation_kept
 from optfn.loss.recomputation.costs import estimate_costs
 from optfn.loss.recomputation.rotor import FunctionCosts, Rotor
@@ -228,32 +227,6 @@ def test_an_axis_inside_the_functions_of_a_budget():
         for h in (g, lambda p, x: f(p[1], jnp.sin(p[0] * x)))
     ]
     np.testing.assert_allclose(*grads, rtol=1e-5)
-
-
-def test_inside_pipeline_stages():
-    def stage(p, x):
-        return jnp.tanh(checkpoint_name(layer(p, x), "layer")) * 0.5 + x
-
-    def loss(y, target):
-        return jnp.mean((y - target) ** 2)
-
-    def whole(params, x, target):
-        for p in params:
-            x = stage(p, x)
-        return loss(x, target)
-
-    mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
-    f = pipeline_value_and_grad(
-        optfn.recompute(stage, checkpoints=("layer",)),
-        loss,
-        mesh=mesh,
-        num_microbatches=4,
-        stash="residual",
-    )
-    value, grads = f(stack_stages(layers()[:4]), X, 2 * X)
-    want, want_grads = jax.jit(jax.value_and_grad(whole))(layers()[:4], X, 2 * X)
-    np.testing.assert_allclose(value, want, rtol=1e-6)
-    assert_close(unstack_stages(grads), want_grads)
 
 
 # The budget.

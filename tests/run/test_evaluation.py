@@ -111,27 +111,6 @@ def test_one_number_as_aux_is_named_aux():
     assert history["aux"].tolist() == [int(np.sum(x > 0)) for x in X]
 
 
-def test_several_logs_get_the_same(tmp_path):
-    class Writer:
-        def __init__(self):
-            self.rows = []
-
-        def add_scalar(self, name, value, step):
-            self.rows.append((name, value, step))
-
-        def flush(self):
-            pass
-
-    writer, paths = Writer(), [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    _, history = run(steps=2, log=[paths[0], writer, paths[1]])
-    texts = [path.read_text() for path in paths]
-    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 2
-    losses = [(value, step) for name, value, step in writer.rows if name == "loss"]
-    assert losses == [(float(loss), n) for n, loss in enumerate(history["loss"], 1)]
-    with pytest.raises(TypeError, match=r"log must be a path or a SummaryWriter.* got 3"):
-        run(log=[paths[0], 3])
-
-
 class Tensor:
     """An array of another library in the memory of the host, which `np.asarray` does not copy."""
 

@@ -144,6 +144,8 @@ def test_counts_of_tokens_are_checked(options, error):
         run(**{"log": Tracker(), **options})
 
 
-def test_a_logger_of_python_is_no_log():
+def test_a_logger_of_python_and_a_number_are_no_logs():
     with pytest.raises(TypeError, match=r"Weights & Biases, with the method log; got .*Logger"):
         run(logging.getLogger("optfn"))
+    with pytest.raises(TypeError, match=r"log must be a path or a SummaryWriter.* got 3"):
+        run([Tracker(), 3])

@@ -106,25 +106,6 @@ def test_bfloat16_is_kept_as_bits(tmp_path):
     chex.assert_trees_all_equal(optfn.load_state_dict(state, raw), state)  # as npz gives it back
 
 
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
-def test_round_trip_through_orbax(tmp_path):
-    """Every optimizer, transform and wrapper, in one checkpoint.
-
-    Not exchanges: orbax does not store strings, the names that are listed under "per_worker".
-    """
-    everything = {name: filled(entry) for name, entry in registry.EVERYTHING.items()}
-    saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "states", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "states")
-    for name, (tx, params, state) in everything.items():
-        loaded = optfn.load_state_dict(tx.init(params), restored[name])
-        chex.assert_trees_all_equal(loaded, state)
-
-
 def test_saved_state_outlives_a_donated_one():
     step = optfn.make_train_step(lambda p, x: jnp.sum(p * x), optfn.adam(0.1))
     state, _ = step(step.init(jnp.zeros(2)), jnp.ones(2))
