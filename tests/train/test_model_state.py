@@ -114,9 +114,6 @@ def test_a_resnet_with_batch_norm_learns_digits(library):
     assert all(moved) and len(moved) >= 6
 
 
-# Extra arguments.
-
-
 def squares(params, batch):
     x, y = batch
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)

@@ -276,9 +276,6 @@ def test_nnx_wrappers_stay():
     np.testing.assert_allclose(averaged["bias"][...], model.bias[...], rtol=1e-6)
 
 
-# Summary
-
-
 def test_summary_counts_every_byte():
     tx = optfn.chain(
         optfn.adam(

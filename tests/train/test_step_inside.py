@@ -57,16 +57,13 @@ def test_multi_steps_as_an_object():
     assert losses == want and losses[0] != losses[2]
 
 
-def test_a_batch_that_is_one_array_has_no_empty_name():
+def test_the_array_of_a_batch_that_workers_cannot_split_is_named():
+    """One array alone has no name; another one may be beside a None."""
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
-    with pytest.raises(ValueError, match=r"4 workers; it has shape \(7, 16\)"):
-        step(step.init(start()), np.zeros((7, 16), np.float32))
-
-
-def test_the_array_of_a_batch_that_workers_cannot_split_is_named_beside_a_none():
-    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
-    with pytest.raises(ValueError, match=r"4 workers; leaf 'x' has shape \(7, 16\)"):
-        step(step.init(start()), {"mask": None, "x": np.zeros((7, 16), np.float32)})
+    x = np.zeros((7, 16), np.float32)
+    for batch, words in ((x, "it"), ({"mask": None, "x": x}, "leaf 'x'")):
+        with pytest.raises(ValueError, match=rf"4 workers; {words} has shape \(7, 16\)"):
+            step(step.init(start()), batch)
 
 
 def test_a_loss_beside_value_and_grad_is_not_needed():
