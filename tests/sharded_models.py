@@ -133,6 +133,3 @@ def custom_derivatives():
     w = np.random.default_rng(0).normal(size=(3, WIDTH, WIDTH)).astype(np.float32) / 4
     spec = P("data", "model")
     return apply, {"first": w[0], "w": w[1:]}, lambda p: {"first": spec, "w": P(None, *spec)}
-
-
-MODELS = [linen_boxes, linen_logical, nnx_metadata, plain_scan, custom_derivatives]

@@ -244,13 +244,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_bar_shows_small_losses_and_examples_per_second():
+def test_the_bar_shows_epochs_small_losses_and_examples_per_second():
     file = Terminal()
     with contextlib.redirect_stderr(file), Progress(3, True) as report:
         for n in range(1, 4):
-            report(n, {"loss": 1.25e-6, "evaluation/error": 0.5}, X[0])
-    assert "loss 1.2500e-06 error 0.50000" in file.getvalue()
-    assert "examples/s" in file.getvalue()
+            report(n, {"loss": 1.25e-6, "epoch": 1, "evaluation/error": 0.5}, X[0])
+    for words in ("epoch 1 loss 1.2500e-06", "error 0.50000", "examples/s", "/3"):
+        assert words in file.getvalue()
     assert format_metrics({"loss": np.nan}) == "loss nan"
 
 
