@@ -42,6 +42,7 @@ def test_another_chain_loads_what_it_has_in_common_and_says_the_rest(sharded, tm
     warning, of_rate = warned
     text = str(warning.message)
     assert "of its checkpoint, 0.1, and not with that of tx, 0.3" in str(of_rate.message)
+    assert "call optfn.set_learning_rate" in str(of_rate.message)
     assert "step_000000003" in text and warning.filename == __file__
     carried, new, dropped = text.split("; ")
     assert carried.endswith(
