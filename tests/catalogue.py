@@ -149,8 +149,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         ranges={"eps": (0.0, 1e-2)},
     ),
     "decayed_adagrad": Optimizer(
-        "learning_rate, *, decay=0.95, eps=1e-6",
-        calls={"decayed_adagrad": at(0.1)},
+        "learning_rate, *, decay=0.95, eps=1e-6", calls={"decayed_adagrad": at(0.1)}
     ),
     "adadelta": Optimizer(
         "learning_rate, *, rho=0.95, eps=1e-6",

@@ -219,10 +219,7 @@ def mesh_with(names, explicit):
 def piped(mesh):
     """Return (params, batch) -> (loss, gradients), with one layer on each device of a stage."""
     f = pipeline_value_and_grad(
-        layer,
-        lambda x, batch, shared: head(x, batch, **shared),
-        mesh=mesh,
-        num_microbatches=2,
+        layer, lambda x, batch, shared: head(x, batch, **shared), mesh=mesh, num_microbatches=2
     )
 
     def value_and_grad(params, batch):

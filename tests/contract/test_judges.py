@@ -178,8 +178,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name, steps",
-    [("guards", 300), ("scaled loss", 300), *(nightly(name, LONG) for name in RUNS)],
+    "name, steps", [("guards", 300), ("scaled loss", 300), *(nightly(name, LONG) for name in RUNS)]
 )
 def test_no_judge_of_the_loop_speaks_of_an_ordinary_run(name, steps):
     """Warnings of optfn are errors in tests; a spike or a gradient left out would be counted."""

@@ -204,8 +204,7 @@ def test_another_fusion_with_a_collective_is_synchronous():
         'custom_call_target="AsyncCollectiveStart"', 'custom_call_target="Sharding"'
     )
     found = estimate(
-        "%f = s8[1] fusion(%s), kind=kCustom, calls=%all-reduce-scatter.1",
-        before=scatter,
+        "%f = s8[1] fusion(%s), kind=kCustom, calls=%all-reduce-scatter.1", before=scatter
     )
     assert found.exposed == {"reduce-scatter": 3} and found.asynchronous == {"reduce-scatter": 0}
 

@@ -34,8 +34,7 @@ SUITE = (
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name",
-    suite([k for k, v in registry.OPTIMIZERS.items() if not v.copies], *SUITE),
+    "name", suite([k for k, v in registry.OPTIMIZERS.items() if not v.copies], *SUITE)
 )
 @pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_train_steps_are_in_place(name):

@@ -1,40 +1,16 @@
 """Attributes of parameters: rates, decays, clips and frozen leaves by the path of a leaf."""
 
-import functools
-import operator
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import references
 import registry
-from grids import by_entry, suite
+from grids import by_entry
 from problems import run, tree
 
 import optfn
-
-
-def test_attributes_are_the_first_match():
-    """An earlier pattern wins; a pattern matches the whole path."""
-    attrs = {
-        "a/w": optfn.ParamAttr(learning_rate=0.0),
-        "a/.*": optfn.ParamAttr(learning_rate=0.5),
-        ".": optfn.ParamAttr(learning_rate=3.0),
-    }
-    updates, _ = optfn.sgd(1.0, param_attrs=attrs).update(
-        tree(1), optfn.sgd(1.0, param_attrs=attrs).init(tree(0)), tree(0)
-    )
-    chex.assert_trees_all_close(
-        updates,
-        {
-            "a": {"w": -0.0 * tree(1)["a"]["w"], "b": -0.5 * tree(1)["a"]["b"]},
-            "c": -3.0 * tree(1)["c"],
-        },
-    )
-
 
 UNTRAINED = (
     "asgd_batches", "rmsprop", "adamw_int8", "ftrl_dense_rows", "muon",
@@ -94,43 +70,6 @@ def test_bad_attributes(attrs, error, words):
 def test_bad_param_attr(options, error, words):
     with pytest.raises(error, match=words):
         optfn.ParamAttr(**options)
-
-
-# An optimizer, its decays or penalties, other arguments, and how near a leaf alone is.
-DECAYING = {
-    "adamw": (optfn.adamw, {"weight_decay": 0.2}, {}, 0),
-    "lamb": (optfn.lamb, {"weight_decay": 0.2}, {}, 0),
-    "asgd": (optfn.asgd, {"weight_decay": 0.2}, {}, 0),
-    "lars": (optfn.lars, {"lars_weight_decay": 0.2}, {"momentum": 0.9}, 0),
-    "ftrl": (optfn.ftrl, {"l1": 0.4, "l2": 0.3}, {}, 1e-6),
-}
-
-
-def _item(keys, nested):
-    return functools.reduce(operator.getitem, keys, nested)
-
-
-@pytest.mark.parametrize("name", suite(DECAYING, "lamb", "asgd", "ftrl"))
-def test_a_factor_of_the_decay_is_a_decay(name):
-    """Each leaf moves as under NumPy's rule, and as alone, with its own coefficients."""
-    factory, decays, own, rtol = DECAYING[name]
-    factors = {"a/w": 0.0, "a/b": 0.3, "c": 1.0}
-    attrs = {k: optfn.ParamAttr(weight_decay=v) for k, v in factors.items()}
-    gradients, params = [tree(k) for k in (1, 2, 3)], tree(0)
-    tx = factory(0.1, **own, **decays, param_attrs=attrs)
-    got, _ = run(tx, params, gradients)
-    packed, _ = run(tx, optfn.pack(params), [optfn.pack(g) for g in gradients])
-    for path, factor in factors.items():
-        pick = functools.partial(_item, path.split("/"))
-        options = own | {k: factor * decay for k, decay in decays.items()}
-        alone, _ = run(factory(0.1, **options), pick(params), [pick(g) for g in gradients])
-        np.testing.assert_allclose(pick(got[-1]), alone[-1], rtol=rtol)
-        p, s = np.float64(pick(params)), {}
-        for t, g in enumerate(gradients, 1):
-            p, s = getattr(references, name)(p, np.float64(pick(g)), s, t, 0.1, **options)
-        np.testing.assert_allclose(pick(got[-1]), p, rtol=2e-5)
-        np.testing.assert_allclose(pick(optfn.unpack(packed[-1])), p, rtol=2e-5)
-        assert np.any(p != 0)
 
 
 def test_a_factor_of_a_scheduled_decay():

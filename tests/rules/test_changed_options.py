@@ -7,48 +7,6 @@ import pytest
 import optfn
 
 PARAMS = {"w": jnp.zeros(2)}
-LAYOUTS = {
-    "one device": {},
-    "packed": {"packed": True},
-    "mesh": {"mesh": optfn.distributed.data_mesh(), "shard": "params"},
-}
-CHANGES = [(4, 3, 2), (4, 7, 3), (4, 2, 1), (8, 7, 4), (2, 1, 4), (1, 5, 3)]
-CASES = [("one device", *change) for change in CHANGES] + [("packed", 4, 3, 2), ("mesh", 8, 7, 4)]
-
-
-def sgd_of_means(numbers, before, used, after):
-    """Return the param after each gradient, with `after` in the place of `before` from `used` on.
-
-    A step is due once the sum has as many gradients as the option says, or more.
-    """
-    w, waiting, found = 0.0, [], []
-    for k, g in enumerate(numbers):
-        waiting.append(g)
-        if len(waiting) >= (before if k < used else after):
-            w, waiting = w - np.mean(waiting), []
-        found.append(w)
-    return found
-
-
-@pytest.mark.parametrize(("layout", "before", "used", "after"), CASES)
-def test_accumulate_goes_on_with_another_number_of_gradients(layout, before, used, after):
-    def make(every):
-        tx = optfn.accumulate(optfn.sgd(1.0), every)
-        return optfn.make_train_step(
-            lambda p, x: jnp.sum(p["w"]) * jnp.mean(x), tx, **LAYOUTS[layout]
-        )
-
-    numbers = np.random.default_rng(0).normal(size=used + 2 * after + 1)
-    batches = [np.full(8, x, np.float32) for x in numbers]
-    step, found = make(before), []
-    state = step.init(PARAMS)
-    for k, x in enumerate(batches):
-        if k == used:
-            step = make(after)
-            state = optfn.load_state_dict(step.init(PARAMS), optfn.state_dict(state))
-        state, _ = step(state, x)
-        found.append(float(optfn.unpack(state.params)["w"][0]))
-    np.testing.assert_allclose(found, sgd_of_means(numbers, before, used, after), rtol=1e-5)
 
 
 # Of an option n: a transform, and what is read from its update and state.

@@ -64,7 +64,7 @@ def test_driven_rates_show_and_refuse(rate):
         used, state = rate_used(tx, state)
         assert used == pytest.approx(expected)
         assert float(optfn.get_learning_rate(state)) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="since a schedule"):
+    with pytest.raises(ValueError, match=r"since a schedule.*optax\.scale_by_schedule\(fraction\)"):
         optfn.set_learning_rate(state, 0.1)
 
 
@@ -117,17 +117,6 @@ def test_a_python_step_beyond_int32_gives_the_value_of_the_formula(name, argumen
         rate = schedule(step)
         assert rate.dtype == jnp.float32
         np.testing.assert_allclose(rate, reference(int(step)), rtol=1e-6)
-
-
-def test_ftrl_state_stays_where_the_rate_is_zero():
-    """The first step of a warm-up from 0 is as if it had not been."""
-    warm = optfn.ftrl(optfn.schedules.linear_warmup(0.1, 1, 0.0, 0.0))
-    plain = optfn.ftrl(0.1)
-    state = warm.init(P)
-    _, state = warm.update({"w": jnp.full(2, 9.0)}, state, P)
-    updates, _ = warm.update(G, state, P)
-    expected, _ = plain.update(G, plain.init(P), P)
-    np.testing.assert_array_equal(updates["w"], expected["w"])
 
 
 def test_several_rates_are_told_apart_by_path():
@@ -226,22 +215,6 @@ def test_the_train_state_of_flax_is_taken():
     assert float(optfn.get_learning_rate(state)) == 0.25
     new = state.apply_gradients(grads=G)
     assert float(P["w"][0] - new.params["w"][0]) == pytest.approx(0.25 * 2**-0.5)
-
-
-def test_a_rate_that_is_annealed_and_set():
-    """As the error about a schedule says: the number is set, and a fraction of it is taken."""
-    anneal = optfn.schedules.cosine(1.0, 1, 4)
-    tx = optfn.chain(optfn.sgd(0.5), optax.scale_by_schedule(anneal))
-    state, used = tx.init(P), []
-    for i in range(4):
-        if i == 2:
-            state = optfn.set_learning_rate(state, 0.1)
-        rate, state = rate_used(tx, state)
-        used.append(rate)
-    want = np.array([0.5, 0.5, 0.1, 0.1]) * [float(anneal(i)) for i in range(4)]
-    np.testing.assert_allclose(used, want, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"optax\.scale_by_schedule\(fraction\)"):
-        optfn.set_learning_rate(optfn.sgd(anneal).init(P), 0.1)
 
 
 def test_plateau_inside_multi_steps_gets_its_metric():

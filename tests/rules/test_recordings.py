@@ -257,10 +257,7 @@ SUITE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(RATES, *SUITE),
-)
+@pytest.mark.parametrize("name", suite(RATES, *SUITE))
 def test_optfn_schedule_follows_paddle(name):
     """The schedule gives the rates that Paddle used, for an int32 step under jit."""
     schedule = translate_schedule(CASES[name]).build(optfn.schedules)

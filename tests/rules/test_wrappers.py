@@ -147,10 +147,7 @@ SUITE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(registry.OPTIMIZERS, *SUITE),
-)
+@pytest.mark.parametrize("name", suite(registry.OPTIMIZERS, *SUITE))
 def test_the_state_of_each_other_optimizer_is_an_error(name):
     params = {"w": np.ones(2, np.float32)}
     tx, states = registry.OPTIMIZERS[name].make(), states_of_all()
