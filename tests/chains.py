@@ -1,8 +1,4 @@
-"""Chains in right and in wrong orders, by name, and a numeric probe that tells them apart.
-
-The probe looks at numbers alone: whether steps descend, whether params grow without a gradient,
-whether twice the rate gives twice the step, whether averages and masters follow the params.
-"""
+"""Chains in right and in wrong orders, by name."""
 
 import itertools
 import warnings
@@ -94,73 +90,68 @@ def chains(*links: Any) -> dict[str, Any]:
     return {"": optfn.chain(*links), ", in optax's chain": optax.chain(*links)}
 
 
-def wrong_orders() -> dict[str, tuple[str, optax.GradientTransformation]]:
-    """Return chains in wrong orders, each with the kind of its mistake."""
-    found: dict[str, tuple[str, Any]] = {}
+def wrong_orders() -> dict[str, optax.GradientTransformation]:
+    """Return chains in wrong orders."""
+    found: dict[str, Any] = {}
 
-    def add(kind: str, name: str, made: dict[str, Any]) -> None:
-        found.update({name + how: (kind, tx) for how, tx in made.items()})
+    def add(name: str, made: dict[str, Any]) -> None:
+        found.update({name + how: tx for how, tx in made.items()})
 
     for name, make in OPTIMIZERS.items():
         for decay, link in DECAYS.items():
-            kind = (
-                "ftrl" if name == "ftrl" else "grows"
-            )  # without a gradient, ftrl moves params to 0
-            add(kind, f"{decay} behind {name}", chains(make(RATE), link()))
+            add(f"{decay} behind {name}", chains(make(RATE), link()))
         for second in ("sgd", "adam"):
-            add("ascends", f"{second} behind {name}", chains(make(RATE), OPTIMIZERS[second](1.0)))
+            add(f"{second} behind {name}", chains(make(RATE), OPTIMIZERS[second](1.0)))
         bare = optfn.scale_by_learning_rate(1.0)
-        add("ascends", f"a rate behind {name}", chains(make(RATE), bare))
+        add(f"a rate behind {name}", chains(make(RATE), bare))
         for average, link in {"an ema": ema, "a mean": mean}.items():
-            add("lags", f"{average} before {name}", chains(link(), make(RATE)))
+            add(f"{average} before {name}", chains(link(), make(RATE)))
     for name, rule in itertools.product(("adam", "sgd", "momentum", "rmsprop", "lars"), MOMENTS):
-        add("fixed", f"{rule} behind {name}", chains(OPTIMIZERS[name](RATE), MOMENTS[rule]()))
+        add(f"{rule} behind {name}", chains(OPTIMIZERS[name](RATE), MOMENTS[rule]()))
     for name, make in ADAPTIVE.items():
         link = optfn.scale_by_momentum(0.9)
-        add("adds up", f"momentum behind {name}", chains(make(RATE), link))
+        add(f"momentum behind {name}", chains(make(RATE), link))
         plateau = optfn.schedules.reduce_on_plateau(0.1)
-        add("twice", f"a plateau behind {name} of its own rate", chains(make(RATE), plateau))
+        add(f"a plateau behind {name} of its own rate", chains(make(RATE), plateau))
     for (where, around), (clip, link) in itertools.product(AROUND.items(), CLIPS.items()):
         inner = around(optfn.chain(optfn.sgd(RATE), ema()))
-        add("lags", f"{clip} behind an ema {where}", chains(inner, link()))
+        add(f"{clip} behind an ema {where}", chains(inner, link()))
         if clip == "clip_by_norm":
             inner = around(OPTIMIZERS["adam"](RATE))
-            add("grows", f"a decay behind adam {where}", chains(inner, optfn.l2_decay(0.1)))
-            add("ascends", f"sgd behind adam {where}", chains(inner, optfn.sgd(1.0)))
-            add("fixed", f"moments behind adam {where}", chains(inner, optfn.scale_by_rms()))
+            add(f"a decay behind adam {where}", chains(inner, optfn.l2_decay(0.1)))
+            add(f"sgd behind adam {where}", chains(inner, optfn.sgd(1.0)))
+            add(f"moments behind adam {where}", chains(inner, optfn.scale_by_rms()))
     paused = optfn.accumulate(optfn.chain(optfn.sgd(RATE), ema()), 2)
-    add(
-        "lags", "a clip behind an accumulation of an ema", chains(paused, optfn.clip_by_norm(0.001))
-    )
+    add("a clip behind an accumulation of an ema", chains(paused, optfn.clip_by_norm(0.001)))
     for rule in ("scale_by_adam", "scale_by_rms", "scale_by_adagrad"):
         before = optfn.accumulate(optfn.clip_by_global_norm(1.0), 2)
         links = before, MOMENTS[rule](), optfn.scale_by_learning_rate(RATE)
-        add("paused", f"{rule} behind an accumulation", chains(*links))
+        add(f"{rule} behind an accumulation", chains(*links))
     for name in ("adam", "rmsprop", "momentum"):
         scaled = optfn.dynamic_loss_scale(OPTIMIZERS[name](RATE))
         for clip, link in CLIPS.items():
-            add("scaled", f"{clip} before a scale of the loss of {name}", chains(link(), scaled))
-        add("scaled", f"norms around a scale of {name}", {"": optfn.record_metrics(scaled)})
-        add("scaled", f"a guard around a scale of {name}", {"": optfn.skip_nonfinite(scaled)})
+            add(f"{clip} before a scale of the loss of {name}", chains(link(), scaled))
+        add(f"norms around a scale of {name}", {"": optfn.record_metrics(scaled)})
+        add(f"a guard around a scale of {name}", {"": optfn.skip_nonfinite(scaled)})
     two = exchange(quantize(8)), exchange(quantize(4))
-    add("twice sent", "two exchanges", chains(*two, optfn.sgd(RATE)))
+    add("two exchanges", chains(*two, optfn.sgd(RATE)))
     compressed = deep_gradient_compression(0.9, rampup_begin_step=0)
-    add("twice sent", "an exchange behind DGC", chains(compressed, two[0], optfn.sgd(RATE)))
-    add("adds up", "momentum behind DGC", chains(
+    add("an exchange behind DGC", chains(compressed, two[0], optfn.sgd(RATE)))
+    add("momentum behind DGC", chains(
         compressed, optfn.scale_by_momentum(0.9), optfn.scale_by_learning_rate(RATE)
     ))  # fmt: skip
     dgc = optfn.dgc_momentum(RATE, 0.9, rampup_begin_step=0)
-    add("adds up", "momentum behind dgc_momentum", chains(dgc, optfn.scale_by_momentum(0.9)))
+    add("momentum behind dgc_momentum", chains(dgc, optfn.scale_by_momentum(0.9)))
     for rule in MOMENTS:
-        add("no rate", f"{rule} without a rate", chains(MOMENTS[rule]()))
+        add(f"{rule} without a rate", chains(MOMENTS[rule]()))
     for clip, link in CLIPS.items():
-        add("no rate", f"{clip} alone", chains(link()))
-    add("no rate", "an average without a rate", chains(optfn.scale_by_adam(), ema()))
+        add(f"{clip} alone", chains(link()))
+    add("an average without a rate", chains(optfn.scale_by_adam(), ema()))
     return found
 
 
-def behind_masters() -> dict[str, tuple[int | bool, optax.GradientTransformation]]:
-    """Return links that change an update behind masters, by name, with the form of the masters."""
+def behind_masters() -> dict[str, optax.GradientTransformation]:
+    """Return links that change an update behind masters, by name."""
     links: dict[str, Callable[[], Any]] = {
         "a plateau": lambda: optfn.schedules.reduce_on_plateau(1e-2),
         "a rate": lambda: optfn.scale_by_learning_rate(1e-2),
@@ -171,14 +162,14 @@ def behind_masters() -> dict[str, tuple[int | bool, optax.GradientTransformation
     found = {}
     for (what, link), form in itertools.product(links.items(), (True, 32, 24)):
         for how, tx in chains(optfn.adam(1.0, multi_precision=form), link()).items():
-            found[f"{what} behind masters {form}{how}"] = form, tx
+            found[f"{what} behind masters {form}{how}"] = tx
     for where, around in AROUND.items():
         if where == "guarded by optax":  # it takes no masters
             continue
         inner = around(optfn.adam(1e-2, multi_precision=True))
-        found[f"a clip behind masters {where}"] = True, optfn.chain(inner, optfn.clip_by_norm(1.0))
+        found[f"a clip behind masters {where}"] = optfn.chain(inner, optfn.clip_by_norm(1.0))
     bare = optfn.chain(optfn.master_weights(optfn.scale_by_adam()), optfn.sgd(1e-2))
-    return found | {"a rate behind the masters of a rule": (True, bare)}
+    return found | {"a rate behind the masters of a rule": bare}
 
 
 def right_orders() -> dict[str, optax.GradientTransformation]:
@@ -272,33 +263,10 @@ def right_orders() -> dict[str, optax.GradientTransformation]:
 
 
 OPTAX_OPTIMIZERS = (
-    "adabelief",
-    "adadelta",
-    "adan",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "amsgrad",
-    "fromage",
-    "lamb",
-    "lars",
-    "lion",
-    "nadam",
-    "nadamw",
-    "noisy_sgd",
-    "novograd",
-    "optimistic_gradient_descent",
-    "radam",
-    "rmsprop",
-    "rprop",
-    "sgd",
-    "sign_sgd",
-    "sm3",
-    "yogi",
-)
+    "adabelief", "adadelta", "adan", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw",
+    "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd", "novograd",
+    "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "sm3", "yogi",
+)  # fmt: skip
 
 
 def quietly(fn: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

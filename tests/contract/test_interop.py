@@ -29,8 +29,8 @@ def params_and_grads():
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tree, grads))
 
 
-def run(tx, params, grads, steps=3):
-    return problems.steps(tx, params, [grads] * steps, apply=optax.apply_updates)[-1][1:]
+def run(tx, params, grads):
+    return problems.steps(tx, params, [grads] * 3, apply=optax.apply_updates)[-1][1:]
 
 
 @SOME

@@ -199,7 +199,7 @@ def test_the_corpora_are_large():
 
 
 def test_every_wrong_order_speaks():
-    silent = [name for name, (_, tx) in WRONG.items() if not warnings_of(tx)]
+    silent = [name for name, tx in WRONG.items() if not warnings_of(tx)]
     assert not silent
 
 
@@ -227,7 +227,7 @@ def test_no_optimizer_of_optax_is_accused(name):
 
 def test_a_change_behind_masters_is_an_error():
     """Of copies and of remainders alike; float32 params have no masters."""
-    for name, (_, tx) in BEHIND_MASTERS.items():
+    for name, tx in BEHIND_MASTERS.items():
         with pytest.raises(ValueError, match="keeps masters"):
             order.warn_of_order("tx", tx, tx.init(chains.NARROW), chains.NARROW)
         assert isinstance(chains.quietly(warnings_of, tx), list), name
