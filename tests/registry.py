@@ -164,6 +164,7 @@ OTHER_SUITE = (
     "adamw_exclude", "adamax_int8", "lamb_corrected", "ftrl", "reduce_on_plateau",
     "master_weights_24", "skip_spikes", "model_average",
 )  # fmt: skip
+SUITE_OF_OPTIMIZERS = tuple(name for name in SUITE if name in OPTIMIZERS)
 # Transforms alone.
 SUITE_OF_TRANSFORMS = (
     "l1_decay", "clip_by_norm", "scale_by_momentum", "scale_by_adam", "scale_by_learning_rate",

@@ -343,14 +343,6 @@ def test_200_bf16_steps_follow_float32(entry):
     assert np.linalg.norm(rounded - exact) < 0.03 * np.linalg.norm(exact)
 
 
-@by_entry(registry.OPTIMIZERS, *TRAINED)
-def test_optimizers_descend(entry):
-    """On a noisy quadratic the distance to the minimum shrinks."""
-    target = np.asarray(normal((64,), 0) + 2.0)
-    distance = np.linalg.norm(trained(entry, jnp.float32, 200) - target)
-    assert distance < 0.9 * np.linalg.norm(3.0 - target)
-
-
 @EDGE
 def test_a_tree_without_leaves(entry):
     tx = entry.make()

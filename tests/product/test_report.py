@@ -146,19 +146,6 @@ def test_the_report_is_one_valid_file(tmp_path):
     assert links and {link[1:] for link in links} <= {*page.ids}
 
 
-def test_a_run_that_records_more_after_a_restart(tmp_path):
-    run(steps=3, tx=optfn.sgd(0.1), checkpoint=tmp_path)
-    plain, recording = optfn.sgd(0.1), optfn.record_metrics(optfn.sgd(0.1))
-    state, earlier = optfn.restore_checkpoint(
-        tmp_path, optfn.make_train_step(loss_fn, plain).init({"<w>": jnp.zeros(3)})
-    )
-    opt_state = recording.init(state.params)._replace(inner_state=state.opt_state)
-    optfn.save_checkpoint(tmp_path / "more", state._replace(opt_state=opt_state), earlier)
-    _, history = run(steps=5, tx=recording, checkpoint=tmp_path / "more")
-    assert len(history["loss"]) == 5
-    np.testing.assert_array_equal(np.isnan(history["grad_norm"]), [True] * 3 + [False] * 2)
-
-
 def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("optfn.plot.run_report._SECONDS_BETWEEN", 0.0)
     path, seen = tmp_path / "run.html", []

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from problems import tree
 
 import optfn
@@ -24,8 +23,3 @@ def test_accumulate_writes_the_update_over_the_sum():
     assert u == state.total == -1.0
     _, state = tx.update(jnp.float32(5.0), state._replace(total=jnp.float32(np.nan)), p)
     assert state.total == 5.0
-
-
-def test_bad_accumulate():
-    with pytest.raises(ValueError, match="every must be >= 1"):
-        optfn.accumulate(optfn.sgd(0.1), 0)

@@ -55,23 +55,6 @@ def test_bad_attributes(attrs, error, words):
         optfn.sgd(0.1, param_attrs=attrs).init(tree(0))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"learning_rate": -1.0}, ValueError, "learning_rate must be >= 0"),
-        ({"learning_rate": jnp.ones(())}, TypeError, "Python number"),
-        ({"regularization": 0.1}, TypeError, "regularization must be a gradient transformation"),
-        ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
-        ({"weight_decay": None}, TypeError, "weight_decay must be a Python number"),
-        ({"need_clip": 1}, TypeError, "need_clip must be True or False"),
-        ({"trainable": None}, TypeError, "trainable must be True or False"),
-    ],
-)
-def test_bad_param_attr(options, error, words):
-    with pytest.raises(error, match=words):
-        optfn.ParamAttr(**options)
-
-
 def test_a_factor_of_a_scheduled_decay():
     attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.5)}
     gradients = [tree(k) for k in (1, 2, 3)]

@@ -143,11 +143,6 @@ def test_same_rate_twice_is_one_rate():
     assert float(optfn.get_learning_rate(state)) == 0.5
 
 
-def test_no_rate_is_an_error():
-    with pytest.raises(ValueError, match="has no learning rate"):
-        optfn.get_learning_rate(optax.sgd(0.1).init(P))
-
-
 def test_plateau_rate_is_the_one_read_and_set():
     """The optimizer before it has rate 1."""
     tx = optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.5))
@@ -236,15 +231,6 @@ def test_plateau_needs_its_metric():
         np.testing.assert_array_equal(updates["w"], 0.5)
     updates, state = tx.update(G, state, P, value=None)
     np.testing.assert_allclose(updates["w"], 0.05)
-
-
-def test_staircases_are_exact_at_their_edges():
-    """A compiler that divides by multiplying with 1/41 puts step 41 on the stair before."""
-    for length in (41, 47, 55, 61, 82, 83):
-        steps = jnp.arange(5 * length, dtype=jnp.int32)
-        schedule = optfn.schedules.exponential(1.0, length, 0.5, staircase=True)
-        rates = jax.jit(jax.vmap(schedule))(steps)
-        np.testing.assert_allclose(rates, 0.5 ** (np.arange(5 * length) // length), rtol=1e-6)
 
 
 def test_a_float64_program_keeps_the_rate_in_float64_and_loads_float32_files():

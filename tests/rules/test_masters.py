@@ -106,13 +106,6 @@ def test_a_remainder_beside_another_parameter_comes_as_near_as_it_can():
     assert edges.tolist() == [0.0, float("inf")]  # not wrapped round to another number
 
 
-def test_rounding_to_24_bits_is_right_on_average():
-    x = jnp.asarray([1.0 + k * 2.0**-23 for k in (0, 1, 77, 128, 255)], jnp.float32)
-    noise = jnp.arange(256, dtype=jnp.uint32)[:, None] + jnp.zeros(5, jnp.uint32)
-    found = jax.vmap(lambda bits: join_float32(*split_float32(x, 24, bits)))(noise)
-    np.testing.assert_array_equal(np.asarray(found, np.float64).mean(0), np.asarray(x, np.float64))
-
-
 PARAMS = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.bfloat16),
     "b": jnp.zeros(8, jnp.bfloat16),
@@ -232,29 +225,6 @@ def test_remainders_are_in_checkpoints_by_names_of_their_own():
         assert (
             name == {True: "master_weights", 32: "master_weights32", 24: "master_weights24"}[bits]
         )
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: optfn.sgd(0.1, multi_precision=16), TypeError, "True, False, 32 or 24; got 16"),
-        (lambda: optfn.sgd(0.1, multi_precision="32"), TypeError, "32 or 24; got '32'"),
-        (lambda: optfn.master_weights(optfn.sgd(0.1), bits=8), ValueError, "bits must be one of"),
-        (
-            lambda: optfn.master_weights(optfn.sgd(0.1), jnp.float64, bits=32),
-            ValueError,
-            "bits=32 needs float32 masters",
-        ),
-        (
-            lambda: optfn.adam(0.1, multi_precision=24).init({"w": jnp.ones(2, jnp.float16)}),
-            ValueError,
-            "bits=24 needs bfloat16 parameters.*leaf 'w' is float16",
-        ),
-    ],
-)
-def test_what_has_no_remainder_is_refused_by_name(make, error, words):
-    with pytest.raises(error, match=words):
-        make()
 
 
 def test_remainders_are_divided_as_the_parameters_are():

@@ -75,24 +75,6 @@ def test_only_zero_is_stored_as_zero():
     assert np.all(np.asarray(quantization.decode_unsigned(codes, SCALE))[1:] > 0)
 
 
-def test_the_hash_is_random_enough():
-    """Bytes are uniform, and neighbours, steps and the two halves are not correlated."""
-    n = 1 << 16
-    bits = np.stack(
-        [quantization.random_bits((n,), jnp.uint32(s * 0x85EBCA6B & 0xFFFFFFFF)) for s in (1, 2, 3)]
-    )
-    for shift in (0, 8, 16, 24):
-        counts = np.bincount((bits[0] >> shift) & 0xFF, minlength=256)
-        chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
-        assert 255 - 5 * np.sqrt(510) < chi2 < 255 + 5 * np.sqrt(510)
-    u = bits.astype(np.float64) / 2**32 - 0.5
-    low = (bits & 0xFFFF) / 2**16 - 0.5
-    pairs = [(u[0], u[1]), (u[1], u[2]), (u[0][1:], u[0][:-1]), (u[0], low[0])]
-    pairs += [(u[0][k:], u[0][:-k]) for k in (2, 256, 1000)]
-    for a, b in pairs:
-        assert abs(np.mean(a * b)) * 12 < 5 / np.sqrt(n)
-
-
 @pytest.mark.parametrize("shape", [(), (300, 256), (3, 5, 8, 1)])
 def test_the_hash_is_that_of_the_number_of_the_element(shape):
     for seed in (0, 0x85EBCA6B, 2**32 - 1):
@@ -268,9 +250,7 @@ def plain_muon(dtype):
     return optfn.muon(0.1, moment_dtype=dtype)
 
 
-def test_unknown_dtype_and_complex_leaves_are_refused():
-    with pytest.raises(ValueError, match="moment_dtype must be one of 'bfloat16', 'int8'; got 'f'"):
-        optfn.adam(1e-3, moment_dtype="f")
+def test_complex_leaves_are_refused():
     for rule in (RULES["momentum"], RULES["rmsprop"], RULES["adamax"], plain_muon):
         with pytest.raises(TypeError, match=r"moment_dtype='int8' is not defined for complex.*'z'"):
             rule("int8").init({"z": jnp.ones((3, 3), jnp.complex64)})

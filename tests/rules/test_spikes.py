@@ -60,9 +60,3 @@ def test_the_guard_may_be_added_in_mid_run(tmp_path):
     optfn.save_checkpoint(tmp_path, state, history)
     found, _ = optfn.restore_checkpoint(tmp_path, state)
     np.testing.assert_array_equal(found.opt_state.norms, state.opt_state.norms)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.5, -3, np.nan])
-def test_a_factor_that_skips_ordinary_updates_is_refused(factor):
-    with pytest.raises(ValueError, match="factor"):
-        optfn.skip_spikes(optfn.sgd(0.1), factor)
