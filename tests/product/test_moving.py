@@ -63,11 +63,8 @@ def test_optimizers_make_the_steps_of_torch(name):
         (schedules.exponential(0.1, 1, 0.9), "ExponentialLR", {"gamma": 0.9}),
         (schedules.cosine(0.1, 1, 40), "CosineAnnealingLR", {"T_max": 40}),
         (schedules.polynomial(0.1, 20, 0.0, 2.0), "PolynomialLR", {"total_iters": 20, "power": 2}),
-        (
-            schedules.linear_warmup(0.1, 10, 0.05, 0.1),
-            "LinearLR",
-            {"start_factor": 0.5, "total_iters": 10},
-        ),
+        (schedules.linear_warmup(0.1, 10, 0.05, 0.1), "LinearLR",
+         {"start_factor": 0.5, "total_iters": 10}),
         (schedules.one_cycle(0.1, 30), "OneCycleLR", {"max_lr": 0.1, "total_steps": 30}),
         (
             schedules.one_cycle(0.1, 31, pct_start=0.4, anneal="linear", three_phase=True),
@@ -76,7 +73,7 @@ def test_optimizers_make_the_steps_of_torch(name):
             | {"anneal_strategy": "linear"},
         ),
     ],
-)
+)  # fmt: skip
 def test_schedules_are_those_of_torch(ours, name, options):
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

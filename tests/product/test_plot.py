@@ -240,12 +240,8 @@ def test_what_is_no_axes_is_an_error_that_says_so(name):
         ("losses", ({"loss": [[1.0]]},), ValueError, r"history\['loss'\] must have one number"),
         ("norms", ({"loss": [1.0]},), ValueError, "'grad_norm'; it has loss; wrap the optimizer"),
         ("learning_rate", ({"loss": [1.0]},), ValueError, "must have 'learning_rate'"),
-        (
-            "history",
-            ({"loss": [1.0], "evaluation": [1.0]},),
-            ValueError,
-            r"each evaluation, shape \(0,\); got shape \(1,\)",
-        ),
+        ("history", ({"loss": [1.0], "evaluation": [1.0]},), ValueError,
+         r"each evaluation, shape \(0,\); got shape \(1,\)"),
         ("schedules", (0.1, 5), TypeError, "schedules must be a mapping from names; got 0.1"),
         ("schedules", ({"a": 0.1}, 5), TypeError, r"schedules\['a'\] must be a function of the"),
         ("schedules", ({"a": lambda i: jnp.ones(2)}, 5), ValueError, r"give a scalar.*\(2,\)"),
@@ -258,7 +254,7 @@ def test_what_is_no_axes_is_an_error_that_says_so(name):
         ("timetable", ("1f1b",), TypeError, "plan must be a Plan; got '1f1b'"),
         ("tuning", ("x",), TypeError, "tuning must be a Tuning; got 'x'"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(name, arguments, error, words):
     with pytest.raises(error, match=words):
         getattr(plot, name)(*arguments)
