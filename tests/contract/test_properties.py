@@ -100,9 +100,6 @@ def eagerly(test: Any) -> Any:
     return run
 
 
-# What is drawn
-
-
 class Spec(NamedTuple):
     """A leaf to be filled."""
 
@@ -173,9 +170,6 @@ def problems(draw: Any) -> Any:
     scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
     gradients = filled(tree, (seed + 1) % 2**32, scale, of_gradient=True)
     return recipe, tx, filled(tree, seed), gradients
-
-
-# How it is compared
 
 
 def spec(tree: Any) -> Any:

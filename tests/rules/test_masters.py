@@ -148,19 +148,6 @@ def test_masters_of_32_bits_are_those_of_copies():
         assert isinstance(state.remainder["n"], optax.MaskedNode)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(32, 0.0), (24, 2.0**-15)])
-def test_masters_stay_by_the_parameters_that_they_belong_to(bits, most):
-    """p is the master rounded: to half a unit of its last place, of 8 bits."""
-    tx = optfn.master_weights(optfn.sgd(0.1), bits=bits)
-    plain = optfn.master_weights(optfn.sgd(0.1))
-    (p, state), (_, copies) = run(tx, 3)[-1], run(plain, 3)[-1]
-    for k in "wb":
-        master = np.asarray(join_float32(p[k], state.remainder[k]))
-        assert np.all(np.abs(master - p[k].astype(np.float32)) <= 2.0**-8 * np.abs(master))
-        wide = np.asarray(copies.master[k])
-        assert np.all(np.abs(master - wide) <= 3 * most * np.abs(wide).max())
-
-
 def test_24_bits_lose_no_small_step():
     """Steps of 2⁻²⁰ of a weight: bfloat16 stands still, 24 bits move by all of them on average."""
     w = jnp.asarray(np.random.default_rng(1).uniform(1, 2, 4096), jnp.bfloat16)

@@ -14,8 +14,6 @@ G = {"w": jnp.array([3.0, -4.0, 0.0]), "b": jnp.array([[1e-3, 2.0]])}
 P = {"w": jnp.array([1.0, 0.0, -2.0]), "b": jnp.array([[0.5, 0.25]])}
 
 
-# No state
-
 WITHOUT_STATE = [
     "add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "l1_decay",
     "l2_decay", "scale_by_lars", "scale_by_trust_ratio",
@@ -36,9 +34,6 @@ def test_a_transform_that_reads_no_state_takes_none(name, state):
 def test_a_transform_that_reads_its_state_takes_no_other(state):
     with pytest.raises(TypeError, match="the state must be"):
         optfn.scale_by_adam().update(G, state, P)
-
-
-# Limits of the arguments
 
 
 @pytest.mark.parametrize("make", [optfn.clip_by_norm, optfn.clip_by_global_norm])
@@ -90,8 +85,6 @@ def test_eps_0_is_that_of_optax(ours, theirs):
             np.testing.assert_allclose(x, y, rtol=2e-5)  # NaN where optax has it, and nowhere else
 
 
-# Schedules of weight decay
-
 DECAYS = jnp.array([0.5, 0.1, 0.0, 0.3])
 
 
@@ -129,9 +122,6 @@ def test_only_a_schedule_of_weight_decay_counts_steps():
     assert new == {"add_decayed_weights/step"}
 
 
-# The rate of inject_hyperparams
-
-
 def test_inject_hyperparams_has_one_learning_rate_for_optax():
     tx = optax.inject_hyperparams(optfn.adam)(learning_rate=0.25)
     state = tx.init(P)
@@ -156,9 +146,6 @@ def test_a_rate_that_an_array_drives_keeps_its_name_in_files():
 @pytest.mark.parametrize("rate", [0.25, lambda step: 0.25], ids=["number", "schedule"])
 def test_optax_finds_the_rate_in_our_state(rate):
     assert float(optax.tree_utils.tree_get(optfn.adam(rate).init(P), "learning_rate")) == 0.25
-
-
-# Transformations that JAX takes apart
 
 
 def rebuilt(tx):
@@ -223,9 +210,6 @@ def test_a_transformation_is_itself_inside_filter_jit():
     want, _ = tx.update(P, tx.init(P), P)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-# Integer leaves in a training step
 
 
 @pytest.mark.parametrize("make", [optax.adam, optax.adamw], ids=["adam", "adamw"])

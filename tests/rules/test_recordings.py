@@ -88,8 +88,6 @@ def test_every_case_is_compared_or_skipped_with_a_reason():
     assert {case["file"] for case in CASES.values()} == {f.name for f in RECORDINGS.glob("*.npz")}
 
 
-# The references
-
 ACCUMULATORS = {  # Paddle's names of accumulators in the order of the references'
     "momentum": {"velocity": "velocity"},
     "lars": {"velocity": "velocity"},

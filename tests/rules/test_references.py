@@ -127,9 +127,6 @@ def gradients(kind: str) -> dict[str, np.ndarray]:
     return made
 
 
-# The two sides
-
-
 def build(config: Config) -> Any:
     """Return optfn's optimizer."""
     return getattr(optfn, config.optimizer)(**config.hyper)
@@ -203,9 +200,6 @@ def bounds(name: str) -> dict[str, float]:
     }
 
 
-# The optimizers
-
-
 @pytest.mark.parametrize(
     ("kind", "start"),
     suite(
@@ -247,9 +241,6 @@ def test_complex_leaves_follow_their_references():
         config = CONFIGS[name]
         expected = references.trajectory(config.optimizer, params, grads, **config.hyper)
         assert_follows(found[name], expected, params, **bounds(name))
-
-
-# Schedules
 
 
 def both(name: str, calls: list[tuple[Any, ...]], steps: np.ndarray) -> Any:
@@ -343,8 +334,6 @@ def test_one_cycle_has_the_rates_of_torch_at_every_step(options):
     if peak >= 0:
         assert rates.max() == rates[round(peak)] == np.float32(0.3)
 
-
-# Float64
 
 # How far a rule is off in float64, relative to the parameter's path; 1 − 0.999 alone costs 1e-13.
 FLOAT64_RTOL = 1e-12

@@ -2,7 +2,6 @@
 
 import functools
 
-import catalogue
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,32 +28,6 @@ def test_master_weights_land_on_the_rounded_master(apply):
         assert updates["w"].dtype == jnp.float32
         p = apply(p, updates)
         np.testing.assert_array_equal(p["w"], state.master["w"].astype("bfloat16"))
-
-
-@pytest.mark.parametrize(
-    "name", suite(catalogue.OPTIMIZERS, "momentum", "asgd", "adadelta", "adam", "ftrl")
-)
-def test_multi_precision_tracks_float32(name):
-    """200 bf16 steps: the masters follow the float32 run, at rates bf16 itself cannot take."""
-    own = {"momentum": (0.9,), "lars": (0.9,)}.get(name, ())
-    rate = 1.0 if name == "adadelta" else 1e-3
-    wide = getattr(optfn, name)(rate, *own)
-    narrow = getattr(optfn, name)(rate, *own, multi_precision=True)
-    noise = jnp.asarray(np.random.default_rng(0).normal(size=(200, 16)), jnp.float32)
-    start = jnp.full((16,), 1.0)
-
-    def trained(tx, dtype):
-        def step(carry, eta):
-            p, state = carry
-            u, state = tx.update((p.astype(jnp.float32) - 0.5 + 0.1 * eta).astype(dtype), state, p)
-            return (optfn.apply_updates(p, u), state), None
-
-        p = start.astype(dtype)
-        return jax.lax.scan(step, (p, tx.init(p)), noise)[0][0].astype(jnp.float32)
-
-    moved = np.abs(trained(wide, jnp.float32) - start).max()
-    error = np.abs(trained(narrow, jnp.bfloat16) - trained(wide, jnp.float32)).max()
-    assert error < 0.03 * moved + 2**-8
 
 
 def test_wide_leaves_have_no_master():
