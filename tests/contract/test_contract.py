@@ -56,21 +56,6 @@ def spec(tree: Any) -> Any:
     return structure, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
 
 
-# test_properties.py draws optimizers and wrappers.
-@by_entry(registry.ALL, *registry.SUITE_OF_TRANSFORMS)
-def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
-    """Same inputs, same outputs, nothing changed in place; the state never changes its spec."""
-    tx, params, grads = entry.make(), tree_of(0), tree_of(10)
-    state = tx.init(params)
-    before = jax.device_get((params, grads, state))
-    first = updated(entry, tx, grads, state, params)
-    second = updated(entry, tx, grads, state, params)
-    chex.assert_trees_all_equal(jax.device_get(first), jax.device_get(second))
-    chex.assert_trees_all_equal(before, jax.device_get((params, grads, state)))
-    assert spec(first[1]) == spec(state)
-    assert spec(first[0]) == spec(params)
-
-
 @pytest.mark.optimized
 @by_entry(registry.PROGRAMS, "adam_algorithm_1", "lamb_int8")
 def test_jit_equals_eager_and_scan(entry):

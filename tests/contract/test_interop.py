@@ -5,7 +5,6 @@ import functools
 import catalogue
 import chex
 import equinox as eqx
-import grain
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,7 @@ import optax
 import problems
 import pytest
 import registry
-from flax import linen, nnx, serialization
-from flax.training.train_state import TrainState
+from flax import linen, nnx
 from grids import by_entry, suite
 
 import optfn
@@ -99,17 +97,6 @@ def test_inject_hyperparams_with_low_precision_params():
     chex.assert_trees_all_close(new, expected, rtol=1e-2)
 
 
-@by_entry(registry.OPTIMIZERS, "adamw_decay_schedule", "muon_int8")
-def test_flax_train_state_and_its_checkpoint(entry):
-    """TrainState takes the optimizer; its state survives flax's msgpack."""
-    params, grads = params_and_grads()
-    state = TrainState.create(apply_fn=lambda: None, params=params, tx=entry.make())
-    state = state.apply_gradients(grads=grads)
-    restored = serialization.from_bytes(state, serialization.to_bytes(state))
-    again = jax.tree.map(jnp.asarray, restored).apply_gradients(grads=grads)
-    chex.assert_trees_all_equal(again.params, state.apply_gradients(grads=grads).params)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @SOME
 def test_nnx_optimizer(entry):
@@ -182,22 +169,6 @@ def test_nnx_paths_are_the_same_at_init_and_update():
     assert set(seen) == {"bias", "kernel"}
 
 
-def test_equinox_module():
-    """A callable pytree with static fields and None where it has no arrays."""
-    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
-    x = jnp.ones(3)
-    tx = optfn.ftrl(0.1)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    state = tx.init(params)
-    value, grads = eqx.filter_value_and_grad(lambda m: (m(x)[0] - 1.0) ** 2)(model)
-    updates, state = tx.update(grads, state, params)
-    new = eqx.apply_updates(model, updates)
-    assert jax.tree.structure(new) == jax.tree.structure(model)
-    leaves, moved = (jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (model, new))
-    assert any((a != b).any() for a, b in zip(leaves, moved, strict=True))
-    assert np.isfinite(value)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_attributes_on_the_trees_of_every_library():
     """The same two leaves by path, in a flax, an nnx, a haiku and an equinox model."""
@@ -223,23 +194,3 @@ def test_attributes_on_the_trees_of_every_library():
         np.testing.assert_array_equal(by_ndim[2], -0.5)
         with pytest.raises(ValueError, match=f"'{weight}'"):
             optfn.sgd(1.0, param_attrs={"nothing": optfn.ParamAttr()}).init(params)
-
-
-def test_batches_of_a_grain_dataset():
-    """`minimize` takes a dataset of grain as it takes any iterable."""
-    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
-    examples = [{"x": row, "y": row.sum()} for row in x]
-    data = grain.MapDataset.source(examples).shuffle(seed=0).repeat(4).batch(16)
-
-    def loss_fn(w, batch):
-        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
-
-    train = functools.partial(optfn.minimize, loss_fn, optfn.sgd(0.1), jnp.zeros(3), progress=False)
-    state, history = train(data.to_iter_dataset())
-    w, losses = np.zeros(3), []
-    for k in range(16):
-        error = data[k]["x"] @ w - data[k]["y"]
-        losses.append(np.mean(error**2))
-        w = w - 0.1 * 2 / 16 * data[k]["x"].T @ error
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-4)
-    np.testing.assert_allclose(state.params, w, rtol=1e-4)
