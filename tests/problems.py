@@ -122,6 +122,12 @@ def equal(a, b):
     chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
 
 
+def spec(tree):
+    """Return the structure of a tree; shape, dtype and weak type of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+
+
 def scripted(values):
     """Return an evaluation that gives these numbers one after the other."""
     remaining = iter(values)

@@ -13,6 +13,7 @@ import pytest
 import registry
 from compilations import programs
 from grids import by_entry, nightly, suite
+from problems import spec
 
 import optfn
 from optfn.sparse import Rows
@@ -48,12 +49,6 @@ def tree_of(seed: int, dtype: Any = np.float32) -> dict[str, Any]:
 
 def updated(entry: Any, tx: Any, updates: Any, state: Any, params: Any) -> Any:
     return tx.update(updates, state, params, **dict(entry.extra))
-
-
-def spec(tree: Any) -> Any:
-    """Structure, shape, dtype and weak type of every leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
 
 
 @pytest.mark.optimized

@@ -20,6 +20,7 @@ from catalogue import OPTIMIZERS
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machine import clear_programs
+from problems import spec
 
 import optfn
 
@@ -170,11 +171,6 @@ def problems(draw: Any) -> Any:
     scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
     gradients = filled(tree, (seed + 1) % 2**32, scale, of_gradient=True)
     return recipe, tx, filled(tree, seed), gradients
-
-
-def spec(tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
 
 
 def bits(x: Any) -> tuple[Any, ...]:

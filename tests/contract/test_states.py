@@ -21,6 +21,7 @@ from catalogue import Entry
 from grids import by_entry
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import spec
 
 import optfn
 from optfn.distributed import exchange, quantize, sharded, top_k
@@ -103,11 +104,6 @@ def check_nodes(x: Any, path: str = "state") -> None:
         return
     for key, child in children.items():
         check_nodes(child, f"{path}/{key}")
-
-
-def spec(state: Any) -> Any:
-    leaves, structure = jax.tree.flatten(state)
-    return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
 def check_round_trips(like: Any, state: Any) -> None:
