@@ -102,43 +102,25 @@ def test_inject_hyperparams_with_low_precision_params():
 def test_nnx_optimizer(entry):
     """nnx wraps state leaves and drops `value` from paths at update."""
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(3, 2, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    model = Model(nnx.Rngs(0))
-    plain = {
-        "kernel": jnp.array(model.linear.kernel[...]),
-        "bias": jnp.array(model.linear.bias[...]),
-    }
+    model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.arange(6.0).reshape(2, 3)
     optimizer = nnx.Optimizer(model, entry.make(), wrt=nnx.Param)
-    x = jnp.arange(6.0).reshape(2, 3)
 
     @nnx.jit
     def step(model, optimizer):
         grads = nnx.grad(lambda m: jnp.mean((m(x) - 1.0) ** 2))(model)
         optimizer.update(model, grads)
 
-    def loss(p):
+    def loss(p, x):
         return jnp.mean((x @ p["kernel"] + p["bias"] - 1.0) ** 2)
 
-    tx = entry.make()
-    state = tx.init(plain)
-
-    @jax.jit
-    def plain_step(plain, state):
-        updates, state = tx.update(jax.grad(loss)(plain), state, plain)
-        return optax.apply_updates(plain, updates), state
-
+    plain_step = optfn.make_train_step(loss, entry.make())
+    state = plain_step.init({k: jnp.array(getattr(model, k)[...]) for k in ("kernel", "bias")})
     for _ in range(3):
         step(model, optimizer)
-        plain, state = plain_step(plain, state)
-    np.testing.assert_allclose(model.linear.kernel[...], plain["kernel"], rtol=1e-4, atol=1e-5)
+        state, _ = plain_step(state, x)
+    np.testing.assert_allclose(model.kernel[...], state.params["kernel"], rtol=1e-4, atol=1e-5)
     rate = optfn.get_learning_rate(optimizer.opt_state)
-    np.testing.assert_allclose(rate, optfn.get_learning_rate(state))
+    np.testing.assert_allclose(rate, optfn.get_learning_rate(state.opt_state))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
