@@ -44,11 +44,11 @@ def follow(tx, params, gradients, workers=N):
     return series
 
 
-def unpipelined(tx, params, batches, loss_fn=whole):
+def unpipelined(tx, params, batches):
     """Return losses, params and state of two workers side by side on one device."""
 
     def worker(params, state, part):
-        loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, part)
+        loss, grads = jax.value_and_grad(whole, allow_int=True)(params, part)
         grads = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, grads)
         updates, state = tx.update(grads, state, params)
         return jax.lax.pmean(loss, "data"), optfn.apply_updates(params, updates), state
@@ -63,11 +63,9 @@ def unpipelined(tx, params, batches, loss_fn=whole):
     return losses, jax.tree.map(lambda x: x[0], params), state
 
 
-def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b", pattern=".*"):
-    f = pipeline_value_and_grad(
-        stage_fn, mean_square, mesh=mesh, num_microbatches=3, schedule=schedule
-    )
-    step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard={pattern: spec})
+def pipelined(tx, stage_fn, params, batches, mesh, spec):
+    f = pipeline_value_and_grad(stage_fn, mean_square, mesh=mesh, num_microbatches=3)
+    step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard={".*": spec})
     state = step.init(params)
     placed = jax.tree.map(lambda x: x.sharding, state)
     state, losses = trained(step, state, batches)

@@ -28,8 +28,8 @@ def loss_fn(params, x):
     return jnp.mean((y @ params["head"] - 1.0) ** 2)
 
 
-def tuned(batch=BATCH, mesh=None, loss=loss_fn, **options):
-    return tune(loss, TX, PARAMS, batch, mesh or data_mesh(), progress=False, **options)
+def tuned(loss=loss_fn, **options):
+    return tune(loss, TX, PARAMS, BATCH, data_mesh(), progress=False, **options)
 
 
 def test_bytes_are_those_of_the_plan_and_of_the_compiled_step():

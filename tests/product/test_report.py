@@ -25,8 +25,8 @@ def loss_fn(params, batch):
     return jnp.mean((batch @ params["<w>"] - batch @ TARGET) ** 2)
 
 
-def run(batches=X, tx=None, **options):
-    tx = tx or optfn.record_metrics(optfn.sgd(0.1))
+def run(batches=X, **options):
+    tx = optfn.record_metrics(optfn.sgd(0.1))
     return optfn.minimize(loss_fn, tx, {"<w>": jnp.zeros(3)}, batches, progress=False, **options)
 
 
