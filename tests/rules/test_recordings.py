@@ -168,21 +168,6 @@ def test_reference_plateau_follows_paddle(name):
     compare_rates(name, reference_schedules.reduce_on_plateau(arrays(name)["loss"], **args))
 
 
-def replace_in_state(state: Any, field: str, replace: Any) -> Any:
-    """Return the state with `field` of each NamedTuple in it that has one replaced."""
-    if isinstance(state, tuple):
-        children = [replace_in_state(child, field, replace) for child in state]
-        if not hasattr(state, "_fields"):
-            return tuple(children)
-        new = dict(zip(state._fields, children, strict=True))
-        if field in new:
-            new[field] = jax.tree.map(replace, new[field])
-        return type(state)(**new)
-    if isinstance(state, dict):
-        return {k: replace_in_state(child, field, replace) for k, child in state.items()}
-    return state
-
-
 def trajectory_of(setup: Setup) -> Any:
     """Return the function from params and gradients to the parameters after each step."""
     tx = build(setup)
@@ -190,11 +175,9 @@ def trajectory_of(setup: Setup) -> Any:
     def trajectory(params: Any, gradients: Any) -> Any:
         state = tx.init(params)
         if setup.accumulator:
-            changed = replace_in_state(
-                state, "accumulator", lambda n: jnp.full_like(n, setup.accumulator)
-            )
-            assert jax.tree.structure(changed) == jax.tree.structure(state)
-            state = changed
+            before = optax.tree_utils.tree_get(state, "accumulator")
+            filled = jax.tree.map(lambda n: jnp.full_like(n, setup.accumulator), before)
+            state = optax.tree_utils.tree_set(state, accumulator=filled)
 
         def step(carry: Any, g: Any) -> Any:
             params, state = carry
@@ -207,42 +190,16 @@ def trajectory_of(setup: Setup) -> Any:
     return trajectory
 
 
-@functools.cache
-def followed(cases: tuple[str, ...]) -> dict[str, Any]:
-    """Return optfn's trajectories of some cases of one optimizer.
-
-    They are one program, in which each setup is compiled once; the cases that share a setup take
-    turns in it.
-    """
-    alike: dict[str, list[str]] = {}
-    for name in cases:
-        alike.setdefault(repr(translate(CASES[name])), []).append(name)
-    runs = [trajectory_of(translate(CASES[names[0]])) for names in alike.values()]
-    program = jax.jit(lambda inputs: [run(*own) for run, own in zip(runs, inputs, strict=True)])
-    found: dict[str, Any] = {}
-    for turn in range(max(map(len, alike.values()))):
-        names = [names[min(turn, len(names) - 1)] for names in alike.values()]
-        inputs = [(leaves(name, "p0"), leaves(name, "g")) for name in names]
-        found |= dict(zip(names, program(inputs), strict=True))
-    return found
-
-
 # The references follow Paddle in every case, and optfn follows the references (test_references.py):
 # of the third side, optfn against Paddle, one case of each family belongs to the suite.
 FAMILIES = {CASES[name]["family"]: name for name in TRAJECTORIES}
-ALL_OF_THEM = [
-    pytest.param(name, marks=() if name in FAMILIES.values() else pytest.mark.nightly)
-    for name in TRAJECTORIES
-]
 
 
-@pytest.mark.parametrize("name", ALL_OF_THEM)
+@pytest.mark.parametrize("name", suite(TRAJECTORIES, *FAMILIES.values()))
 def test_optfn_follows_paddle(name):
     """The optimizer takes the steps that Paddle took, all of them inside one scan."""
-    optimizer, daily = translate(CASES[name]).optimizer, name in FAMILIES.values()
-    alike = [k for k in TRAJECTORIES if translate(CASES[k]).optimizer == optimizer]
-    found = followed(tuple(k for k in alike if (k in FAMILIES.values()) == daily))
-    compare(name, found[name])
+    found = jax.jit(trajectory_of(translate(CASES[name])))(leaves(name, "p0"), leaves(name, "g"))
+    compare(name, found)
 
 
 SUITE = (
