@@ -1,6 +1,7 @@
 """Deep Gradient Compression in float64 NumPy, with a full sort for the selection."""
 
 import numpy as np
+from reference_exchange import rounded
 
 
 def largest(v, k):
@@ -14,12 +15,6 @@ def clipped(g, c):
     """Return g·c/‖g‖ where ‖g‖ > c."""
     norm = np.sqrt(np.sum(g**2))
     return g * c / norm if c is not None and norm > c else g
-
-
-def bfloat16(x):
-    """Return x rounded to 8 bits of mantissa, ties to even."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.rint(mantissa * 256) / 256, exponent)
 
 
 def leaf(
@@ -68,7 +63,7 @@ def leaf(
                     v[w] += u[w]
                 accumulated[w] = v[w]
                 sent[w] = largest(v[w], k)
-                on_wire = v[w] if wire == "float32" else bfloat16(v[w])
+                on_wire = rounded(v[w], wire)
                 total += np.where(sent[w], on_wire, 0)
                 v[w] -= np.where(sent[w], on_wire, 0)
                 if momentum_masking:

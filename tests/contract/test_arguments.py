@@ -129,7 +129,6 @@ CASES = [
     (lambda: optfn.get_learning_rate(optax.sgd(1).init(W)), ValueError, "has no learning rate"),
     (lambda: optfn.ParamAttr(learning_rate=-1.0), ValueError, "learning_rate must be >= 0"),
     (lambda: optfn.ParamAttr(learning_rate=jnp.ones(())), TypeError, "Python number"),
-    (lambda: optfn.ParamAttr(regularization=0.1), TypeError, "must be a gradient transformation"),
     (lambda: optfn.ParamAttr(weight_decay=-1.0), ValueError, "weight_decay must be >= 0"),
     (lambda: optfn.ParamAttr(weight_decay=None), TypeError, "weight_decay must be a Python number"),
     (lambda: optfn.ParamAttr(need_clip=1), TypeError, "need_clip must be True or False"),

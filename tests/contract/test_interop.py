@@ -98,6 +98,7 @@ def test_inject_hyperparams_with_low_precision_params():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 @SOME
 def test_nnx_optimizer(entry):
     """nnx wraps state leaves and drops `value` from paths at update."""

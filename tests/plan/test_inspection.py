@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import registry
-from grids import nightly, suite
+from grids import by_entry, nightly, suite
 
 import optfn
 from optfn.plan import inspection
@@ -27,14 +27,13 @@ def loss_fn(params, batch):
 BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
 
 
-SUITE = (
-    "momentum_int8", "rmsprop_centered", "adam_bfloat16", "ftrl", "lamb_int8",
-)  # fmt: skip
+IN_PLACE = [k for k, v in registry.OPTIMIZERS.items() if not v.copies]
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name", suite([k for k, v in registry.OPTIMIZERS.items() if not v.copies], *SUITE)
+    "name",
+    suite(IN_PLACE, "momentum_int8", "rmsprop_centered", "adam_bfloat16", "ftrl", "lamb_int8"),
 )
 @pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_train_steps_are_in_place(name):
@@ -74,21 +73,12 @@ def test_another_order_of_donated_arguments_is_found():
         optfn.assert_in_place(step, *args)
 
 
-@pytest.mark.parametrize(
-    "name",
-    suite(
-        registry.PROGRAMS,
-        "sgd_clip_l1",
-        "adadelta",
-        "adamw",
-        "lamb",
-        "reduce_on_plateau",
-        "dynamic_loss_scale",
-    ),
+@by_entry(
+    registry.PROGRAMS,
+    *("sgd_clip_l1", "adadelta", "adamw", "lamb", "reduce_on_plateau", "dynamic_loss_scale"),
 )
-def test_equal_leaves_are_treated_as_any(name):
+def test_equal_leaves_are_treated_as_any(entry):
     """Under jit they share one traced rule; the results are those of unlike leaves, one by one."""
-    entry = registry.ALL[name]
     rng = np.random.default_rng(0)
     keys = ("w", "v", "z", "0")
 

@@ -38,14 +38,11 @@ PLANNED = [
 ]
 
 
-SUITE = (
-    "exchange + local_steps", "specs + tables", "pipeline + aux",
-)  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
 @pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
-@pytest.mark.parametrize("pair", suite(PLANNED, *SUITE))
+@pytest.mark.parametrize(
+    "pair", suite(PLANNED, "exchange + local_steps", "specs + tables", "pipeline + aux")
+)
 def test_the_plan_is_that_of_the_compiled_step(pair):
     names = pair.split(" + ")
     step, state = made(tuple(names))

@@ -104,16 +104,6 @@ MISTAKES = {
         ),
         ValueError, "evaluate_average=True: the state has no average",
     ),
-    "two averages, of which none is chosen": (
-        lambda: optfn.minimize(
-            lambda p, x: jnp.mean(p["scale"] * x),
-            optfn.chain(
-                optfn.sgd(0.1), optfn.exponential_moving_average(0.9), optfn.model_average(0.15)
-            ),
-            PARAMS, [np.ones(3)], evaluate=lambda p: 0.0, evaluate_average=True, progress=False,
-        ),
-        ValueError, "averages 'exponential_moving_average', 'model_average'; choose one of them",
-    ),
     "a loss with aux as a metric": (
         lambda: evaluate(lambda params, x: (jnp.mean(x), {})),
         TypeError, r"got a tuple.*pass lambda \*arguments: loss_fn\(\*arguments\)\[0\]",

@@ -12,12 +12,8 @@ from problems import run, tree
 
 import optfn
 
-UNTRAINED = (
-    "asgd_batches", "rmsprop", "adamw_int8", "ftrl_dense_rows", "muon",
-)  # fmt: skip
 
-
-@by_entry(registry.OPTIMIZERS, *UNTRAINED)
+@by_entry(registry.OPTIMIZERS, "asgd_batches", "rmsprop", "adamw_int8", "ftrl_dense_rows", "muon")
 def test_untrainable_leaves_are_left_alone_bit_for_bit(entry):
     """−0.0 stays −0.0; there is no state; the gradient may be anything, or missing."""
     held = {"a/.*": optfn.ParamAttr(trainable=False)}

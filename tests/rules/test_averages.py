@@ -31,7 +31,7 @@ def test_averages_share_no_buffer_and_choose_by_name():
     )
     params = tree(0) | {"ids": jnp.arange(3)}
     state = tx.init(params)
-    with pytest.raises(ValueError, match="'exponential_moving_average', 'model_average'"):
+    with pytest.raises(ValueError, match="_average', 'model_average'; choose one of them"):
         optfn.averaged_params(state, params)
     for name in ("exponential_moving_average", "model_average"):
         averaged = optfn.averaged_params(state, params, name=name)

@@ -202,17 +202,7 @@ def test_optfn_follows_paddle(name):
     compare(name, found)
 
 
-SUITE = (
-    "fluid18_lr_static_noam_decay", "fluid18_lr_static_natural_exp_decay__staircase",
-    "fluid18_lr_static_polynomial_decay__cycle", "fluid18_lr_static_linear_lr_warmup__piecewise",
-    "fluid18_lr_dygraph_NaturalExpDecay__staircase",
-    "fluid18_lr_dygraph_InverseTimeDecay__staircase", "fluid18_lr_dygraph_StepDecay",
-    "p33_lr_PiecewiseDecay", "p33_lr_PolynomialDecay", "p33_lr_MultiStepDecay",
-    "p33_lr_OneCycleLR",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", suite(RATES, *SUITE))
+@pytest.mark.parametrize("name", suite(RATES, *RATES[::9]))
 def test_optfn_schedule_follows_paddle(name):
     """The schedule gives the rates that Paddle used, for an int32 step under jit."""
     schedule = translate_schedule(CASES[name]).build(optfn.schedules)
