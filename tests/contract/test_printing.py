@@ -1,7 +1,5 @@
 """What a user prints says what it is: a transform or schedule reads like the call that made it."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +39,6 @@ def test_every_transform_names_its_factory(name):
     factory = outer.get(name, entry.name).split(".")[-1]
     assert shown.startswith(f"{factory}(") and shown.endswith(")")
     assert "<function" not in shown and " object at 0x" not in shown
-
-
-def test_signatures_show_through_the_decorators():
-    assert list(inspect.signature(optfn.adam).parameters)[:3] == ["learning_rate", "b1", "b2"]
-    assert "Arguments of every optimizer" in optfn.adam.__doc__
 
 
 def test_a_traced_hyper_parameter_is_named():

@@ -131,12 +131,6 @@ def test_several_rates_are_told_apart_by_path():
         optfn.get_learning_rate(state, "missing")
 
 
-def test_same_rate_twice_is_one_rate():
-    tx = optax.partition({"x": optfn.sgd(0.5), "y": optfn.adam(0.5)}, {"a": "x", "b": "y"})
-    state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
-    assert float(optfn.get_learning_rate(state)) == 0.5
-
-
 def test_plateau_rate_is_the_one_read_and_set():
     """The optimizer before it has rate 1."""
     tx = optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.5))
