@@ -148,34 +148,6 @@ def test_masters_of_32_bits_are_those_of_copies():
         assert isinstance(state.remainder["n"], optax.MaskedNode)
 
 
-def test_24_bits_lose_no_small_step():
-    """Steps of 2⁻²⁰ of a weight: bfloat16 stands still, 24 bits move by all of them on average."""
-    w = jnp.asarray(np.random.default_rng(1).uniform(1, 2, 4096), jnp.bfloat16)
-    step = {"w": -w * jnp.bfloat16(2.0**-20)}
-
-    def moved(tx):
-        def body(carry, _):
-            p, state = carry
-            updates, state = tx.update(step, state, p)
-            return (optax.apply_updates(p, updates), state), None
-
-        start = {"w": w}
-        scan = jax.jit(lambda: jax.lax.scan(body, (start, tx.init(start)), None, length=2000)[0])
-        p, state = scan()
-        whole = p["w"].astype(jnp.float32)
-        if "remainder" in getattr(state, "_fields", ()):
-            whole = join_float32(p["w"], state.remainder["w"])
-        return np.asarray(whole - w.astype(jnp.float32), np.float64)
-
-    want = 2000 * np.asarray(w, np.float64) * 2.0**-20
-    found = moved(optfn.sgd(1.0, multi_precision=24))
-    assert not np.any(moved(optfn.sgd(1.0)))
-    # A step is up to 1/8 of the unit of 24 bits: its rounding has a variance of at most 1/4 unit².
-    unit = 2.0**-15
-    assert abs(np.mean(found - want)) < 5 * np.sqrt(2000 / 4 / 4096) * unit
-    assert np.sqrt(np.mean((found - want) ** 2)) < np.sqrt(2000 / 4) * unit * 1.1
-
-
 def test_a_parameter_that_falls_far_in_one_step_takes_its_master_along():
     """p + u is rounded there: the master is off by half a unit of the old one, as any sum is."""
     params = {"w": jnp.asarray([1.0, 1.0, -3.0], jnp.bfloat16)}
