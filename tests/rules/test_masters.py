@@ -175,15 +175,10 @@ def test_edited_parameters_are_moved_by_their_remainder():
 
 def test_remainders_are_in_checkpoints_by_names_of_their_own():
     """tests/checkpoint/test_forms_of_masters.py loads each form as another."""
-    states = {bits: optfn.sgd(0.1, multi_precision=bits).init(PARAMS) for bits in (True, 32, 24)}
-    for bits, state in states.items():
-        mapping = optfn.state_dict(state)
-        loaded = optfn.load_state_dict(state, mapping)
-        assert jax.tree.structure(loaded) == jax.tree.structure(state)
-        (name,) = {k.split("/")[0] for k in mapping if "master" in k}
-        assert (
-            name == {True: "master_weights", 32: "master_weights32", 24: "master_weights24"}[bits]
-        )
+    names = {True: "master_weights", 32: "master_weights32", 24: "master_weights24"}
+    for bits, name in names.items():
+        mapping = optfn.state_dict(optfn.sgd(0.1, multi_precision=bits).init(PARAMS))
+        assert {k.split("/")[0] for k in mapping if "master" in k} == {name}
 
 
 def test_remainders_are_divided_as_the_parameters_are():
