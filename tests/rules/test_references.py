@@ -127,11 +127,6 @@ def gradients(kind: str) -> dict[str, np.ndarray]:
     return made
 
 
-def build(config: Config) -> Any:
-    """Return optfn's optimizer."""
-    return getattr(optfn, config.optimizer)(**config.hyper)
-
-
 def trajectory(tx: Any, params: Any, gradients: Any) -> Any:
     """Return the parameters after each step, by one scan."""
 
@@ -144,41 +139,25 @@ def trajectory(tx: Any, params: Any, gradients: Any) -> Any:
     return jax.lax.scan(step, (params, tx.init(params)), gradients)[1]
 
 
-def together(transforms: dict[str, Any]) -> Any:
-    """Return one program for the trajectories of several transforms: compiling it costs less."""
-
-    def program(params: Any, gradients: Any) -> Any:
-        return {k: trajectory(tx, params, gradients) for k, tx in transforms.items()}
-
-    return jax.jit(program)
-
-
 @functools.cache
-def program_of(optimizer: str, expressions: str) -> Any:
-    """Return the program of all the configurations of an optimizer."""
-    return together({k: build(c) for k, c in CONFIGS.items() if c.optimizer == optimizer})
+def program_of(name: str, expressions: str) -> Any:
+    """Return the program of a configuration with these expressions."""
+    tx = getattr(optfn, CONFIGS[name].optimizer)(**CONFIGS[name].hyper)
+    return jax.jit(functools.partial(trajectory, tx))
 
 
-@functools.cache
-def trajectories(optimizer: str, kind: str, start: str, expressions: str = "cpu") -> Any:
-    """Return the trajectories of all the configurations of an optimizer."""
-    return program_of(optimizer, expressions)(parameters(start), gradients(kind))
-
-
-def assert_follows(
-    found: dict[str, np.ndarray],
-    expected: dict[str, np.ndarray],
-    start: dict[str, np.ndarray],
-    rtol: float,
-    rounding: float,
-    mixing: bool,
-) -> None:
-    """Compare the parameters after each step, as the docstring of this file says."""
+def check(name: str, params: Any, grads: Any, expressions: str = "of a CPU") -> None:
+    """Compare the parameters after each step with the reference's, as the docstring of this file
+    says."""
+    config = CONFIGS[name]
+    expected = references.trajectory(config.optimizer, params, grads, **config.hyper)
+    found = program_of(name, expressions)(params, grads)
+    rtol, rounding = RTOL.get(name, RTOL["default"]), ROUNDING.get(config.optimizer, 1.0)
     assert found.keys() == expected.keys()
     for k, reference in expected.items():
-        every_step = np.concatenate([start[k][None].astype(reference.dtype), reference])
+        every_step = np.concatenate([params[k][None].astype(reference.dtype), reference])
         path = np.cumsum(np.abs(np.diff(every_step, axis=0)), axis=0)
-        if mixing and path[0].ndim == 2:
+        if config.optimizer in MIXING and path[0].ndim == 2:
             path = np.max(path, axis=(1, 2), keepdims=True) + 0 * path
         rounded = rounding * EPSILON * np.cumsum(np.abs(reference), axis=0)
         error = np.abs(np.asarray(found[k], reference.dtype) - reference)
@@ -191,15 +170,6 @@ def assert_follows(
         )
 
 
-def bounds(name: str) -> dict[str, float]:
-    """Return the bounds of a configuration."""
-    return {
-        "rtol": RTOL.get(name, RTOL["default"]),
-        "rounding": ROUNDING.get(CONFIGS[name].optimizer, 1.0),
-        "mixing": CONFIGS[name].optimizer in MIXING,
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "start"),
     suite(
@@ -210,20 +180,14 @@ def bounds(name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_optimizer_follows_its_reference(name, kind, start):
     """50 steps are those of the float64 rule, whatever the size of the gradients."""
-    config, params = CONFIGS[name], parameters(start)
-    expected = references.trajectory(config.optimizer, params, gradients(kind), **config.hyper)
-    found = trajectories(config.optimizer, kind, start)[name]
-    assert_follows(found, expected, params, **bounds(name))
+    check(name, parameters(start), gradients(kind))
 
 
 @pytest.mark.parametrize("kind", suite(KINDS, "mixed"))
 @pytest.mark.parametrize("name", [k for k, c in CONFIGS.items() if c.optimizer in IN_PASSES])
 def test_plain_expressions_follow_the_reference(name, kind, plain_expressions):
     """What TPUs and GPUs compile in place of the loops of a CPU is the same rule."""
-    config, params = CONFIGS[name], parameters("mixed")
-    expected = references.trajectory(config.optimizer, params, gradients(kind), **config.hyper)
-    found = trajectories(config.optimizer, kind, "mixed", "plain")[name]
-    assert_follows(found, expected, params, **bounds(name))
+    check(name, parameters("mixed"), gradients(kind), "plain")
 
 
 def test_complex_leaves_follow_their_references():
@@ -236,11 +200,8 @@ def test_complex_leaves_follow_their_references():
     params = {"z": (rng.normal(size=6) + 1j * rng.normal(size=6)).astype(np.complex64)}
     g = rng.normal(size=(STEPS, 6)) + 1j * rng.normal(size=(STEPS, 6))
     grads = {"z": (g * 10.0 ** np.linspace(-6, 6, 6)).astype(np.complex64)}
-    found = together({name: build(CONFIGS[name]) for name in names})(params, grads)
     for name in names:
-        config = CONFIGS[name]
-        expected = references.trajectory(config.optimizer, params, grads, **config.hyper)
-        assert_follows(found[name], expected, params, **bounds(name))
+        check(name, params, grads)
 
 
 def both(name: str, calls: list[tuple[Any, ...]], steps: np.ndarray) -> Any:
