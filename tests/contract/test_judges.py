@@ -159,20 +159,16 @@ RUNS = {
     "guards around momentum": (guarded(optfn.momentum(RATE, 0.9)), "float32", {}),
     "masters": (guarded(optfn.lamb(RATE, multi_precision=True)), "bfloat16", {}),
     "scaled loss": (
-        optfn.dynamic_loss_scale(optfn.adam(RATE, multi_precision=True)),
-        "float16",
-        {},
+        optfn.dynamic_loss_scale(optfn.adam(RATE, multi_precision=True)), "float16", {},
     ),
     "plateau": (
-        optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-2)),
-        "float32",
-        {},
+        optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-2)), "float32", {},
     ),
     "accumulate": (guarded(optfn.accumulate(averaged(optfn.adam(RATE)), 3)), "float32", {}),
     "compression": (optfn.record_metrics(COMPRESSED), "float32", MESH),
     "packed": (guarded(optfn.adam(RATE)), "float32", {"packed": True}),
     "packed rule of optax": (optax.adamw(1e-2), "float32", {"packed": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,41 +19,35 @@ def flops(line, *shapes, before=""):
 HEADS = 2 * 32 * 2048 * 2048 * 128
 CONVOLUTIONS = {
     "plain": (
-        "bf16[8,16] convolution(%p0, %p1), dim_labels=bf_io->bf",
-        ("bf16[8,4]", "bf16[4,16]"),
+        "bf16[8,16] convolution(%p0, %p1), dim_labels=bf_io->bf", ("bf16[8,4]", "bf16[4,16]"),
         2 * 8 * 4 * 16,
     ),
     "a batch with holes": (
         "f32[32,2048,2048] convolution(%p0, %p1), window={size=32 stride=31 lhs_dilate=32}, "
         "dim_labels=b0f_o0i->0bf",
-        ("bf16[2048,32,128]", "bf16[2048,32,128]"),
-        HEADS,
+        ("bf16[2048,32,128]", "bf16[2048,32,128]"), HEADS,
     ),
     "a batch of results with padding": (
         "bf16[2048,32,128] convolution(%p0, %p1), window={size=32 pad=31_31 rhs_reversal=1}, "
         "dim_labels=bf0_0oi->b0f",
-        ("bf16[2048,4096,1]", "bf16[32,128,4096]"),
-        2 * 2048 * 4096 * 32 * 128,
+        ("bf16[2048,4096,1]", "bf16[32,128,4096]"), 2 * 2048 * 4096 * 32 * 128,
     ),
     "holes and padding": (
         "bf16[32,2048,2048] convolution(%p0, %p1), "
         "window={size=32 stride=32 pad=31_31 lhs_dilate=31 rhs_reversal=1}, "
         "dim_labels=b0f_0io->0fb",
-        ("bf16[2048,32,128]", "bf16[32,128,2048]"),
-        HEADS,
+        ("bf16[2048,32,128]", "bf16[32,128,2048]"), HEADS,
     ),
     "two parts of a sum": (
         "bf16[2048,11008,1] convolution(%p0, %p1), window={size=2}, dim_labels=b0f_0io->bf0",
-        ("bf16[2048,2,256]", "bf16[2,256,11008]"),
-        2 * 2048 * 512 * 11008,
+        ("bf16[2048,2,256]", "bf16[2,256,11008]"), 2 * 2048 * 512 * 11008,
     ),
     "an image": (
         "f32[1,6,7,8] convolution(%p0, %p1), window={size=3x1 pad=0_0x0_0}, "
         "dim_labels=b01f_01io->b01f",
-        ("f32[1,8,7,4]", "f32[3,1,4,8]"),
-        2 * 6 * 7 * 8 * 3 * 4,
+        ("f32[1,8,7,4]", "f32[3,1,4,8]"), 2 * 6 * 7 * 8 * 3 * 4,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
