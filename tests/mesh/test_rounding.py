@@ -140,7 +140,8 @@ def error(mean):
 
 
 @pytest.mark.parametrize(
-    "name", suite(ROUNDED, "reduced on two levels", "exchanged by parts", "drifts")
+    "name",
+    suite(ROUNDED, "reduced on two levels", "exchanged by parts", "drifts", "masters of 24 bits"),
 )
 @pytest.mark.filterwarnings("ignore:.*all workers have the same gradient")
 def test_equal_gradients_are_right_in_the_mean(name):

@@ -178,6 +178,7 @@ def structures(rng):
             "outer": pick(None, None, [], [["ema", 0.5]], [["model_average", 2]], *in_masters),
         }
         if more["outer"] is not None and chance(0.4):
+            rule = pick(*limits.SMOOTH_RULES) if chance(0.7) else rule
             compressor = pick("top_k(1.0)", "top_k(0.3)", "quantize(4)", "power_sgd(1)")
             compressor += pick("", "", ", error_feedback=0.5", ", warmup_steps=2")
         links, partition = [], None

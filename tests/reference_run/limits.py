@@ -232,6 +232,10 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "local steps without more": is_local and (bool(more) or {*facts.sizes} != {8}),
         "an outer step of nothing": is_local and of_nothing,
         "an outer optimizer of no rounds": is_outer and not is_local,
+        # As the first steps of rmsprop have: which of them a packet has is rounding.
+        "a choice among steps of one size": is_local
+        and p.compressor not in (None, "top_k(1.0)")
+        and p.rule not in SMOOTH_RULES,
         "a way exchanges": any(("exchange" in name) != p.exchanges for name in facts.ways),
         "a choice in each part of a leaf": facts.has("grid") and is_chosen,
         "a grid's exchange goes on in its way": p.exchanges and facts.has("grid") and len(ways) > 1,

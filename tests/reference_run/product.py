@@ -69,6 +69,9 @@ def execute(p: Program, directory: str | None = None) -> dict:
         if "compare" in p.spelling:
             compare_copies(names["state"])
         return observe(p, part, names)
+    except FloatingPointError:
+        finish_writes()
+        return {"raised": "FloatingPointError"} | left_behind(p, names["directory"])
     finally:
         finish_writes()
         shutil.rmtree(own, ignore_errors=True)
@@ -158,11 +161,9 @@ def one_of_copies(state):
 def observe(p: Program, part: dict, names: dict) -> dict:
     """Return what a user can read of a run: what it returned, and its checkpoints."""
     finish_writes()
-    disk = read_disk(p, names["directory"])
-    log = read_log(names["directory"] + ".jsonl") if p.log else {}
-    state = names["state"]
+    state, left = names["state"], left_behind(p, names["directory"])
     if state is None:
-        return {"killed": part["kill"], "disk": disk, "log": log}
+        return {"killed": part["kill"]} | left
     state = one_of_copies(state) if np.ndim(state.step) else state
     history = dict(names["history"])
     stopped = str(history.pop("stopped"))
@@ -180,9 +181,13 @@ def observe(p: Program, part: dict, names: dict) -> dict:
         "average": average,
         "history": {k: np.asarray(v) for k, v in history.items()},
         "stopped": stopped,
-        "disk": disk,
-        "log": log,
-    }
+    } | left
+
+
+def left_behind(p: Program, directory) -> dict:
+    """Return what a run leaves on the disk: its checkpoints, and its log."""
+    log = read_log(directory + ".jsonl") if p.log else {}
+    return {"disk": read_disk(p, directory), "log": log}
 
 
 def read_log(name) -> dict:
@@ -237,7 +242,7 @@ def compare(p: Program, want: dict, got: dict) -> list:
     for k in ("killed", "raised", "calls", "step", "stopped"):
         if want.get(k) != got.get(k):
             bad.append((k, want.get(k), got.get(k)))
-    if "raised" in want or "raised" in got:
+    if want.get("raised") != got.get("raised"):
         return bad
     for k in ("params", "model_state", "average"):
         for leaf, x in (want.get(k) or {}).items():
@@ -282,8 +287,6 @@ def check(p: Program, directory: str | None = None) -> tuple[list, set]:
         try:
             with at_most(SECONDS):
                 got = execute(p, directory)
-        except FloatingPointError:
-            got = {"raised": "FloatingPointError", "disk": {}}
         except Exception as error:
             return [(f"raised {type(error).__name__}", "", str(error))], reached
     return compare(p, want, got), reached

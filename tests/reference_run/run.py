@@ -102,8 +102,7 @@ class Loop:
             self.reached.add("a run that resumes")
         while self.n < last and not is_stopped and not self.gave_up():
             if self.n == part.get("kill"):
-                disk = {n: saved(x) for n, x in self.disk.items()}
-                return {"killed": self.n, "disk": disk, "log": self.lines}
+                return {"killed": self.n} | self.left_behind()
             if self.n == begin:  # an evaluation that only ended the run before counts for nothing
                 for n in [n for n, _, is_due in self.state["evaluations"] if not is_due]:
                     for k in self.values_by_name(0.0):
@@ -111,21 +110,21 @@ class Loop:
                 self.state["evaluations"] = [x for x in self.state["evaluations"] if x[2]]
                 self.best[:] = [x for x in self.best if x[2]]
             if self.has_given_up():
-                return {"raised": "FloatingPointError"}
+                return {"raised": "FloatingPointError"} | self.left_behind()
             if p.local_steps > 1:
                 self.call_round()
             else:
                 self.call()
             if p.stops and not (np.isfinite(self.last_loss) or self.is_guarded):
                 self.reached.add("a loss that stops the run")
-                return {"raised": "FloatingPointError"}
+                return {"raised": "FloatingPointError"} | self.left_behind()
             if self.is_due():
                 self.note(True)
             is_stopped = self.n in (part.get("callback"), part.get("signal"))
             if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
                 self.save()
         if self.has_given_up() and p.loop == "fit":  # a step raises in the next call
-            return {"raised": "FloatingPointError"}
+            return {"raised": "FloatingPointError"} | self.left_behind()
         if self.n > begin:
             self.end()
         return self.result(is_stopped)
@@ -360,10 +359,12 @@ class Loop:
             "model_state": self.state["model_state"],
             "average": average_of(self.state)[0],
             "history": history,
-            "log": self.lines,
             "stopped": stopped,
-            "disk": {n: saved(x) for n, x in self.disk.items()},
-        }
+        } | self.left_behind()
+
+    def left_behind(self):
+        """Return what a run leaves on the disk, however it ends."""
+        return {"disk": {n: saved(x) for n, x in self.disk.items()}, "log": self.lines}
 
 
 def average_of(state):
