@@ -297,7 +297,7 @@ def over_batches(
     The examples of a batch are counted along its leading axis, so a short last batch counts by its
     size. Where `fn` returns an `optfn.Mean`, the result is Σ total / Σ weight, such as the mean
     over the tokens of all batches. `fn` is compiled by `jax.jit`, once for each shape of a batch.
-    Params keep their sharding.
+    Params keep their sharding, and packed ones are unpacked for `fn`.
 
     Args:
       fn: a function (params, batch) -> a mean over the examples of the batch, an `optfn.Mean`, or a
@@ -328,7 +328,7 @@ def over_batches(
         names = ("params", "model_state")[: len(arguments)]
         hint = ". It gets no random key: evaluate without dropout, or bind a key of your own"
         checks.check_signature("over_batches: fn", fn, (*names, "batch"), hint=hint)
-        rows = []
+        arguments, rows = tuple(map(unpack, arguments)), []
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.

@@ -11,6 +11,7 @@ import numpy as np
 from optfn.core import checks, tree
 from optfn.core.numerics import wide_dtype
 from optfn.core.types import Batch, LossFn, Params, PyTree
+from optfn.leaves.packed import unpack
 from optfn.leaves.patterns import Pattern, check_pattern, match_names
 from optfn.loss.keys import fold_in
 from optfn.loss.loss_form import Inputs, LossForm
@@ -58,7 +59,8 @@ def estimate_statistics(
     Args:
       loss_fn: the loss function of the training, (params, model_state, batch[, key]) ->
         (loss, model_state). It is compiled once, and calls the model as in training.
-      params: the parameters, such as `averaged_params(state.opt_state, state.params)`.
+      params: the parameters, such as `averaged_params(state.opt_state, state.params)`. Packed ones
+        are unpacked for the loss.
       model_state: the model state after training; arrays that are not floating-point stay as they
         are.
       batches: an iterable of batches, such as a part of the training data.
@@ -79,7 +81,7 @@ def estimate_statistics(
     first_key = worker_step.make_key(rng)
     leaves, structure = jax.tree.flatten(model_state)
     chosen = _select_arrays(model_state, check_pattern("only", only))
-    respond_to = _make_response(loss_fn, form, params, model_state)
+    respond_to = _make_response(loss_fn, form, unpack(params), model_state)
     # Wide, however narrow the statistics are.
     zeros = {i: jnp.zeros_like(leaves[i], wide_dtype(leaves[i].dtype)) for i in chosen}
     total: Arrays = {}

@@ -8,7 +8,7 @@ import dataclasses
 
 from reference_run import limits
 from reference_run.links import BY_PARTS, SCHEDULES, frozen_of
-from reference_run.program import TABLES, Program
+from reference_run.program import DAY, TABLES, Program
 from reference_run.source import SPELLINGS, WAYS
 
 EXAMPLES = 8
@@ -58,6 +58,7 @@ DGC += [
     ("dgc_momentum", options | {"momentum": 0.9, "rampup_begin_step": 1, "sparsity": (0.5, 0.8)})
     for options in ({"local_grad_clip_norm": 0.5, "rampup_step": 4}, {"momentum_masking": False})
 ]
+DGC_OF_FEW = ("dgc_momentum", {"momentum": 0.5, "rampup_begin_step": 0, "sparsity": (0.998,)})
 COMMON_RULES = RULES[:7]
 BY_TENSOR = [rule for rule in RULES if rule[0] in ("lamb", "lars", "muon")]
 BY_SLICES = ("top_k(0.3)", "quantize(4)", "quantize(1)")
@@ -167,6 +168,10 @@ def structures(rng):
         elif chance(0.25):
             rule, compressor, clip, schedule = pick(*DGC), None, None, None
             decay = pick(None, None, ("l2", 0.1))
+        if "grid" not in way and chance(0.3):  # few entries are rows of an update
+            leaves += ["large"]
+            compressor = compressor and "top_k(1 / 512)"
+            rule = rule if compressor else pick(DGC[0], DGC_OF_FEW)
     if rule[1].get("lazy") and chance(0.9):  # what makes rows dense is known to be left out
         attrs, decay, links, partition = {}, None, [x for x in links if x[0] != "trace"], None
     more = {}
@@ -341,7 +346,7 @@ def runs(rng, p):
         epochs=epochs,
         evaluate=evaluate,
         loader=loader,
-        save_every=pick(1, 2, 3, 100),
+        save_every=pick(1, 2, 3, 100, DAY),
         keep=pick(1, 2, 3),
         prefetch=pick(0, 1),
         save_frozen=not (frozen_of(p) and chance(0.6)),

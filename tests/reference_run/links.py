@@ -260,6 +260,7 @@ BY_PARTS = ', route="parts"'
 COMPRESSORS = {
     "top_k(1.0)": lambda x: x,
     "top_k(0.3)": lambda x: top_k(x, 0.3),
+    "top_k(1 / 512)": lambda x: top_k(x, 1 / 512),
     "quantize(4)": lambda x: quantize(x, 4),
     "quantize(1)": lambda x: quantize(x, 1),
 }

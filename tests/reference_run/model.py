@@ -28,6 +28,8 @@ def outputs(params, x, ids=None):
     out = params["s"] * jnp.sum(h, -1)
     if "empty" in params:
         out = out + jnp.sum(params["empty"])
+    if "large" in params:
+        out = out + jnp.mean(jnp.tanh(x @ params["large"]), -1)
     return out * params["count"] if "count" in params else out
 
 
@@ -150,6 +152,12 @@ def loss_of_held(p, params, model_state):
         weight = weight if p.is_weighted else len(b["weights"])
         total, count = total + (weight * value if weight else 0.0), count + weight
     return total / count
+
+
+def statistics_of_held(p):
+    """Return the mean of the running mean's inputs over the batches that are held back."""
+    batches = [make_batch(b["seed"], b["weights"], None, p.batch_dtype) for b in HELD]
+    return np.mean(np.concatenate([x for x, _, _ in batches]), 0, dtype=np.float64)
 
 
 ONE = types.SimpleNamespace(workers=0, microbatches=1, exchanging=1)

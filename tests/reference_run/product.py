@@ -1,5 +1,6 @@
 """A program trained by optfn, as its text says, and how that differs from the reference run."""
 
+import collections
 import contextlib
 import functools
 import json
@@ -19,8 +20,8 @@ import optfn
 from optfn.distributed import PipelineParams, stack_stages, unstack_stages
 from reference_run import run as reference
 from reference_run import source
-from reference_run.model import first_model_state
-from reference_run.program import STACKED, Program, first_params
+from reference_run.model import HELD, first_model_state
+from reference_run.program import STACKED, Program, first_params, make_batch
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
 SECONDS = 60  # of one program, with the compilation of its step
@@ -123,6 +124,7 @@ def whole(params):
     if isinstance(params, PipelineParams):
         stages = unstack_stages(on_host(params.stages))
         params = {k: np.stack([x[k] for x in stages]) for k in STACKED} | params.shared
+    params = params._asdict() if hasattr(params, "_asdict") else params
     if "stages" in params:
         layers = getattr(params["stages"], "layers", params["stages"])
         params = {k: x for k, x in params.items() if k != "stages"} | layers
@@ -132,12 +134,11 @@ def whole(params):
 def template(p: Program):
     """Return params as `load_params` takes them."""
     params = first_params(p)
-    if not p.stages:
-        return params
-    shared = {k: x for k, x in params.items() if k not in STACKED}
+    shared = {k: x for k, x in params.items() if not (p.stages and k in STACKED)}
     if not p.is_pipeline:
         layers = {k: params[k] for k in STACKED}
-        return shared | {"stages": layers if p.stacked else optfn.Stacked(layers)}
+        shared |= {"stages": layers if p.stacked else optfn.Stacked(layers)} if p.stages else {}
+        return collections.namedtuple("Model", p.fields)(**shared) if p.is_record else shared
     stages = [{k: params[k][i] for k in STACKED} for i in range(p.stages)]
     return PipelineParams(stack_stages(stages), shared)
 
@@ -181,7 +182,18 @@ def observe(p: Program, part: dict, names: dict) -> dict:
         "average": average,
         "history": {k: np.asarray(v) for k, v in history.items()},
         "stopped": stopped,
+        "statistics": p.estimates_statistics and estimate_statistics(p, state, names["loss_fn"]),
     } | left
+
+
+def estimate_statistics(p: Program, state, loss_fn) -> dict:
+    """Return the statistics of the model over the batches that are held back."""
+    more = p.batch_dtype, 1, p.has_tables
+    batches = [make_batch(b["seed"], b["weights"], None, *more) for b in HELD]
+    given = {"has_aux": p.aux, "rng": 7 if p.key else False}
+    return on_host(
+        optfn.estimate_statistics(loss_fn, state.params, state.model_state, batches, **given)
+    )
 
 
 def left_behind(p: Program, directory) -> dict:
@@ -244,7 +256,7 @@ def compare(p: Program, want: dict, got: dict) -> list:
             bad.append((k, want.get(k), got.get(k)))
     if want.get("raised") != got.get("raised"):
         return bad
-    for k in ("params", "model_state", "average"):
+    for k in ("params", "model_state", "average", "statistics"):
         for leaf, x in (want.get(k) or {}).items():
             if not near(x, (got.get(k) or {}).get(leaf, np.nan)):
                 bad.append((f"{k}/{leaf}", x, (got.get(k) or {}).get(leaf)))

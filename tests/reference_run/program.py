@@ -8,7 +8,8 @@ import numpy as np
 FEATURES, WIDTH = 4, 4
 SHAPES = {"w": (FEATURES, WIDTH), "b": (WIDTH,), "s": (), "empty": (0, 3), "count": ()}
 TABLES = {"t": (8, FEATURES), "u": (12, FEATURES)}  # each example looks up two rows of each
-SHAPES |= TABLES
+SHAPES |= TABLES | {"large": (FEATURES, 512)}  # of which packets have few entries
+DAY = 10**6  # steps between checkpoints, if the time between them is a day
 STACKED = ("w", "b")  # the leaves of a stage of a pipeline
 
 
@@ -56,8 +57,8 @@ class Program:
       trained.
     loop: "fit"; "own" for a loop that the user writes around the step; "scan" for one that is a
       program; "vmap" for a program of two runs, of which this is the second.
-    spelling: other ways to write the same, names in `source.SPELLINGS`, and "reversed" for layers
-      of which the last one comes first.
+    spelling: other ways to write the same, or what is asked of the state at the end, names in
+      `source.SPELLINGS`, and "reversed" for layers of which the last one comes first.
     saves: whether the run has checkpoints; save_every, keep, prefetch: of the loop.
     save_frozen: whether checkpoints have the frozen leaves.
     stops: whether the first loss that is not finite ends the run.
@@ -132,6 +133,23 @@ class Program:
         return "pipeline" in self.way
 
     @property
+    def is_record(self) -> bool:
+        """Whether params are a NamedTuple."""
+        return "record" in self.spelling and not self.is_pipeline
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of the entries of params, in the order of the leaves."""
+        rest = [k for k in self.leaves if not (self.stages and k in STACKED)]
+        return ["stages", *rest] if self.stages else rest
+
+    @property
+    def estimates_statistics(self) -> bool:
+        """Whether the statistics of the model are estimated at the end."""
+        is_known = bool(self.model_state) and not self.pass_step and self.rows == 1
+        return is_known and "statistics" in self.spelling
+
+    @property
     def judged(self) -> str:
         """The name of the evaluation in history and log."""
         is_named = bool(self.evaluate and self.evaluate.get("named"))
@@ -192,8 +210,13 @@ def first_params(p: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = {k: (p.stages, *x) if p.stages and k in STACKED else x for k, x in SHAPES.items()}
     values = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
-    values |= {"s": np.array(0.8), "count": np.array(2, np.int32)}
+    values |= {"s": np.array(0.8), "count": np.array(2, np.int32), "large": large_leaf()}
     return {k: x.astype(p.dtype_of(k)) for k, x in values.items() if k in p.leaves}
+
+
+def large_leaf() -> np.ndarray:
+    """Return the value that the large leaf begins with."""
+    return np.sin(np.arange(FEATURES * 512.0)).reshape(FEATURES, 512) / 4
 
 
 def make_batch(seed, weights, bad=None, dtype="float64", rows=1, ids=False):

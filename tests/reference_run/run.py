@@ -360,6 +360,8 @@ class Loop:
             "average": average_of(self.state)[0],
             "history": history,
             "stopped": stopped,
+            "statistics": self.p.estimates_statistics
+            and {"mean": model.statistics_of_held(self.p)},
         } | self.left_behind()
 
     def left_behind(self):

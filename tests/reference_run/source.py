@@ -5,7 +5,7 @@ import inspect
 import math
 
 from reference_run import model
-from reference_run.program import STACKED, Program, first_params, make_batch
+from reference_run.program import DAY, STACKED, Program, first_params, large_leaf, make_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,16 @@ _SCHEDULES = {
     "optfn.schedules.step_decay({rate}, 2, 0.5), 2, 0.0, {rate})",
 }
 # What means the same as the usual text.
-SPELLINGS = ("scan", "keywords", "patterns", "lookups", "minimize", "compare")
+SPELLINGS = (
+    "scan",
+    "keywords",
+    "patterns",
+    "lookups",
+    "minimize",
+    "compare",
+    "statistics",
+    "record",
+)
 _MEAN_OF_ROWS = 'jnp.mean(params["t"][ids[:, :2]], 1)'
 _MEAN_OF_LOOKUPS = '0.5 * params["t"][ids[:, 0]] + 0.5 * params["t"][ids[:, 1]]'
 _SCAN = """
@@ -194,9 +203,10 @@ _AROUND = {
     "record_metrics": "optfn.record_metrics({tx}{more})",
 }
 HEADER = """\
-import collections, os, signal, tempfile
+import os, signal, tempfile
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np, optax, optfn
+import collections, datetime
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from optfn.distributed import exchange, power_sgd, quantize, scan_layers, top_k
@@ -308,6 +318,7 @@ def loss_text(p: Program) -> str:
     """Return the text of the loss."""
     names = {"model_state": p.model_state, "batch": True, "key": p.key, "step": p.pass_step}
     lines = [f"def loss_fn(params, {', '.join(k for k, v in names.items() if v)}):"]
+    lines += ["params = params._asdict()"] * p.is_record
     lines += ["x, y, weights, *ids = batch"] if p.has_tables else ["x, y, weights = batch"]
     if p.rows > 1:
         lines += [f"x = jnp.mean(x.reshape(-1, {p.rows}, 4), 1)"]
@@ -342,6 +353,8 @@ def loss_text(p: Program) -> str:
 def array_text(x) -> str:
     """Return the text of an array."""
     dtype = str(x.dtype)
+    if x.size == large_leaf().size:
+        return f'(np.sin(np.arange({x.size}.0)).reshape{x.shape} / 4).astype("{dtype}")'
     return f"np.array({x.tolist()}, {dtype!r})" if x.size else f"np.zeros({x.shape}, {dtype!r})"
 
 
@@ -358,6 +371,8 @@ def step_text(p: Program, way: str) -> str:
     if "lookups" in p.spelling:
         lines[1] = lines[1].replace(_MEAN_OF_ROWS, _MEAN_OF_LOOKUPS)
     lines += [loss_text(p), ""]
+    if p.is_record:
+        lines += [f'Model = collections.namedtuple("Model", {p.fields})']
     if "explicit" in WAYS[way].options:
         kinds = "axis_types=(AxisType.Explicit,)"
         lines += [f'explicit = Mesh(np.array(jax.devices()[:4]), ("data",), {kinds})']
@@ -496,7 +511,10 @@ def tree_text(p: Program, texts) -> str:
     texts = dict(texts)
     layers = dict_text({k: texts.pop(k) for k in STACKED}) if p.stages else ""
     layers = layers if p.stacked or not layers else f"optfn.Stacked({layers})"
-    return dict_text(texts | ({"stages": layers} if layers else {}))
+    texts |= {"stages": layers} if layers else {}
+    if p.is_record:
+        return call("Model", **texts)
+    return dict_text(texts)
 
 
 def dict_text(texts) -> str:
@@ -776,7 +794,8 @@ def fit_text(p: Program, part: dict) -> str:
         "prefetch": None if p.prefetch else "0",
     }
     if p.saves:
-        options |= {"checkpoint": "directory", "save_every": p.save_every, "keep": p.keep}
+        every = "datetime.timedelta(days=1)" if p.save_every == DAY else p.save_every
+        options |= {"checkpoint": "directory", "save_every": every, "keep": p.keep}
     if e:
         every = part.get("every", e["every"])
         options |= {
