@@ -165,8 +165,11 @@ def main() -> None:
     options = measure.parse(parser, mbits=[0], rounds=1, layers=2, width=32)
     if options.worker:
         return work(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
-    measure.report(options, HEAD, lambda: run(options))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
+    try:
+        measure.report(options, HEAD, lambda: run(options))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def skip_nonfinite(
     the state of `tx` stay, but for an `accumulate` in it, which counts the call.
 
     After `max_consecutive` bad gradients in a row, the next ones are applied, as in
-    `optax.apply_if_finite`. `make_train_step` and `minimize` then raise a FloatingPointError.
+    `optax.apply_if_finite`. `make_train_step` and `minimize` then raise a FloatingPointError, and
+    the state is not saved.
 
     Args:
       tx: an optimizer of optfn or optax.

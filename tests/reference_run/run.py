@@ -122,6 +122,8 @@ class Loop:
                 self.note(True)
             is_stopped = self.n in (part.get("callback"), part.get("signal"))
             if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
+                if p.saves and self.has_given_up():
+                    return {"raised": "FloatingPointError"} | self.left_behind()
                 self.save()
         if self.has_given_up() and p.loop == "fit":  # a step raises in the next call
             return {"raised": "FloatingPointError"} | self.left_behind()
