@@ -29,7 +29,8 @@ def outputs(params, x, ids=None):
     if "empty" in params:
         out = out + jnp.sum(params["empty"])
     if "large" in params:
-        out = out + jnp.mean(jnp.tanh(x @ params["large"]), -1)
+        columns = jnp.arange(1, 513, dtype=x.dtype)  # no two have gradients of one size
+        out = out + 0.3 * jnp.sum(jnp.tanh(x @ params["large"]) / columns, -1)
     return out * params["count"] if "count" in params else out
 
 
