@@ -223,16 +223,18 @@ def read_disk(p: Program, directory) -> dict:
 
 def read_checkpoint(p: Program, path) -> dict:
     """Return the arrays of a checkpoint by name."""
-    like, first = template(p), first_model_state(p)
+    first = first_model_state(p)
     if p.model_state == "key":
         first["key"] = jax.random.key(0)
-    params = optfn.load_params(path, like)
-    if p.model_state:
-        params, first = optfn.load_params(path, like, model_state=first)
-    trees = {"": whole(params), "model_state/": first and on_host(first)}
-    if names := p.averages:
-        average = names[-1] if len(names) > 1 else True
-        trees["average/"] = whole(optfn.load_params(path, like, average=average))
+
+    def load(prefix, **average):
+        params = optfn.load_params(path, template(p), model_state=first, **average)
+        params, model_state = params if p.model_state else (params, None)
+        return {prefix: whole(params), f"{prefix}model_state/": on_host(model_state)}
+
+    trees, names = load(""), p.averages
+    if names:
+        trees |= load("average/", average=names[-1] if len(names) > 1 else True)
     return {f"{name}{k}": x for name, tree in trees.items() for k, x in (tree or {}).items()}
 
 

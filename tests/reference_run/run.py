@@ -379,8 +379,9 @@ def average_of(state):
 
 def saved(state):
     """Return what a checkpoint has of a state, by name."""
+    params, model_state = average_of(state)
     trees = {"": state["params"], "model_state/": state["model_state"]}
-    trees["average/"] = average_of(state)[0]
+    trees |= {"average/": params, "average/model_state/": model_state}
     return {f"{name}{k}": x for name, tree in trees.items() for k, x in (tree or {}).items()}
 
 
