@@ -109,8 +109,9 @@ def widen_init(
 
 def keep_for_each_worker(opt_state: OptState, mapping: Mapping[str, Any]) -> OptState:
     """Return a template whose shared arrays are per-worker if `mapping` has one for each worker, as
-    it has counters after local steps that did not count on all workers."""
-    own = {str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))}
+    it has counters after local steps that did not count on all workers. Arrays that the mapping
+    lacks, since `only` leaves them out, stay as they are."""
+    own = {str(name) for name in np.asarray(mapping.get(PER_WORKER_KEY, ()))} & mapping.keys()
 
     def widen(entry: Entry, x: Leaf) -> PyTree:
         if entry.kept != "shared" or entry.name not in own:
