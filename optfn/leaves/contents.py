@@ -41,10 +41,8 @@ def count_stacked_axes(tree: PyTree) -> list[int]:
 
 def runs_by_name(tree: PyTree) -> dict[str, Run]:
     """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    found: dict[str, Run] = {}
-    for group, layout in zip(leaf_names(tree), leaf_layouts(tree), strict=True):
-        found |= zip(group, layout.run_of_leaves.values(), strict=True)
-    return found
+    runs = [run for layout in leaf_layouts(tree) for run in layout.run_of_leaves.values()]
+    return dict(zip(all_names(tree), runs, strict=True))
 
 
 def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
@@ -56,6 +54,11 @@ def leaf_names(tree: PyTree) -> list[tuple[str, ...]]:
         groups = node.leaf_names() if has_names(node) else [("",)]
         found += [tuple(join(path, name) for name in group) for group in groups]
     return found
+
+
+def all_names(tree: PyTree) -> list[str]:
+    """Return the names of all leaves in one list, in the order of `leaf_names`."""
+    return [name for group in leaf_names(tree) for name in group]
 
 
 def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:

@@ -1,6 +1,5 @@
 """Patterns of leaf names: regular expressions, or functions of a name."""
 
-import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -10,7 +9,7 @@ from optfn.core import checks
 from optfn.core.checks import T
 from optfn.core.tree import is_masked, leaves, list_names
 from optfn.core.types import PyTree
-from optfn.leaves.contents import has_names, leaf_names
+from optfn.leaves.contents import all_names, has_names
 
 # A regular expression that must match the whole name, or a function name -> bool.
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
@@ -33,7 +32,7 @@ def match_names(pattern: Pattern | None, tree: PyTree, argument: str) -> frozens
     """
     if pattern is None:
         return frozenset()
-    known = list(itertools.chain(*leaf_names(tree)))
+    known = all_names(tree)
     if callable(pattern):
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
     among = {*known, *_find_packed_names(tree)}
@@ -50,7 +49,7 @@ def _match_regex(
     if not (matched or all(is_masked(x) for x in leaves(tree))):
         raise ValueError(
             f"{argument}: the pattern {compiled.pattern!r} matches no leaf; it must match a whole "
-            f"path. The paths are: {list_names(list(itertools.chain(*leaf_names(tree))))}"
+            f"path. The paths are: {list_names(all_names(tree))}"
         )
     return matched
 
@@ -66,7 +65,7 @@ def first_matches(
         (A last pattern for all leaves is no error, even if no leaf is left for it.)
     """
     earlier: dict[str, frozenset[str]] = {}
-    known, taken = frozenset(itertools.chain(*leaf_names(tree))), frozenset[str]()
+    known, taken = frozenset(all_names(tree)), frozenset[str]()
     among = known.union(_find_packed_names(tree))
     for pattern, value in choice.items():
         matched = _match_regex(pattern, among, tree, argument)

@@ -1,7 +1,7 @@
 """A choice of leaves by their paths, also of those inside the buffers of a Packed."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import optax
@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.core import errors, tree
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import packed
+from optfn.leaves import contents, packed
 from optfn.leaves.nodes import Packed, is_packed
 
 
@@ -49,6 +49,11 @@ class Selection:
         # By the layout of the whole tree, also if leaves have been taken out since.
         names = enumerate(node.layout.paths)
         return frozenset(i for i, name in names if tree.join(path, name) in self.paths)
+
+
+def list_others(find: Callable[[PyTree], Set[str]], values: PyTree) -> frozenset[str]:
+    """Return the paths of the leaves that `find` does not return."""
+    return frozenset(contents.all_names(values)) - find(values)
 
 
 def restrict(

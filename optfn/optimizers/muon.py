@@ -1,6 +1,5 @@
 """Muon: orthogonalized momentum for matrices, and another optimizer for the remaining leaves."""
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +9,8 @@ import optax
 from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import contents, patterns, selection
+from optfn.core.types import OptState, Params, Stepped, Updates
+from optfn.leaves import patterns, selection
 from optfn.leaves.patterns import Pattern
 from optfn.optimizers.adam import choose_adam
 from optfn.optimizers.assembly import dense_rows, optimizer
@@ -121,15 +120,11 @@ def _matrices_and_others(
     The second gets the directions of the first, and returns them unchanged.
     """
 
-    def other_paths(values: PyTree) -> frozenset[str]:
-        """Return the paths of all leaves that `matrices` does not select."""
-        names = itertools.chain(*contents.leaf_names(values))
-        return frozenset(names) - matrix_paths(matrices, values)
-
+    choose = partial(matrix_paths, matrices)
     chain = core.chain_unchecked(
         [
-            selection.restrict(core.chain_unchecked(links), partial(matrix_paths, matrices)),
-            selection.restrict(others, other_paths),
+            selection.restrict(core.chain_unchecked(links), choose),
+            selection.restrict(others, partial(selection.list_others, choose)),
         ]
     )
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping, Set
 from functools import partial
@@ -18,7 +17,7 @@ from optfn.core.printing import list_changed_fields
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.interop.calls import iterate_links
 from optfn.leaves import contents, nodes, packed, patterns
-from optfn.leaves.selection import Selection, restrict
+from optfn.leaves.selection import Selection, list_others, restrict
 
 P = ParamSpec("P")
 
@@ -115,7 +114,7 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
-    attrs = dict.fromkeys(itertools.chain(*contents.leaf_names(params)), DEFAULT)
+    attrs = dict.fromkeys(contents.all_names(params), DEFAULT)
     for names, attr in patterns.first_matches(param_attrs, params, "param_attrs"):
         attrs |= dict.fromkeys(names, attr)
     return attrs
@@ -204,7 +203,7 @@ def mask_frozen(tx: optax.GradientTransformation, grads: Updates) -> Updates:
     a Packed, or unchanged if it freezes no leaf."""
     if not _freezes(tx):
         return grads
-    trained = Selection(_list_others(partial(find_frozen, tx), grads))
+    trained = Selection(list_others(partial(find_frozen, tx), grads))
     kept = trained.keep(grads)
     if not nodes.is_packed(grads):
         return kept
@@ -249,11 +248,6 @@ def _find_untrained(param_attrs: ParamAttrs, values: PyTree) -> frozenset[str]:
     return _paths(lambda attr: not attr.trainable, param_attrs, values)
 
 
-def _list_others(find: Callable[[PyTree], Set[str]], values: PyTree) -> frozenset[str]:
-    """Return the paths of the leaves that `find` does not return."""
-    return frozenset(itertools.chain(*contents.leaf_names(values))) - find(values)
-
-
 def _leave_out(find: Callable[[PyTree], Set[str]], tx: core.Unchecked) -> core.Unchecked:
     """Return `tx` without the leaves whose paths `find` returns, which get the update of a frozen
     leaf, −0.0 or integer zeros.
@@ -270,7 +264,7 @@ def _leave_out(find: Callable[[PyTree], Set[str]], tx: core.Unchecked) -> core.U
 
         return tree.map_named(freeze_leaf, updates, updates if params is None else params)
 
-    return restrict(tx, partial(_list_others, find), others=freeze)
+    return restrict(tx, partial(list_others, find), others=freeze)
 
 
 def _mark_stacked_leaves(
@@ -295,7 +289,11 @@ def _mark_stacked(values: PyTree, attrs: Mapping[str, ParamAttr]) -> PyTree:
     if not any(attr.stacked for attr in attrs.values()):
         return values
     for path, run in contents.runs_by_name(values).items():
-        _check_stacked(path, run.shape, attrs[path])
+        if (stacked := attrs[path].stacked) > len(run.shape) > 0:
+            raise ValueError(
+                f"param_attrs: stacked={stacked} for leaf {path!r} must be at most "
+                f"{len(run.shape)}, the number of its axes; its shape is {run.shape}"
+            )
     # The layout of a Packed still has the paths of leaves that are not selected.
     return packed.mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)
 
@@ -310,16 +308,6 @@ def mark_stacked_params(tx: optax.GradientTransformation | None, params: Params)
     if tx is None or nodes.is_packed(params):
         return params
     return _mark_stacked(params, attributes_of(tx, params))
-
-
-def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
-    """Raise a ValueError if `stacked` exceeds the count of a leaf's axes, unless the leaf is a
-    scalar."""
-    if attr.stacked > len(shape) > 0:
-        raise ValueError(
-            f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
-            f"the number of its axes; its shape is {shape}"
-        )
 
 
 def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
