@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +132,7 @@ def make_buffer_layout(
     return BufferLayout(dtype, tuple(runs))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """The positions of the leaves of a tree in the buffers of a Packed. All of its fields are
     static.
@@ -152,21 +151,12 @@ class PackedLayout:
     frozen: tuple[int, ...]
 
     @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        """The fields as a tuple that can be hashed."""
-        return self.structure, self.paths, self.buffers, self.frozen
-
-    @cached_property
     def _hash(self) -> int:
         """The hash, computed once: a structure of thousands of leaves takes time."""
-        return hash(self._key)
+        return hash((self.structure, self.paths, self.buffers, self.frozen))
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        # A jitted step compares layouts at each call, most often a layout with itself.
-        return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
 
 # Kept, because each update selects again, and a jitted step then compares layouts by identity.

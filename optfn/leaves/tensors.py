@@ -73,13 +73,7 @@ def _broadcast_tensors(
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
     """Return the scalars of all leaves that are not masked in one list, where a PerTensor gives an
     array per run."""
-    found: list[jax.Array] = []
-    for x in per_leaf.values:
-        if isinstance(x, PerTensor):
-            found += x.values
-        elif x is not None:
-            found.append(x)
-    return found
+    return jax.tree.leaves(per_leaf.values)
 
 
 def tensor_norms(
