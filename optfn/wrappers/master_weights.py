@@ -48,12 +48,15 @@ class MasterWeightsState(NamedTuple):
     moved: jax.Array
 
 
-@traits(
+_of_remainders = traits(
     link="masters",
     passes_own_gradients=True,
     made_of_params={"remainder": None},
     counts_weight=True,
 )
+
+
+@_of_remainders
 class MasterWeights32State(NamedTuple):
     """State of `master_weights(bits=32)`: 2 bytes per narrow parameter, and the inner state."""
 
@@ -61,12 +64,7 @@ class MasterWeights32State(NamedTuple):
     inner_state: OptState
 
 
-@traits(
-    link="masters",
-    passes_own_gradients=True,
-    made_of_params={"remainder": None},
-    counts_weight=True,
-)
+@_of_remainders
 class MasterWeights24State(NamedTuple):
     """State of `master_weights(bits=24)`: 1 byte per narrow parameter, step, and inner state."""
 
@@ -79,7 +77,6 @@ class MasterForm(NamedTuple):
     """How masters are stored.
 
     state_type: the class of the state.
-    is_narrow: tells whether a parameter has a master.
     start: p -> the array to store for a master that equals p.
     read: (p, stored) -> the master.
     write: (p, master, *numbers) -> (u, stored), so that read(p + u, stored) is the master.
@@ -88,7 +85,6 @@ class MasterForm(NamedTuple):
     """
 
     state_type: type[MasterWeightsState | MasterWeights32State | MasterWeights24State]
-    is_narrow: Callable[[Leaf], bool]
     start: Callable[[jax.Array], jax.Array]
     read: Callable[[jax.Array, jax.Array], jax.Array]
     write: Callable[..., tuple[jax.Array, jax.Array]]
@@ -151,9 +147,10 @@ def master_weights(
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
-        _check_x64(wide_dtype)
+        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
+            raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
         # The inner optimizer starts from the masters, so its state has their dtype.
-        wide, kept = tree.map_to(2, partial(_widen, form, bits), params)
+        wide, kept = tree.map_to(2, partial(_widen, form, wide_dtype, bits), params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
@@ -181,11 +178,13 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widen(form: MasterForm, bits: int | None, place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
-    """Return the master that a leaf begins with, and its stored form; a leaf without a master is
-    returned itself."""
+def _widen(
+    form: MasterForm, dtype: np.dtype[Any], bits: int | None, place: tree.Place, p: Leaf
+) -> tuple[Leaf, Leaf]:
+    """Return the master that a leaf begins with, and its stored form; a leaf that is not narrower
+    than `dtype` is returned itself."""
     p = tree.as_array(p)
-    if not form.is_narrow(p):
+    if not _is_narrower(p, dtype):
         return p, optax.MaskedNode()
     _check_dtype(place, p, bits)
     kept = form.start(p)
@@ -213,13 +212,6 @@ def _make_move(
         return u, new
 
     return move
-
-
-def _check_x64(wide_dtype: np.dtype[Any]) -> None:
-    """Raise a ValueError if JAX would shorten this dtype, as it does float64 without
-    jax_enable_x64."""
-    if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
-        raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
 
 def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
@@ -265,7 +257,6 @@ def _make_copy_form(dtype: np.dtype[Any]) -> MasterForm:
 
     return MasterForm(
         MasterWeightsState,
-        lambda p: _is_narrower(p, dtype),
         lambda p: p.astype(dtype),
         lambda p, master: master,
         write,
@@ -296,7 +287,6 @@ def _make_remainder_form(bits: int) -> MasterForm:
 
     return MasterForm(
         MasterWeights32State if bits == 32 else MasterWeights24State,
-        lambda p: _is_narrower(p, jnp.dtype(jnp.float32)),
         lambda p: jnp.zeros_like(p, codes.REMAINDERS[bits]),
         codes.join_float32,
         write,
