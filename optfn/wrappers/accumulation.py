@@ -92,8 +92,8 @@ def accumulate(
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         _check_arguments(updates, state, params)
         call_weight = extra.get("weight")
-        call = _count_call(state, every, call_weight, extra.get("value"))
-        add = partial(_add_to_total, call.is_first, call.share, call_weight)
+        call = _count_call(state, every, extra)
+        add = partial(_add_to_total, call, call_weight)
         totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, static = _split_extra(extra | call.extra)
 
@@ -146,13 +146,9 @@ class _Call(NamedTuple):
     extra: dict[str, Any]
 
 
-def _count_call(
-    state: AccumulateState,
-    every: int,
-    call_weight: jax.Array | float | None,
-    call_value: jax.Array | float | None,
-) -> _Call:
+def _count_call(state: AccumulateState, every: int, given: dict[str, Any]) -> _Call:
     """Return the place of a call in its step, with the weight 1 if it has none."""
+    call_weight, call_value = given.get("weight"), given.get("value")
     is_first = state.micro_step == 0
     # A run that resumes with a smaller `every` may be beyond it.
     is_last = state.micro_step + 1 >= every
@@ -210,12 +206,7 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
 
 
 def _add_to_total(
-    is_first: jax.Array,
-    share: jax.Array,
-    weight: jax.Array | float | None,
-    shared: Leaf,
-    private: Leaf,
-    g: Leaf,
+    call: _Call, weight: jax.Array | float | None, shared: Leaf, private: Leaf, g: Leaf
 ) -> Leaf:
     """Return (total + weight·g)·share, with a total of 0 if `is_first`, or the total unchanged if
     the leaf's gradients are not summed."""
@@ -225,8 +216,8 @@ def _add_to_total(
     g = g.astype(total.dtype).reshape(total.shape)
     if weight is not None:
         g = leafwise.scale(g, jnp.asarray(weight))
-    sum_ = jnp.where(is_first, 0, total) + g
-    return sum_ * numerics.scalar(share, sum_)
+    sum_ = jnp.where(call.is_first, 0, total) + g
+    return sum_ * numerics.scalar(call.share, sum_)
 
 
 def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
