@@ -135,17 +135,16 @@ def scale_by_catch_up_adam(
             tree.map_arrays(never_touched, params),
         )
 
+    rule = partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat)
+
+    def shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [shape, shape, shape[:1]]
+
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step, own = late_steps.advance_by_leaf(lambda t: {"step": t}, state.step, updates)
+        old = state.mu, state.nu, state.last_step
         updates, mu, nu, last = leafwise.apply(
-            partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
-            updates,
-            state.mu,
-            state.nu,
-            state.last_step,
-            shapes=lambda shape: [shape, shape, shape[:1]],
-            rows="touched",
-            **own,
+            rule, updates, *old, shapes=shapes, rows="touched", **own
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 

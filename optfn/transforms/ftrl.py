@@ -163,10 +163,8 @@ def ftrl_proximal(
         # Once for the three passes.
         updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
-        at: dict[str, Any] = {
-            "rate": rate,
-            "factor": rates.rate_factor(extra.get("rate_factors"), updates),
-        }
+        factor = rates.rate_factor(extra.get("rate_factors"), updates)
+        at: dict[str, Any] = {"rate": rate, "factor": factor}
         passes = partial(_update_linear, lr_power=lr_power, **at), partial(_accumulate, **at)
         n, z = run_in_passes(passes, (state.accumulator, state.linear), updates, params)
         penalties: dict[str, Any] = {"l1": l1, "l2": l2}

@@ -45,7 +45,6 @@ COEFFICIENTS: dict[str, Sequence[Triple]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-COMPUTE_DTYPES = (None, "bfloat16")
 
 
 def orthogonalize(
@@ -187,7 +186,7 @@ def scale_by_muon(
         orthogonalize,
         coefficients=check_coefficients(coefficients),
         eps=checks.positive("eps", eps),
-        dtype=checks.choice("compute_dtype", compute_dtype, COMPUTE_DTYPES),
+        dtype=checks.choice("compute_dtype", compute_dtype, (None, "bfloat16")),
     )
     velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
 

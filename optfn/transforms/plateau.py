@@ -116,10 +116,9 @@ def reduce_on_plateau(
     watches_evaluation = monitor == "evaluation"
     checks.choice("mode", mode, ("min", "max"))
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
-    factor = checks.number("decay_rate", decay_rate, checks.INSIDE_UNIT)
     plateau = _Plateau(
         sign=1.0 if mode == "min" else -1.0,
-        factor=factor,
+        factor=checks.number("decay_rate", decay_rate, checks.INSIDE_UNIT),
         patience=checks.count("patience", patience, low=0),
         threshold=checks.nonnegative("threshold", threshold),
         is_relative=threshold_mode == "rel",

@@ -29,10 +29,7 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
 
 
 def decay_of_leaves(
-    exclude: Pattern | None,
-    coeff: Scalar,
-    updates: Updates,
-    decay_factors: Mapping[str, float] | None = None,
+    exclude: Pattern | None, coeff: Scalar, updates: Updates, factors: Mapping[str, float] | None
 ) -> leafwise.PerLeaf:
     """Return the decay of each leaf as a PerLeaf, which is `coeff` times the leaf's factor, by
     default 1, or 0 if `exclude` selects the leaf.
@@ -41,9 +38,9 @@ def decay_of_leaves(
       exclude: the leaves whose decay is 0.
       coeff: the decay of the remaining leaves.
       updates: a tree with their paths.
-      decay_factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
+      factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
     """
-    excluded, factors = patterns.match_names(exclude, updates, "exclude"), decay_factors or {}
+    excluded, factors = patterns.match_names(exclude, updates, "exclude"), factors or {}
     # One product per distinct factor, not one per leaf, in the compiled step.
     coeffs = {factor: coeff * factor for factor in set(factors.values())} | {1.0: coeff}
 
@@ -102,17 +99,17 @@ def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) ->
 def decay_rule(
     argument: str,
     coeff: Scalar | Schedule,
-    update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
+    decay: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
     states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
 ) -> core.Unchecked:
-    """Return an unchecked transform that decays updates by `update` with the coefficient of the
+    """Return an unchecked transform that decays updates by `decay` with the coefficient of the
     step, and counts steps only if `coeff` is a schedule.
 
     Args:
       argument: the name of the coefficient in errors.
       coeff: a number or a schedule.
-      update: the rule.
+      decay: the rule.
       states: the state of a number, which is empty, and the function from the step to the state of
         a schedule.
       exclude: a pattern of leaves, which `init` checks.
@@ -123,18 +120,16 @@ def decay_rule(
         patterns.match_names(exclude, params, "exclude")
         return of_schedule(core.first_step()) if callable(coeff) else of_number
 
-    def decay_updates(
-        updates: Updates, state: OptState, params: Params = None, **extra: Any
-    ) -> Stepped:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         factors = extra.get("decay_factors")
         # Only a schedule needs the step: the state of a number is empty.
         if not callable(coeff):
-            return update(updates, params, coeff, factors), of_number
+            return decay(updates, params, coeff, factors), of_number
         value = weight_decay_at(argument, coeff, state.step)
-        updates = update(updates, params, value, factors)
+        updates = decay(updates, params, value, factors)
         return updates, of_schedule(core.next_step(state.step))
 
-    return core.Unchecked(init, decay_updates, decays=True)
+    return core.Unchecked(init, update, decays=True)
 
 
 @core.transform(needs_params=True)

@@ -84,8 +84,9 @@ def _split_noise(noise: jax.Array) -> Arrays:
     return noise >> 16, noise & 0xFFFF
 
 
-def _make_bfloat16_storage(count: int) -> Storage:
-    """Return the storage of `count` moments, at most two, rounded to bfloat16 by random bits."""
+def _make_bfloat16_storage(signed: Sequence[bool]) -> Storage:
+    """Return the storage of moments, at most two, rounded to bfloat16 by random bits, whether they
+    are signed or not."""
 
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
         pairs = zip(moments(g, *decode(arrays)), _split_noise(noise), strict=False)
@@ -94,7 +95,7 @@ def _make_bfloat16_storage(count: int) -> Storage:
     def decode(arrays: Arrays) -> Arrays:
         return tuple(x.astype(jnp.float32) for x in arrays)
 
-    return Storage((Part(jnp.bfloat16),) * count, advance, decode)
+    return Storage((Part(jnp.bfloat16),) * len(signed), advance, decode)
 
 
 def _make_int8_storage(signed: Sequence[bool]) -> Storage:
@@ -150,11 +151,8 @@ def quantize_moments(
     The random bits are a hash of step and element, so that a run can be repeated bit for bit. The
     moments change in place, in a separate pass over the leaf.
     """
-    storage = (
-        _make_int8_storage(signed)
-        if moment_dtype == "int8"
-        else _make_bfloat16_storage(len(signed))
-    )
+    make_storage = _make_int8_storage if moment_dtype == "int8" else _make_bfloat16_storage
+    storage = make_storage(signed)
     state_type = state_types[moment_dtype]
 
     def init(params: Params) -> OptState:

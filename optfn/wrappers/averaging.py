@@ -212,15 +212,6 @@ def _clear_first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
-def _warn_above_one(rate: Scalar) -> None:
-    """Warn of a rate above 1 if it is a Python number, but not of an array, which may be traced."""
-    if isinstance(rate, float) and rate > 1:
-        checks.warn(
-            f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
-            "window ends before max_average_window, so the first params stay in the average"
-        )
-
-
 @core.record_call
 def model_average(
     average_window_rate: Number, *, min_average_window: int = 10000, max_average_window: int = 10000
@@ -249,7 +240,11 @@ def model_average(
     Source: fluid's ModelAverage.
     """
     rate = checks.nonnegative("average_window_rate", average_window_rate)
-    _warn_above_one(rate)
+    if isinstance(rate, float) and rate > 1:  # an array may be traced
+        checks.warn(
+            f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
+            "window ends before max_average_window, so the first params stay in the average"
+        )
     shortest = checks.count("min_average_window", min_average_window)
     longest = checks.count("max_average_window", max_average_window)
     if shortest > longest:
