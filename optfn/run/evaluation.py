@@ -108,9 +108,7 @@ class Evaluator:
         found = self.history.evaluations
         return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
 
-    def __call__(
-        self, n: int, state: TrainState, *, is_provisional: bool = False
-    ) -> dict[str, float]:
+    def __call__(self, n: int, state: TrainState, *, is_provisional: bool) -> dict[str, float]:
         """Call `evaluate` on the state after step n, record the result, and return its values by
         their names in the history. A provisional one does not count for `patience`.
 
@@ -276,9 +274,8 @@ def _read_average(state: TrainState, average: Average) -> Params:
 
 def _check_number(who: str, key: str, value: Any) -> float:
     """Return as a float the scalar that `who` returned, and raise a TypeError for anything else."""
-    if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
-        value
-    ):
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if not (checks.is_host_number(value) or is_array) or np.shape(value):
         name = f" for {key!r}" if key else ""
         raise TypeError(
             f"{who} must return a number or a dict of numbers; got {checks.show(value)}{name}"
@@ -332,8 +329,7 @@ def over_batches(
         for batch in map(convert_batch, batches):
             # Reading the numbers waits for the device, so that one batch at most is under way. CPU
             # devices need that, since they share their threads; see `TrainStep`.
-            placed = _place_beside(arguments, batch)
-            result = compiled(*arguments, placed)
+            result = compiled(*arguments, _place_beside(arguments, batch))
             if isinstance(result, tuple) and not is_mean(result):
                 raise TypeError(
                     "over_batches: fn must return a number or a dict of numbers; got a tuple. For "

@@ -82,13 +82,7 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        log: Logs,
-        done: int | None,
-        watch: "Sink | None" = None,
-        *,
-        is_watched: bool = False,
-        by_weight: bool = False,
+        self, log: Logs, done: int | None, watch: Sink, *, is_watched: bool, by_weight: bool
     ) -> None:
         # The step, its metrics, and its work.
         self.waiting: deque[tuple[int, dict[str, Any], Work]] = deque()
@@ -98,7 +92,7 @@ class RunLog:
         self.sinks: list[Sink] = [x for x in targets if not isinstance(x, Path)]
         if done is not None:
             self.sinks += [_Lines(x, done) for x in targets if isinstance(x, Path)]
-        if watch is not None and (self.sinks or is_watched):
+        if self.sinks or is_watched:
             self.sinks.append(watch)
 
     def __enter__(self) -> "RunLog":

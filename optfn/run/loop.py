@@ -171,11 +171,11 @@ class _Run:
                 if self.saver.is_due(self.n):
                     self._save()
             bar.add_evaluation(self._end(lines))
-            early = self._describe_early_end(interrupt.name)
+            _, early = self._describe_end(interrupt.name)
             page.end = early or page.end
             self._announce_end(bar, early, interrupt.name)
-        # A scalar of NumPy, which is a str too.
-        end = cast("Any", np.str_(self._name_end(interrupt.name)))
+        word, _ = self._describe_end(interrupt.name)
+        end = cast("Any", np.str_(word))  # a scalar of NumPy, which is a str too
         return self.best.choose(self.state), self.history.arrays() | {STOPPED: end}
 
     def _take_step(self, batch: Batch) -> dict[str, Any]:
@@ -285,17 +285,6 @@ class _Run:
         self._read_losses()
         self.saver.save(self.state, self.history, self.remaining, self.evaluator.provisional)
 
-    def _name_end(self, by_signal: str) -> str:
-        """Return the word for the end of the run: "signal", "patience" or "callback", else "steps"
-        if `steps` was given and "batches" if not."""
-        if by_signal:
-            return "signal"
-        if self.evaluator.gave_up:
-            return "patience"
-        if self.stopped:
-            return "callback"
-        return "batches" if self.options.steps is None else "steps"
-
     def _say_left_out(self, bar: Progress, metrics: dict[str, Any]) -> None:
         """Show a line after the first step that names the arrays of aux, if there are any and no
         callback gets them."""
@@ -325,13 +314,15 @@ class _Run:
             # At the end of the data they would be lost without a word.
             bar.say(words) if bar.shown or self.options.steps else checks.warn(words)
 
-    def _describe_early_end(self, by_signal: str) -> str:
-        """Return in words how a signal, patience or the callback ended the run early, or "" if it
-        made all its steps."""
+    def _describe_end(self, by_signal: str) -> tuple[str, str]:
+        """Return the word for the end of the run, "signal", "patience" or "callback", and how it
+        ended early in words; else "steps" if `steps` was given and "batches" if not, and ""."""
         if by_signal:
-            return f"stopped by {by_signal} after step {self.n}"
+            return "signal", f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:
-            words = f"by patience after step {self.n}; the best evaluation is of step "
-            words += str(self.evaluator.best_step)
-            return words + (", whose state is returned" if self.best.is_kept else "")
-        return f"early, after step {self.n}" if self.stopped else ""
+            best = f"the best evaluation is of step {self.evaluator.best_step}"
+            best += ", whose state is returned" if self.best.is_kept else ""
+            return "patience", f"by patience after step {self.n}; {best}"
+        if self.stopped:
+            return "callback", f"early, after step {self.n}"
+        return "batches" if self.options.steps is None else "steps", ""

@@ -72,11 +72,7 @@ NOTHING = Saved()
 
 
 def encode_position(
-    position: TakenPosition | None,
-    is_shared: bool,
-    checksum: int | None = None,
-    rng: list[int | str] | None = None,
-    provisional: int | None = None,
+    position: TakenPosition | None, is_shared: bool, beside: Saved = NOTHING
 ) -> dict[str, np.ndarray]:
     """Return a dict of one entry of a checkpoint, with what `Saved` has of each process, or {} if
     there is nothing.
@@ -84,9 +80,7 @@ def encode_position(
     Args:
       position: the position of this process. You get a warning if JSON does not keep it.
       is_shared: whether all processes call this; the entry then has the positions of all of them.
-      checksum: the checksum of the last batch of this process.
-      rng: the numbers of the key of `rng=`, and the name of its implementation.
-      provisional: the step of an evaluation that the run made only because it ended there.
+      beside: the fields besides the position.
     """
     text, refused = position or TakenPosition("")
     if refused:
@@ -96,8 +90,7 @@ def encode_position(
             f"or a value that JSON keeps unchanged; got {refused}"
         )
     own = json.loads(text) if text else {}
-    extra = {"checksum": checksum, "rng": rng, "provisional": provisional}
-    own |= {name: x for name, x in extra.items() if x is not None}
+    own |= {name: x for name, x in beside._asdict().items() if x is not None}
     text = json.dumps(own) if own else ""
     texts = processes.gather_texts(text) if is_shared else [text]
     if not any(texts):

@@ -42,7 +42,7 @@ class Saver:
     """
 
     def __init__(self, step: TrainStep, options: LoopOptions, *, is_shared: bool) -> None:
-        self.step, self.options = step, options
+        self.step, self.options, self.is_shared = step, options, is_shared
         self.directory = None if options.checkpoint is None else to_path(options.checkpoint)
         self.frozen = None if options.save_frozen else FrozenParams(step.tx)
         self.place = "" if options.checkpoint is None else os.path.join(options.checkpoint, "")
@@ -104,7 +104,7 @@ class Saver:
         Raises:
           ValueError: a directory is shared; checkpoints that are directories must be.
         """
-        if self.directory is None or not processes.has_state_on_all_processes(state):
+        if self.directory is None or not self.is_shared:
             return
         place = self.directory
         has_files = not (is_remote(place) or is_directory_default(state))
@@ -132,11 +132,11 @@ class Saver:
             )
 
     def _restore_newest(
-        self, directory: str | os.PathLike[str], state: TrainState
+        self, directory: Path, state: TrainState
     ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
         """Return the newest checkpoint in a directory, or None if there is none, and raise a
         ValueError if there is one and the run must not resume."""
-        if to_path(directory).is_file():
+        if directory.is_file():
             raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
         if self.options.resume:
             try:
@@ -147,9 +147,8 @@ class Saver:
                     f"directory for this one: {error}"
                 ) from error
         found = list_checkpoints(directory)
-        is_shared = processes.has_state_on_all_processes(state)
         # All processes must raise: the rest would wait for ever in their next collective.
-        if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
+        if np.any(processes.gather_values([len(found)]) if self.is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
                 f"resume=False, but {which}. Pass another directory, remove the checkpoints, or "
@@ -175,13 +174,8 @@ class Saver:
         if self.directory is not None:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
-            stands = position.encode_position(
-                batches.position(),
-                processes.has_state_on_all_processes(state),
-                batches.checksum,
-                self._rng,
-                provisional,
-            )
+            beside = position.Saved(None, batches.checksum, self._rng, provisional)
+            stands = position.encode_position(batches.position(), self.is_shared, beside)
             arrays, keep = history.arrays() | stands, self.options.keep
             write_checkpoint(
                 self.directory, state, arrays, keep=keep, background=True, frozen=self.frozen
