@@ -1,5 +1,6 @@
 """Seconds of a collective on the links between chips."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -153,7 +154,4 @@ def list_places(lengths: Sequence[int]) -> list[Place]:
 
 def list_box(lengths: Sequence[int]) -> list[Place]:
     """Return the places of a box, the first dimension fastest."""
-    places: list[Place] = [()]
-    for length in reversed(lengths):
-        places = [(i, *rest) for rest in places for i in range(length)]
-    return places
+    return [place[::-1] for place in itertools.product(*map(range, reversed(lengths)))]

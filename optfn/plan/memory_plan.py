@@ -54,15 +54,9 @@ class MemoryPlan(NamedTuple):
 
     def __repr__(self) -> str:
         """Return the bytes in one unit, the largest that leaves a number of at least 1."""
-        numbers = {
-            "params": self.params,
-            "state": self.state,
-            "kept": self.kept,
-            "gradients": self.gradients,
-            "sent": self.sent,
-        }
-        if self.host:
-            numbers |= {"host": self.host, "host_link_bytes": self.host_link_bytes}
+        names = ["params", "state", "kept", "gradients", "sent"]
+        names += ["host", "host_link_bytes"] if self.host else []
+        numbers = {name: getattr(self, name) for name in names}
         unit = max(x for x in _UNITS if x <= max(1, *numbers.values()))
         words = [f"{name}={x / unit:.3g} {_UNITS[unit]}" for name, x in numbers.items()]
         if self.host_seconds is not None:

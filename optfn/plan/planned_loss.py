@@ -3,6 +3,7 @@ reads each leaf once."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def plan_users_loss(
     Raises:
       ValueError: the loss needs a batch, which is None.
     """
-    part = jax.tree.map(lambda x: _shape_of_part(x, parts), batch)
+    part = jax.tree.map(partial(_change_size, lambda n: -(-n // parts)), batch)
     arguments = [part] if model_state is None else [model_state, part]
     program = _trace_loss(loss_fn, params, arguments, layout)
     rest = program.shapes if model_state is None else program.shapes[1]
@@ -66,7 +67,7 @@ def plan_users_loss(
     if batch is None:
         examples = jax.ShapeDtypeStruct((parts,), jnp.float32)
         return PlannedLoss(lambda *given: loss_fn(*given[:-1], None), examples, has_aux, program)
-    whole = jax.tree.map(lambda x: _shape_of_parts(x, parts), part)
+    whole = jax.tree.map(partial(_change_size, lambda n: n * parts), part)
     return PlannedLoss(loss_fn, whole, has_aux, program)
 
 
@@ -107,17 +108,12 @@ def _read_array(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.real(x * jnp.conj(x))).astype(jnp.float32)
 
 
-def _shape_of_part(x: Leaf, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a part of an array's examples, rounded up, or of a scalar."""
+def _change_size(size: Callable[[int], int], x: Leaf) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array with size(n) examples in the place of n, or of a
+    scalar."""
     shape = jnp.shape(x)
-    first = [-(-shape[0] // parts)] if shape else []
+    first = [size(shape[0])] if shape else []
     return jax.ShapeDtypeStruct((*first, *shape[1:]), jnp.result_type(x))
-
-
-def _shape_of_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array of all parts, from a part's."""
-    shape = (x.shape[0] * parts, *x.shape[1:]) if x.shape else ()
-    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _trace_loss(
