@@ -168,8 +168,7 @@ class OrbaxDirectory:
         Raises:
           ValueError: a checksum is wrong.
         """
-        always = _HEADER, _CHECKSUMS
-        saved = read_directory(path, like.arrays, lambda name: name in always or is_read(name))
+        saved = read_directory(path, like.arrays, lambda name: name in ENTRIES or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names, extra = (list(filter(is_read, about[key])) for key in ("names", "beside"))
         beside = [_HEADER, *extra]

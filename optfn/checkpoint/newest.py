@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -13,10 +12,9 @@ from optfn.checkpoint.directory import OrbaxDirectory
 from optfn.checkpoint.file import NpzFile, write_file
 from optfn.checkpoint.storage import ASIDE, Backend, to_path
 from optfn.core import checks
+from optfn.core.checks import T
 from optfn.mesh.layout import processes
 from optfn.train.state import TrainState
-
-T = TypeVar("T")
 
 _NAME = re.compile(rf"step_(\d+)(\.npz|{re.escape(ASIDE)})?")
 _UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-tmp*")

@@ -6,7 +6,7 @@ The name of an array consists of the transform that owns it, the field, and the 
 in "scale_by_adam/mu/layers/0/w" (`optfn.mesh.state.names.arrays_with_names`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from optfn.interop.calls import iterate_links
 from optfn.leaves import foreign, packed, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.mesh.collectives.axes import AxisName
-from optfn.mesh.layout.mesh_layout import Layout
 from optfn.mesh.layout.sharding import Kind, layout_of
 from optfn.mesh.state import names as state_names
 from optfn.mesh.state.inventory import arrays_with_entries, find_compressed, find_whole_matrices
@@ -165,8 +164,7 @@ def summary(
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        layout = _make_layout(tx, mesh, shard, data_axis, tables)
-        placement = _layout_columns(lambda params: packed.unpack(tx.init(params)), params, layout)
+        placement = _layout_columns(tx, params, mesh, shard, data_axis, tables)
     titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -189,28 +187,22 @@ def summary(
     return _align_columns(rows)
 
 
-def _make_layout(
+def _layout_columns(
     tx: optax.GradientTransformation,
+    params: Params,
     mesh: Mesh | None,
     shard: Kind | None,
     data_axis: AxisName,
     tables: Pattern | None,
-) -> Layout:
-    """Return the layout that the arguments of `summary` describe, or raise a ValueError without a
-    mesh."""
+) -> list[tuple[str, str]]:
+    """Return for each leaf the mesh axes that divide it, or "whole", with its bytes of params and
+    state on a device, and at the end the sum of all bytes, or raise a ValueError without a mesh."""
     if mesh is None:
         raise ValueError(
             "summary: shard and shard_tables need mesh, the devices over which params and state "
             "are divided"
         )
-    return layout_of(shard, mesh, data_axis, tables, tx)
-
-
-def _layout_columns(
-    init: Callable[[Params], OptState], params: Params, layout: Layout
-) -> list[tuple[str, str]]:
-    """Return for each leaf the mesh axes that divide it, or "whole", with its bytes of params and
-    state on a device, and at the end the sum of all bytes."""
+    layout = layout_of(shard, mesh, data_axis, tables, tx)
 
     def shards(values: PyTree, specs: PyTree) -> PyTree:
         def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -218,7 +210,8 @@ def _layout_columns(
 
         return jax.tree.map(shard, values, layout.make_shardings(specs))
 
-    state = jax.eval_shape(layout.init_of_all_workers(init), params)
+    init = layout.init_of_all_workers(lambda params: packed.unpack(tx.init(params)))
+    state = jax.eval_shape(init, params)
     state = shards(state, layout.state_specs(state, params))
     local = shards(params, layout.param_specs(params))
     kept = _bytes_by_leaf(state, tree.paths(params))
@@ -281,14 +274,10 @@ def _describe_attributes(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     """Return the table as text: padded cells, a rule below the titles and above the totals."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    # Columns of numbers.
-    right = {4, 5, 7}
-    lines = []
-    for row in rows:
-        cells = []
-        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.rjust(width) if k in right else cell.ljust(width))
-        lines.append("  ".join(cells).rstrip())
+    columns = []
+    for k, column in enumerate(zip(*rows, strict=True)):
+        pad = str.rjust if k in {4, 5, 7} else str.ljust  # columns of numbers, and of words
+        columns.append([pad(cell, max(map(len, column))) for cell in column])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     rule = "-" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])

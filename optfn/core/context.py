@@ -3,9 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TypeVar
 
-T = TypeVar("T")
+from optfn.core.checks import T
 
 
 @contextlib.contextmanager
