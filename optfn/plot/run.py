@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -20,7 +20,6 @@ RunHistory: TypeAlias = Mapping[str, np.ndarray]
 NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parameters"}
 # The evaluations that are drawn with the losses of the training batches.
 _OF_LOSS = ("evaluation", "evaluation/loss")
-_RATE_OF_LABEL = "learning_rate/"
 # The metrics that `record_metrics(per=)` records of each group of leaves, and their labels at axes.
 _OF_GROUPS = {
     "grad_norm": "gradient norm",
@@ -77,10 +76,9 @@ def _compare_losses(
         draw_curve(ax, *find_points(series, "loss", local_steps), name, color=color)
     scale_axis(ax, *(series["loss"] for series in named.values()))
     ax.set(xlabel="step", ylabel="loss")
-    if len(named) > 6:  # beside the curves, which would be below
-        ax.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    else:
-        ax.legend(frameon=False, fontsize="small")
+    # Many are beside the curves, which would be below.
+    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    ax.legend(frameon=False, fontsize="small", **(place if len(named) > 6 else {}))
     return ax
 
 
@@ -92,11 +90,9 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
-    found = [name for name in history if name.startswith(_RATE_OF_LABEL)]
-    series = check_history(history, *([] if found else ["learning_rate"]))
-    if not found:
-        return _draw_series(series, "learning_rate", local_steps, ax)
-    return _draw_by_label(series, "learning_rate", local_steps, ax)
+    if any(name.startswith("learning_rate/") for name in history):
+        return _draw_by_label(check_history(history), "learning_rate", local_steps, ax)
+    return _draw_series(check_history(history, "learning_rate"), "learning_rate", local_steps, ax)
 
 
 def _draw_by_label(

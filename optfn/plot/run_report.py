@@ -109,8 +109,6 @@ def _describe_way(step: TrainStep) -> dict[str, str]:
 def _summarize_state(step: TrainStep, state: TrainState) -> str:
     """Return the table of the bytes that the optimizer keeps, by parameter."""
     options, params = step.options, jax.eval_shape(unpack, state.params)
-    if options.shard is None:
-        return summary(step.tx, params)
     return summary(
         step.tx, params, mesh=options.mesh, shard=options.shard, data_axis=options.data_axis
     )
