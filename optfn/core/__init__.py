@@ -1,6 +1,7 @@
 """The core: transformations, the boundary around them, and the walk over leaves.
 
-It imports itself alone. Read `optfn.core.protocol` first; its names are names of this module too.
+It imports itself alone. Read `optfn.core.protocol` first; its functions are here too.
+
 The files: `boundary` (gradients and params enter, updates leave), `leafwise` (a rule on arrays,
 applied to each leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits`
 (declarations of a type of state), `checks` (of arguments), `errors` (about leaves and states),
@@ -20,8 +21,6 @@ A gradient on its way through `adam(1e-3, grad_clip=clip_by_global_norm(1.0)).up
    its parameter.
 """
 
-from optfn.core.protocol import Call as Call
-from optfn.core.protocol import Factory as Factory
 from optfn.core.protocol import Transform as Transform
 from optfn.core.protocol import Unchecked as Unchecked
 from optfn.core.protocol import accumulating as accumulating
@@ -41,6 +40,4 @@ from optfn.core.protocol import stateless as stateless
 from optfn.core.protocol import strip_boundary as strip_boundary
 from optfn.core.protocol import transform as transform
 from optfn.core.protocol import with_boundary as with_boundary
-from optfn.core.types import OptState as OptState
 from optfn.core.types import Params as Params
-from optfn.core.types import Updates as Updates

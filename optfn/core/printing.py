@@ -18,9 +18,8 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         is_tracer = isinstance(x, jax.Array) and checks.is_traced(x)
         return f"<traced {x.aval.str_short()}>" if is_tracer else repr(x)
 
-    return (
-        f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
-    )
+    shown = [*map(text, args), *(f"{k}={text(v)}" for k, v in kwargs.items())]
+    return f"{name}({', '.join(shown)})"
 
 
 def list_changed_fields(x: Any) -> list[str]:
