@@ -175,7 +175,8 @@ class Saver:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
             beside = position.Saved(None, batches.checksum, self._rng, provisional)
-            stands = position.encode_position(batches.position(), self.is_shared, beside)
+            is_shared = processes.has_state_on_all_processes(state)
+            stands = position.encode_position(batches.position(), is_shared, beside)
             arrays, keep = history.arrays() | stands, self.options.keep
             write_checkpoint(
                 self.directory, state, arrays, keep=keep, background=True, frozen=self.frozen
