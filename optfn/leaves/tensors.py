@@ -70,12 +70,6 @@ def _broadcast_tensors(
     return jnp.concatenate(pieces).reshape(shape)
 
 
-def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
-    """Return the scalars of all leaves that are not masked in one list, where a PerTensor gives an
-    array per run."""
-    return jax.tree.leaves(per_leaf.values)
-
-
 def tensor_norms(
     updates: Updates, *trees: PyTree, of: Callable[..., jax.Array] = lambda g: g, **scalars: Any
 ) -> PerLeaf:

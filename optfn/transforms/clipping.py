@@ -91,7 +91,7 @@ def clip_by_norm(max_norm: Number) -> core.Unchecked:
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factors = tensors.combine(clip_factor, tensors.tensor_norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
-        for factor in tensors.all_numbers(factors):
+        for factor in jax.tree.leaves(factors):
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
