@@ -147,7 +147,7 @@ def master_weights(
     inner = core.check_transform("master_weights: tx", tx)
 
     def init(params: Params) -> OptState:
-        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
+        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:  # JAX would shorten it
             raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
         # The inner optimizer starts from the masters, so its state has their dtype.
         wide, kept = tree.map_to(2, partial(_widen, form, wide_dtype, bits), params)
