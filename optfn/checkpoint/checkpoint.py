@@ -474,6 +474,6 @@ def _find_changed_rates(
     """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs, unless tx's
     rate is 0. A template of zeros has no rate of tx."""
     new, old = (numbers_of_rates(x, kind) for x in (given, found))
-    for name in new.keys() & old.keys():
-        if new[name] not in (0, old[name]):
+    for name in new:  # in their order: the first one is warned of
+        if name in old and new[name] not in (0, old[name]):
             yield old[name], new[name]

@@ -248,12 +248,9 @@ class Remaining:
 
     def is_epoch_end(self) -> bool:
         """Tell whether the last batch ended an epoch, by drawing the next one, whose error is
-        raised, which is never so without `epochs`. For a run that had made all its steps before,
-        the length of the batches tells, and without one it is so."""
+        raised, which is never so without `epochs`."""
         if self.epochs is None:
             return False
-        if self.is_finished:
-            return not isinstance(self.batches, Sized) or self.used % len(self.batches) == 0
         self._skip_used()
         self._draw_ahead()
         if not self._ahead:
