@@ -80,11 +80,8 @@ def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]
     index.
     """
     segments, values = Segments(tuple(sizes)), VALUES[options.wire]
-    formats = []
-    for s in options.sparsity:
-        k = num_selected(1 - s, segments.lengths)
-        formats.append(PacketFormat(segments, k, values, values.bits))
-    return formats
+    counts = [num_selected(1 - s, segments.lengths) for s in options.sparsity]
+    return [PacketFormat(segments, k, values, values.bits) for k in counts]
 
 
 @dataclasses.dataclass(frozen=True)

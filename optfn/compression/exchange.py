@@ -88,13 +88,9 @@ class _Options(Sending):
         one, it refuses the leaf, or the leaf is masked, small or wider than float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
-            if (
-                compressor is None
-                or tree.is_masked(p)
-                or not agreement.is_compressible(p, self.min_size)
-            ):
-                return None
-            return compressor if compressor.accepts(p.shape) else None
+            is_fit = not tree.is_masked(p) and agreement.is_compressible(p, self.min_size)
+            is_sent = compressor is not None and is_fit and compressor.accepts(p.shape)
+            return compressor if is_sent else None
 
         return list(map(accept, choose_compressors(self.compressors, params), tree.leaves(params)))
 
@@ -276,11 +272,7 @@ def _init_residuals(options: _Options, params: Params) -> ExchangeState:
 
 
 def _mean_of_packets(
-    options: _Options,
-    updates: Updates,
-    state: ExchangeState,
-    params: Params | None = None,
-    **extra: Any,
+    options: _Options, updates: Updates, state: ExchangeState, params: Params, **extra: Any
 ) -> tuple[Updates, ExchangeState]:
     """Return the means over workers as directions, and the next state, with the leaves of packed
     buffers exchanged one by one and packed again."""

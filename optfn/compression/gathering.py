@@ -28,14 +28,11 @@ def mean_by_all_gather(
     """
     xs = [leaf.residual for leaf in leaves]
     encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])
-    packets = [packet for packet, _ in encoded]
+    packets, states = zip(*encoded, strict=True)
     residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
     gathered = GatheredPackets.of(packets, axis_name)
     # The means that are arrays: packets are added to these zeros. Means as Rows need all packets.
-    zeros: dict[int, jax.Array] = {}
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf.direction, Rows):
-            zeros[i] = leaf.direction
+    zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
         """Add each packet to the total of its leaf. Leaves whose mean is Rows have no total."""
@@ -48,12 +45,10 @@ def mean_by_all_gather(
         # Only here are all packets held at once; totals of arrays take them one by one.
         packets_of_all = gathered.packets
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf.direction, Rows):
+            if i not in zeros:
                 directions[i] = _mean_of_entries(compressors[i], packets_of_all[i], leaf.direction)
-    exchanged = []
-    for i, (residual, (_, state)) in enumerate(zip(residuals, encoded, strict=True)):
-        exchanged.append(LeafInExchange(directions[i], residual, state))
-    return exchanged
+    kept = enumerate(zip(residuals, states, strict=True))
+    return [LeafInExchange(directions[i], residual, state) for i, (residual, state) in kept]
 
 
 def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:

@@ -85,8 +85,6 @@ class PacketFormat:
     def _scales(self, values: jax.Array) -> jax.Array:
         """Return the float32 scale of each chunk, computed from its values, or an array of shape
         (0,) if the format has no scales."""
-        if not self.values.has_scale:
-            return jnp.zeros(0, jnp.float32)
         return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
     def _repeat_scales(self, scales: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 from optfn.compression import planes
 from optfn.compression.compressors import ShownAsCall, show_call
 from optfn.compression.segments import RowChunks
-from optfn.compression.values import ValueFormat, format_with_scales
+from optfn.compression.values import ValueFormat
 from optfn.core import checks
 from optfn.core.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -32,7 +32,7 @@ class Quantize(ShownAsCall):
     def format(self) -> ValueFormat:
         """The encoding of a value in `bits` bits with a scale per chunk, which rounds at random if
         `stochastic`."""
-        return format_with_scales(self.bits, self.stochastic)
+        return ValueFormat(self.bits, True, self.stochastic)
 
     @property
     def bias(self) -> float:  # type: ignore[override]

@@ -46,11 +46,6 @@ class Chunks:
         lengths[-1:] = self.last_length
         return lengths
 
-    @property
-    def starts(self) -> np.ndarray:
-        """The index of the first element of each chunk, (count,)."""
-        return np.arange(self.count, dtype=np.int32) * np.int32(self.length)
-
     def map(
         self,
         fn: Callable[..., jax.Array],
@@ -244,7 +239,8 @@ class Segments:
     @cached_property
     def row_starts(self) -> np.ndarray:
         """The index of the first entry of each row in its array, (rows,)."""
-        return np.concatenate([rows.starts for rows in self.arrays])
+        starts = [np.arange(rows.count, dtype=np.int32) * rows.length for rows in self.arrays]
+        return np.concatenate(starts)
 
     def broadcast_to_rows(self, per_segment: jax.Array) -> jax.Array:
         """Repeat the value of each segment, (segments,), for each of its rows, (rows, 1)."""

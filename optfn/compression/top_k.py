@@ -12,15 +12,15 @@ from optfn.compression.compressors import ShownAsCall, show_call
 from optfn.compression.k_largest import make_search, num_selected
 from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
-from optfn.compression.values import BFLOAT16, FLOAT32, format_with_scales
+from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat
 from optfn.core import checks
 from optfn.core.types import PyTree
 
 VALUES = {
     "float32": FLOAT32,
     "bfloat16": BFLOAT16,
-    "int8": format_with_scales(8),
-    "int2": format_with_scales(2),
+    "int8": ValueFormat(8, True),
+    "int2": ValueFormat(2, True),
 }
 
 

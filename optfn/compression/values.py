@@ -170,9 +170,3 @@ def _bfloat16_bits(values: jax.Array) -> jax.Array:
 
 
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
-
-
-def format_with_scales(bits: int, stochastic: bool = False) -> ValueFormat:
-    """Return the format of 8, 4, 2 or 1 bits with a scale per chunk, which rounds at random if
-    `stochastic`, else by a fixed rule."""
-    return ValueFormat(bits, True, stochastic)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from reference_exchange import chunks
 
-from optfn.compression.values import format_with_scales
+from optfn.compression.values import ValueFormat
 from optfn.distributed import power_sgd, quantize, top_k
 
 COMPRESSORS = [
@@ -81,7 +81,7 @@ def test_the_scale_of_two_bits_has_nearly_the_least_error(chunk):
 def test_a_quotient_above_the_largest_code_is_that_code(bits):
     """max|x|/s rounds up for some x, and at random it would become the next code: −max|x|."""
     largest = {8: 127, 4: 7}[bits]
-    values = format_with_scales(bits, stochastic=True)
+    values = ValueFormat(bits, True, is_stochastic=True)
     s = np.float32(0.1)
     x = np.nextafter(np.float32(largest) * s, np.float32(np.inf))
     assert x / s > largest
