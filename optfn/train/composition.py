@@ -84,12 +84,10 @@ def compile_step(options: StepArguments, layout: Layout | None, local: LocalStep
     if options.compiler_options:
         device = None if layout is None else layout.mesh.devices.flat[0]
         known = drop_unknown_options(options.compiler_options, device)
-    jit_options: dict[str, Any] = {
-        "donate_argnums": (0,) if options.donate else (),
-        "compiler_options": known,
-    }
+    donated = (0,) if options.donate else ()
+    jit = functools.partial(jax.jit, donate_argnums=donated, compiler_options=known)
     if not isinstance(layout, AsPlaced):
-        return jax.jit(follow_options(known)(step), **jit_options)
+        return jit(follow_options(known)(step))
 
     @follow_options(known)
     def run(
@@ -97,7 +95,7 @@ def compile_step(options: StepArguments, layout: Layout | None, local: LocalStep
     ) -> tuple[TrainState, dict[str, Any]]:
         return compose_step(options, layout, local)(state, batch)
 
-    return jax.jit(run, static_argnums=2, **jit_options)
+    return jit(run, static_argnums=2)
 
 
 def _compose_for_compiler(options: StepArguments, layout: Layout) -> StepFn:
@@ -140,10 +138,9 @@ def _place_state(step: StepFn, layout: Layout) -> StepFn:
         old = state._replace(opt_state=layout.unpad_state(state.opt_state))
         new, metrics = step(old, batch)
         new = new._replace(opt_state=layout.pad_state(new.opt_state, state.params))
-        specs = specs_of_state(new, layout)
-        placement = layout.make_shardings(specs)._replace(
-            opt_state=layout.in_memory(layout.make_shardings(specs.opt_state), new.opt_state)
-        )
+        placement = layout.make_shardings(specs_of_state(new, layout))
+        of_state = layout.in_memory(placement.opt_state, new.opt_state)
+        placement = placement._replace(opt_state=of_state)
         return lax.with_sharding_constraint(new, placement), metrics
 
     return run

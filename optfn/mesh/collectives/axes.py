@@ -41,11 +41,8 @@ def join_axes(*axis_names: AxisName) -> Axes:
 def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
     """Return a PartitionSpec with only its axes that are in `names`, and None for a dimension
     without any."""
-    entries: list[Any] = []
-    for entry in spec:
-        kept = tuple(axis for axis in to_axes(entry) if axis in names)
-        entries.append(kept or None)
-    return PartitionSpec(*entries)
+    kept = (tuple(axis for axis in to_axes(entry) if axis in names) for entry in spec)
+    return PartitionSpec(*(axes or None for axes in kept))
 
 
 def is_spec(x: object) -> TypeGuard[PartitionSpec]:

@@ -219,13 +219,9 @@ def mean_scatter_packets(
     def encode(slices: jax.Array) -> tuple[PyTree, None]:
         return jax.vmap(lambda x: compressor.encode(x, state)[0])(slices), None
 
-    mean, _, _ = mean_scatter_slices(
-        # Compressors take float32.
-        slices.astype(jnp.float32),
-        encode,
-        _decoder(compressor, shape),
-        names,
-    )
+    decode = _decoder(compressor, shape)
+    # Compressors take float32.
+    mean, _, _ = mean_scatter_slices(slices.astype(jnp.float32), encode, decode, names)
     return jnp.astype(mean, x.dtype)
 
 

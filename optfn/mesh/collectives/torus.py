@@ -206,11 +206,8 @@ def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfC
         return [PhaseOfCollective(axis, None)]
     sizes = (math.prod(sizes[:most]), *sizes[most:])
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    found = []
-    for k, size in enumerate(sizes):
-        groups = np.moveaxis(numbers, k, -1).reshape(-1, size).tolist()
-        found.append(PhaseOfCollective(axis, groups))
-    return found
+    groups = (np.moveaxis(numbers, k, -1).reshape(-1, size) for k, size in enumerate(sizes))
+    return [PhaseOfCollective(axis, members.tolist()) for members in groups]
 
 
 def sort_chips(devices: Sequence[jax.Device]) -> list[jax.Device]:

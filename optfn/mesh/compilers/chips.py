@@ -116,8 +116,7 @@ _KINDS = {
 def find_chip(device_kind: str) -> Chip | None:
     """Return the constants of a kind, as `device.device_kind` names it, or None for an unknown
     kind."""
-    name = _KINDS.get(device_kind)
-    return None if name is None else CHIPS[name]
+    return CHIPS.get(_KINDS.get(device_kind, ""))
 
 
 def make_cpu_error() -> ValueError:

@@ -119,21 +119,19 @@ def has_plane_scatters() -> bool:
 
 
 def drop_unknown_options(
-    options: Mapping[str, Any] | None, device: jax.Device | None
+    options: Mapping[str, Any], device: jax.Device | None
 ) -> dict[str, Any] | None:
     """Return the options that the compiler of a device knows, found by compiling a scalar program,
     warn of unknown ones, and return None if none is left.
 
-    For None or no options nothing is compiled. The names of dropped options are in one warning. The
-    compiler alone has the list of its options, and names the first that it does not know.
+    The names of dropped options are in one warning. The compiler alone has the list of its options,
+    and names the first that it does not know.
 
     Args:
       options: names and values, as `jax.jit` takes them.
       device: a device of the program, which may be described rather than present; None: JAX's
         default device.
     """
-    if not options:
-        return None
     placement = SingleDeviceSharding(jax.devices()[0] if device is None else device)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement)
     known, unknown = dict(options), []

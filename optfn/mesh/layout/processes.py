@@ -65,15 +65,12 @@ def broadcast_bytes(source: int, content: bytes) -> bytes:
     processes must call it."""
     # The length goes as a quotient and a remainder, because a large file exceeds an int32.
     num_whole, rest = map(int, gather_values(divmod(len(content), _PIECE))[source])
-    is_source = jax.process_index() == source
-    sizes = [_PIECE] * num_whole
-    if rest:
-        sizes.append(rest)
+    is_source, total = jax.process_index() == source, num_whole * _PIECE + rest
     pieces = []
-    for i, size in enumerate(sizes):
-        piece = np.zeros(size, np.uint8)
+    for start in range(0, total, _PIECE):
+        piece = np.zeros(min(_PIECE, total - start), np.uint8)
         if is_source:
-            piece[:] = np.frombuffer(content, np.uint8, size, i * _PIECE)
+            piece[:] = np.frombuffer(content, np.uint8, piece.size, start)
         pieces.append(np.asarray(multihost_utils.broadcast_one_to_all(piece, is_source)).tobytes())
     return b"".join(pieces)
 

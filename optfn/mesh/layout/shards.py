@@ -56,11 +56,9 @@ def compiler_slices(spec: P, layout: Layout) -> P:
     another order.
     """
     left = mesh_axes.exclude_axes(layout.mesh.axis_names, layout.data_axes)
-    entries: list[Any] = []
-    for entry, of_compiler in zip(spec, mesh_axes.restrict_spec(spec, left), strict=True):
-        is_mixed = any(axis in layout.data_axes for axis in mesh_axes.to_axes(entry))
-        entries.append(None if is_mixed else of_compiler)
-    return P(*entries)
+    of_data = mesh_axes.restrict_spec(spec, layout.data_axes)
+    of_compiler = mesh_axes.restrict_spec(spec, left)
+    return P(*(None if x else y for x, y in zip(of_data, of_compiler, strict=True)))
 
 
 def gather_shard(

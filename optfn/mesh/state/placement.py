@@ -29,7 +29,7 @@ from optfn.mesh.state.bits import DecodedArrays, is_raw, view_as_bits
 from optfn.mesh.state.encoded import find_codes
 from optfn.mesh.state.inventory import Entry, arrays_with_entries, map_entries
 from optfn.mesh.state.names import find_names_in_field
-from optfn.mesh.state.padded import is_padded
+from optfn.mesh.state.padded import is_padded, pad
 from optfn.mesh.state.per_worker import PerWorker, check_wrappers, has_per_worker_state
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
@@ -129,9 +129,7 @@ def pad_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
       size: the number of its entries that are not padding.
       count: the number of workers that keep a slice.
     """
-    numpy = np if isinstance(x, np.ndarray) else jnp
-    missing = -size % count
-    return numpy.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return pad(x[..., :size], x.ndim - 1, size + -size % count)
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:

@@ -9,6 +9,7 @@ The type of a state declares them, and the step, its rounds and the history read
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -137,8 +138,6 @@ def is_curve(name: str) -> bool:
 def _find_report(name: str) -> Report | None:
     """Return the report whose metric is the first word of a name, or None if no type declares
     it."""
-    for _, reports in reporting_types():
-        for report in reports.values():
-            if report is not None and report.metric == name.partition("/")[0]:
-                return report
-    return None
+    metric = name.partition("/")[0]
+    declared = itertools.chain.from_iterable(x.values() for _, x in reporting_types())
+    return next((x for x in declared if x is not None and x.metric == metric), None)
