@@ -27,13 +27,12 @@ def show_axes_to_loss(objective: Objective, layout: Layout) -> Objective:
     In the rest of the step these axes are hidden.
     """
 
-    def specs_of(inputs: Inputs) -> Inputs:
+    def run(inputs: Inputs) -> tuple[Values, Updates]:
         whole: Any = P()
         batch = jax.tree.map(lambda x: batch_spec(x, layout.data_axes), inputs.batch)
-        return Inputs(layout.param_specs(inputs.params), whole, batch, whole, whole, whole, whole)
-
-    def run(inputs: Inputs) -> tuple[Values, Updates]:
-        return show_explicit_axes(objective, layout.mesh, (specs_of(inputs),))(inputs)
+        params = layout.param_specs(inputs.params)
+        specs = Inputs(params, whole, batch, whole, whole, whole, whole)
+        return show_explicit_axes(objective, layout.mesh, (specs,))(inputs)
 
     return run
 

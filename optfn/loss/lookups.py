@@ -154,33 +154,31 @@ class TracedLoss:
 
         Lookups whose ids depend on no rows look up together.
         """
-        found: dict[int, tuple[jax.Array, jax.Array]] = {}
+        found: dict[Variable, tuple[jax.Array, jax.Array]] = {}
         values = self._program.constants | self._values_of(inputs)
-        left = dict(enumerate(self._lookups))
+        left = self._lookups
         while left:
-            later = {x.equation.outvars[0] for x in left.values()}
-            ready = {
-                i: x
-                for i, x in left.items()
-                if later.isdisjoint(self._program.find_dependencies(x.equation.invars[1:]))
-            }
-            operands = [a for x in ready.values() for a in x.equation.invars[1:]]
+            later = {x.equation.outvars[0] for x in left}
+            reads = [self._program.find_dependencies(x.equation.invars[1:]) for x in left]
+            ready = [x for x, of_ids in zip(left, reads, strict=True) if later.isdisjoint(of_ids)]
+            operands = [a for x in ready for a in x.equation.invars[1:]]
             needed = set(map(id, self._program.find_equations(operands)))
             equations = [
                 e for e in self._equations if id(e) in needed and e.outvars[0] not in values
             ]
             values = run_equations(equations, values, rule=run_on_shards)
-            tables = [values[x.source.table] for x in ready.values()]
+            tables = [values[x.source.table] for x in ready]
             ids = [
                 x.ids(primitives.type_of(x.source.table), read(values, x.equation.invars[1:]))
-                for x in ready.values()
+                for x in ready
             ]
-            rows = _fetch_rows(self._owners, list(ready.values()), tables, ids)
-            found |= dict(zip(ready, zip(ids, rows, strict=True), strict=True))
-            for x, r in zip(ready.values(), rows, strict=True):
-                values[x.equation.outvars[0]] = x.result(self._program, r)
-            left = {i: x for i, x in left.items() if i not in ready}
-        return [found[i][0] for i in sorted(found)], [found[i][1] for i in sorted(found)]
+            rows = _fetch_rows(self._owners, ready, tables, ids)
+            for x, i, r in zip(ready, ids, rows, strict=True):
+                v = x.equation.outvars[0]
+                found[v], values[v] = (i, r), x.result(self._program, r)
+            left = [x for x in left if x.equation.outvars[0] not in found]
+        pairs = [found[x.equation.outvars[0]] for x in self._lookups]
+        return [i for i, _ in pairs], [r for _, r in pairs]
 
     def value(self, inputs: Sequence[Value], rows: list[jax.Array]) -> Any:
         """Run the program on its inputs, with `rows` in place of the rows that its lookups read,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import checks, context, tree
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs.sharded import LAYER
-from optfn.mesh.collectives.axes import Axes, Division, join_axes
+from optfn.mesh.collectives.axes import Axes, Division
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.collectives.packets import MIN_SIZE
 from optfn.mesh.layout.mesh_layout import Layout, ParamEntry
@@ -95,9 +96,7 @@ class LeafShard:
         divisions = tuple(layout.divisions(entry.spec))
         if not divisions:
             return None
-        size = array.size * count_devices(
-            layout.mesh, join_axes(*(names for _, names in divisions))
-        )
+        size = array.size * math.prod(count_devices(layout.mesh, x.axes) for x in divisions)
         has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
         number = step if has_packets and size >= MIN_SIZE else None
         slices = compiler_slices(entry.spec, layout)
@@ -157,10 +156,8 @@ class LeafShard:
         count = count_devices(self.layout.mesh, self.divisions[0].axes)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
-        for dimension, size in enumerate(self.array.shape):
-            if dimension not in divided and size % count == 0:
-                return dimension
-        return None
+        fitting = (d for d, size in enumerate(self.array.shape) if size % count == 0)
+        return next((d for d in fitting if d not in divided), None)
 
     def group_layers(self, groups: int) -> "LeafShard | None":
         """Return this array, divided within each layer, as (groups, layers of a group, …), or None

@@ -174,14 +174,12 @@ def _find_constraints(
       bound: the axes that are bound where the program runs; a `shard_map` in it binds further ones.
     """
     for equation in primitives.drop_constants(program).eqns:
-        within, constraint = (
-            (*bound, *primitives.find_bound_axes(equation)),
-            primitives.as_constraint(equation),
-        )
+        constraint = primitives.as_constraint(equation)
         if constraint is not None and isinstance(constraint.sharding, NamedSharding):
             sharding = constraint.sharding
             if not {*bound} <= {*sharding.mesh.abstract_mesh.manual_axes}:
                 yield equation, sharding
+        within = *bound, *primitives.find_bound_axes(equation)
         for inner in primitives.find_inner_jaxprs(equation):
             yield from _find_constraints(inner, within)
 

@@ -35,13 +35,11 @@ class Equations:
     def __init__(self, fn: Callable[..., Any], *args: PyTree, inline: bool = True) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         if inline:
-            inlined = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
-        else:
-            inlined = closed
+            closed = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
         self.shapes: Any = shape
-        self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
-        self.equations = list(inlined.jaxpr.eqns)
-        self.constants = bindings(inlined.jaxpr.constvars, inlined.consts)
+        self.inputs, self.outputs = list(closed.jaxpr.invars), list(closed.jaxpr.outvars)
+        self.equations = list(closed.jaxpr.eqns)
+        self.constants = bindings(closed.jaxpr.constvars, closed.consts)
 
     @property
     def structure(self) -> Any:

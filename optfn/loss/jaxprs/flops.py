@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from optfn.loss.jaxprs import primitives
-from optfn.loss.jaxprs.primitives import Convolution, Equation, Jaxpr, Window
+from optfn.loss.jaxprs.primitives import Equation, Jaxpr, Window
 
 
 class UncountableError(Exception):
@@ -26,8 +26,10 @@ def count_product_flops(equation: Equation) -> float | None:
         return (
             2.0 * math.prod(primitives.type_of(equation.outvars[0]).shape) * summed / product.groups
         )
-    convolution = primitives.as_convolution(equation)
-    return None if convolution is None else _count_convolution(convolution)
+    if (x := primitives.as_convolution(equation)) is None:
+        return None
+    # Without the products on holes and padding.
+    return math.prod(map(count_pairs, x.windows), start=2.0 * x.examples * x.features * x.inputs)
 
 
 def count_flops(equations: Iterable[Equation]) -> float:
@@ -103,13 +105,6 @@ def _add_up(
             amount = choose(inner) if are_branches else sum(inner) * primitives.count_runs(equation)
         total += amount
     return total
-
-
-def _count_convolution(x: Convolution) -> float:
-    """Return the FLOPs of a convolution, 2 for each multiply-add, without those on holes and
-    padding."""
-    pairs = map(count_pairs, x.windows)
-    return math.prod(pairs, start=2.0 * x.examples * x.features * x.inputs)
 
 
 def count_pairs(window: Window) -> int:

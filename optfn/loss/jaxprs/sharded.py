@@ -32,7 +32,7 @@ from optfn.loss.jaxprs.equations import (
     run_equations,
     variables,
 )
-from optfn.loss.jaxprs.primitives import Checkpoint, Equation, Jaxpr, Scan, Variable
+from optfn.loss.jaxprs.primitives import Call, Checkpoint, Equation, Jaxpr, Scan, Variable
 from optfn.loss.jaxprs.recomputed_scan import Order, scan_recomputed
 from optfn.loss.jaxprs.sharded_param import GATHERED, Operation, ShardedParam, gather_params
 
@@ -54,18 +54,16 @@ def has_scan_over_arrays(equations: Iterable[Equation]) -> bool:
         if scan is not None and scan.split(equation.invars)[2]:
             return True
         entered = _find_entered(equation)
-        if entered is not None and has_scan_over_arrays(entered.eqns):
+        if entered is not None and has_scan_over_arrays(entered.body.eqns):
             return True
     return False
 
 
-def _find_entered(equation: Equation) -> Jaxpr | None:
-    """Return the jaxpr of a jitted function or of a checkpoint, or None for another equation."""
+def _find_entered(equation: Equation) -> Call | None:
+    """Return the call of a jitted function or of a checkpoint, or None for another equation."""
     call = primitives.as_call(equation)
-    is_entered = call is not None and (
-        call.is_jitted or primitives.as_checkpoint(equation) is not None
-    )
-    return call.body if call is not None and is_entered else None
+    is_entered = call and (call.is_jitted or primitives.as_checkpoint(equation))
+    return call if is_entered else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +208,9 @@ def _run_without_outer_call(jaxpr: Jaxpr, operands: Sequence[Value]) -> list[Val
     """
     interpreter = _Interpreter(by_name=False)
     calls = [e for e in jaxpr.eqns if primitives.name_of_value(e) is None]
-    if len(calls) != 1 or _find_entered(calls[0]) is None:
+    call = _find_entered(calls[0]) if len(calls) == 1 else None
+    if call is None:
         return interpreter.run(jaxpr, operands)
-    call = primitives.as_call(calls[0])
-    assert call is not None  # a jit or a checkpoint
 
     def run_inside(*arguments: Value) -> list[Value]:
         return _run_without_outer_call(call.body, [*call.constants, *arguments])

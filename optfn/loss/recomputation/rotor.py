@@ -79,12 +79,11 @@ class Rotor:
 
     def __init__(self, costs: Sequence[FunctionCosts]) -> None:
         self.costs = costs
-        total = sum(f.residual_bytes + f.output_bytes for f in costs)
-        most = 0
-        for f in costs:
-            peak = max(f.forward_peak_with_residuals, f.backward_peak_with_residuals)
-            most = max(most, peak + f.output_bytes)
-        total += most
+        peaks = (
+            max(f.forward_peak_with_residuals, f.backward_peak_with_residuals) + f.output_bytes
+            for f in costs
+        )
+        total = sum(f.residual_bytes + f.output_bytes for f in costs) + max(peaks)
         self.unit = max(total / UNITS, 1e-9)
         # C(s, t, ·), for 0 to UNITS units of memory.
         self.table: dict[tuple[int, int], np.ndarray] = {}
