@@ -173,14 +173,12 @@ def _check_aux_leaves(who: str, aux: PyTree) -> None:
 def _check_means(who: str, aux: PyTree) -> PyTree:
     """Return aux with each Mean as a Mean of arrays, its weight in the dtype of its total."""
 
-    def check(x: Any) -> Any:
-        if not is_mean(x):
-            return x
+    def check(x: Mean) -> Mean:
         total, weight = check_mean(f"{who}, in aux", x)
         # Integers of aux are added up, and not averaged.
         return Mean(total, weight.astype(total.dtype))
 
-    return jax.tree.map(check, aux, is_leaf=is_mean)
+    return tree.map_nodes(is_mean, check, aux)
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:

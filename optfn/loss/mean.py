@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.core import numerics
+from optfn.core import numerics, tree
 from optfn.core.checks import show
 from optfn.core.types import Params, PyTree
 from optfn.loss.jaxprs.dependence import find_dependent_leaves
@@ -151,7 +151,7 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 def divide_means(values: PyTree) -> PyTree:
     """Replace each Mean by its quotient, NaN for 0/0."""
-    return jax.tree.map(lambda x: x.total / x.weight if is_mean(x) else x, values, is_leaf=is_mean)
+    return tree.map_nodes(is_mean, lambda x: x.total / x.weight, values)
 
 
 def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) -> None:

@@ -24,7 +24,7 @@ from optfn.core.types import DType, Leaf, PyTree
 from optfn.mesh.collectives import mesh as meshes
 from optfn.mesh.collectives.axes import Axes, to_axes
 from optfn.mesh.collectives.devices import Devices
-from optfn.mesh.state.per_worker import PerWorker
+from optfn.mesh.state.per_worker import is_per_worker
 from optfn.tables.tables import find_places
 
 # The attributes that the array of stored rows shares with the table, or has for it.
@@ -32,7 +32,9 @@ _OF_STORED = ("shape", "dtype", "ndim", "size", "sharding", "addressable_shards"
 
 
 @traits(transparent=True)
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["owners", "num_rows"]
+)
 class ShardedTable:
     """A table that is read in natural order, and whose rows are dealt out to the devices in turn.
 
@@ -49,18 +51,6 @@ class ShardedTable:
 
     def __init__(self, stored: PyTree, owners: Devices, num_rows: int) -> None:
         self.stored, self.owners, self.num_rows = stored, owners, num_rows
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Devices, int]]:
-        """Return the stored array with its key, and as static data the owners and the row count."""
-        key = jax.tree_util.GetAttrKey("stored")
-        return [(key, self.stored)], (self.owners, self.num_rows)
-
-    @classmethod
-    def tree_unflatten(
-        cls, static: tuple[Devices, int], children: tuple[PyTree, ...]
-    ) -> "ShardedTable":
-        """Return the node of static data and a child."""
-        return cls(children[0], *static)
 
     def of(self, stored: PyTree) -> "ShardedTable":
         """Return a node of another array, `stored`, with this table's owners and order of rows."""
@@ -141,12 +131,10 @@ def to_logical(values: PyTree) -> PyTree:
     On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
 
-    def convert(node: PyTree) -> PyTree:
-        if not is_sharded_table(node):
-            return node
+    def convert(node: ShardedTable) -> PyTree:
         return jax.tree.map(lambda x: _reorder_rows(node, x, _to_logical_rows), node.stored)
 
-    return jax.tree.map(convert, values, is_leaf=is_sharded_table)
+    return tree.map_nodes(is_sharded_table, convert, values)
 
 
 def to_physical(like: PyTree, values: PyTree) -> PyTree:
@@ -184,13 +172,10 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
 def check_rows(state: PyTree) -> None:
     """Raise a ValueError if the state of a sharded table has an array without an axis of rows,
     scalars and per-worker arrays excepted."""
-
-    def is_per_worker(x: object) -> bool:
-        return isinstance(x, PerWorker)  # flat or of all workers
-
     nodes = jax.tree.leaves(state, is_leaf=lambda x: is_sharded_table(x) or is_per_worker(x))
     for node in filter(is_sharded_table, nodes):
         for x in jax.tree.leaves(node.stored, is_leaf=is_per_worker):
+            # Per-worker arrays are flat, or those of all workers.
             if not is_per_worker(x) and x.ndim and node.num_rows not in x.shape:
                 raise ValueError(
                     f"the table of {node.num_rows} rows has them divided over devices, "

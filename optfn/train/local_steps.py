@@ -34,8 +34,8 @@ from optfn.mesh.collectives.means import mean_or_first, mean_over_axes
 from optfn.mesh.collectives.mesh import count_devices
 from optfn.mesh.layout import data_parallel, shards, traffic
 from optfn.mesh.layout.mesh_layout import Layout
-from optfn.mesh.state import reports
-from optfn.mesh.state.per_worker import PerWorker, find_nodes, has_exchange, has_per_worker_state
+from optfn.mesh.state import per_worker, reports
+from optfn.mesh.state.per_worker import PerWorker, is_per_worker
 from optfn.tables.rows import Rows
 from optfn.train.state import UPDATE_SCOPE, StepFn, TrainState
 from optfn.train.worker_step import constrain_params
@@ -109,8 +109,8 @@ class LocalSteps(NamedTuple):
             #    `start` has these leaves as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
             like = copy_counts(jax.eval_shape(self.tx.init, state.params), counted)
-            structure: Any = jax.tree.structure(like)
-            varies = structure.unflatten(map(_is_own, _nodes(counted)))
+            marks = map(is_per_worker, _nodes(counted))
+            varies = jax.tree.unflatten(jax.tree.structure(like), marks)
             own = jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, counted)
             start = state._replace(opt_state=own)
             # 3. `end`, the metrics, (steps,), and the pseudo-gradient are this worker's.
@@ -147,23 +147,22 @@ class LocalSteps(NamedTuple):
         local = state.opt_state.inner
         found = find_varying(self.tx, state.params, self.tables, weighted=True)
         found = copy_counts(found, local.inner_state)
-        varies, nodes = jax.tree.leaves(found), _nodes(local.inner_state)
-        if all(_is_own(node) for node, own in zip(nodes, varies, strict=True) if own):
+        varies, structure = jax.tree.flatten(found)
+        nodes = _nodes(local.inner_state)
+        if all(is_per_worker(node) for node, own in zip(nodes, varies, strict=True) if own):
             return state
         mesh, axes = self.layout.mesh, self.layout.worker_axes
         count = count_devices(mesh, axes)
 
         def copy(node: PyTree, own: bool) -> PyTree:
-            if not own or _is_own(node):
+            if not own or is_per_worker(node):
                 return node
             copies = jnp.tile(jnp.atleast_1d(node), (count, *[1] * (node.ndim - 1)))
-            is_traced = checks.is_traced(copies)
-            return PerWorker(
-                copies if is_traced else jax.device_put(copies, NamedSharding(mesh, P(axes)))
-            )
+            if not checks.is_traced(copies):
+                copies = jax.device_put(copies, NamedSharding(mesh, P(axes)))
+            return PerWorker(copies)
 
-        structure: Any = jax.tree.structure(found)
-        apart = structure.unflatten(map(copy, nodes, varies))
+        apart = jax.tree.unflatten(structure, map(copy, nodes, varies))
         inner = LocalState(jnp.full_like(local.num_workers, count), apart)
         return state._replace(opt_state=state.opt_state._replace(inner=inner))
 
@@ -218,7 +217,7 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
         return
     found = int(np.asarray(opt_state.inner.num_workers))
     workers = count_devices(layout.mesh, layout.worker_axes)
-    if found != workers and has_per_worker_state(opt_state.inner):
+    if found != workers and per_worker.has_per_worker_state(opt_state.inner):
         raise ValueError(
             f"the state was made for {found} workers, but the step has {workers}. Convert it by "
             f"optfn.distributed.rescale_residuals(state, {workers}), or load it from a checkpoint "
@@ -283,7 +282,7 @@ def trace_update(
 ) -> tuple[Updates, OptState]:
     """Call `tx.update` as a step does, with the loss as each number that it hands over."""
     extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
-    if weighted or find_nodes(AccumulateState, state):
+    if weighted or per_worker.find_nodes(AccumulateState, state):
         extra["weight"] = loss
     return tx.update(grads, state, params, **extra)
 
@@ -293,7 +292,7 @@ def _check_inner(
 ) -> None:
     """Raise a ValueError if `tx` exchanges gradients, or if its state has copies or averages of
     params."""
-    if has_exchange(state):
+    if per_worker.has_exchange(state):
         raise ValueError(
             "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
             "exchange the change of their params through outer. Put the exchange there, as in "
@@ -328,12 +327,7 @@ def _wrap_varying(state: OptState, varies: PyTree) -> OptState:
 
 def _nodes(wrapped: OptState) -> list[PyTree]:
     """Return each leaf of a state, or the `PerWorker` around it, without those around no array."""
-    return [x for x in jax.tree.leaves(wrapped, is_leaf=_is_own) if jax.tree.leaves(x)]
-
-
-def _is_own(node: PyTree) -> bool:
-    """Tell whether each worker has a separate value of a node."""
-    return isinstance(node, PerWorker)
+    return [x for x in jax.tree.leaves(wrapped, is_leaf=is_per_worker) if jax.tree.leaves(x)]
 
 
 def _subtract(start: Leaf, end: Leaf) -> Leaf:

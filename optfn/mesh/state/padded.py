@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.core import checks
+from optfn.core import checks, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, PyTree
 from optfn.mesh.collectives.axes import to_axes
@@ -86,4 +86,4 @@ def unwrap_padded(node: Padded) -> Leaf:
 
 def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
     """Replace each Padded of a state by `fn` of it, and return everything else unchanged."""
-    return jax.tree.map(lambda x: fn(x) if is_padded(x) else x, state, is_leaf=is_padded)
+    return tree.map_nodes(is_padded, fn, state)

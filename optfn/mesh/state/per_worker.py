@@ -67,6 +67,11 @@ class PerWorker(NamedTuple):
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
 
+def is_per_worker(x: object) -> bool:
+    """Tell whether `x` is a `PerWorker`, so that each worker has a separate value of it."""
+    return isinstance(x, PerWorker)
+
+
 def mark_per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
     """Mark a tree of arrays as per-worker along these axes, or along all worker axes if `axis_name`
     has none."""
@@ -152,8 +157,7 @@ def find_nodes(kind: type, state: OptState) -> list[Any]:
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
     """Replace each `Divided` node of a state by `fn` of it."""
-    is_divided = _is_instance_of(Divided)
-    return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
+    return tree.map_nodes(_is_instance_of(Divided), fn, state)
 
 
 def has_exchange(state: OptState) -> bool:
@@ -285,9 +289,7 @@ def _find_floating(state: OptState) -> list[str]:
     """Return the names of floating-point arrays, without scalars, per-worker arrays and divided
     arrays."""
     is_laid_out = _is_instance_of((PerWorker, Divided))
-    shared = jax.tree.map(
-        lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
-    )
+    shared = tree.map_nodes(is_laid_out, lambda x: optax.MaskedNode(), state)
     # Scalars are steps and rates, which do not come from gradients.
     return [name for name, x in contents.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
