@@ -73,9 +73,8 @@ class UserFunctions(NamedTuple):
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
         """Raise a ValueError if no function takes a given `shared` or `rng`, and a TypeError if a
         function requires further arguments."""
-        given = {"shared"} if has_shared else set()
-        if has_rng:
-            given.add("rng")
+        flags = {"shared": has_shared, "rng": has_rng}
+        given = {name for name, is_given in flags.items() if is_given}
         # A loss gets no key, also if it has a parameter `rng`.
         functions: list[tuple[str, Callable[..., Any], tuple[str, ...], frozenset[str]]] = [
             *(("stage_fn", fn, ("params", "x"), _find_keywords(fn)) for fn in self.stages),

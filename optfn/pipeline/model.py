@@ -309,16 +309,12 @@ class _RavelledStages:
         self.gradient_lengths = buffers.select_inexact(weight_lengths)
         self.stash_lengths = buffers.find_lengths(self.stashes)
         # 3. Contexts need stashes and cotangents, so they are traced last.
-        self.contexts = self._context_shapes(weights, item)
-        self.context_lengths = buffers.find_lengths(self.contexts)
-
-    def _context_shapes(self, weights: Weights, item: WorkItem) -> list[Context]:
-        """Return the shapes of each stage's context, from an abstract backward."""
         cotangent = list(buffers.make_shapes(self.cotangent_lengths).values())
-        return [
+        self.contexts = [
             jax.eval_shape(partial(self._backward, i), item, weights, stash, cotangent)[-1]
             for i, stash in enumerate(self.stashes)
         ]
+        self.context_lengths = buffers.find_lengths(self.contexts)
 
     def _unravel_weights(self, i: int, weights: Weights) -> Weights:
         """Return the weights of stage i as the tree that its function takes, and the shared ones

@@ -61,9 +61,8 @@ class StagePlacement:
             return arrays
 
         def reshard(spec: P, x: PyTree) -> PyTree:
-            return jax.sharding.reshard(
-                x, NamedSharding(self.mesh, mesh_axes.restrict_spec(spec, explicit))
-            )
+            placement = NamedSharding(self.mesh, mesh_axes.restrict_spec(spec, explicit))
+            return jax.sharding.reshard(x, placement)
 
         return jax.tree.map(reshard, spec, arrays, is_leaf=mesh_axes.is_spec)
 

@@ -8,7 +8,6 @@ arrays have the natural order; `to_logical` and `to_physical` convert them.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -106,7 +105,7 @@ def divide_tables(params: PyTree, are_tables: PyTree, owners: Devices) -> PyTree
         if is_table is not True:
             return x
         node = ShardedTable(x, owners, x.shape[0])
-        return node.of(_reorder_rows(node, x, _to_physical_rows))
+        return node.of(_reorder_rows(node, x, to_natural=False))
 
     return jax.tree.map(leaf, are_tables, params, is_leaf=tree.is_masked)
 
@@ -132,7 +131,7 @@ def to_logical(values: PyTree) -> PyTree:
     """
 
     def convert(node: ShardedTable) -> PyTree:
-        return jax.tree.map(lambda x: _reorder_rows(node, x, _to_logical_rows), node.stored)
+        return jax.tree.map(lambda x: _reorder_rows(node, x, to_natural=True), node.stored)
 
     return tree.map_nodes(is_sharded_table, convert, values)
 
@@ -150,7 +149,7 @@ def to_physical(like: PyTree, values: PyTree) -> PyTree:
             return value
 
         def reorder_array(old: Leaf, x: Leaf) -> Leaf:
-            return x if x is old else _reorder_rows(node, x, _to_physical_rows)
+            return x if x is old else _reorder_rows(node, x, to_natural=False)
 
         return node.of(jax.tree.map(reorder_array, node.stored, value))
 
@@ -184,10 +183,6 @@ def check_rows(state: PyTree) -> None:
                 )
 
 
-# (rows of this device, owners) -> its rows after all devices have exchanged theirs.
-Exchange = Callable[[jax.Array, Devices], jax.Array]
-
-
 def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
     """Return the first axis whose size is a multiple of `num_rows`, but not 0, or None without one.
 
@@ -196,8 +191,8 @@ def _find_row_axis(shape: tuple[int, ...], num_rows: int) -> int | None:
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 
 
-def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
-    """Bring the rows of an array from natural to stored order or back, as `exchange` says, or
+def _reorder_rows(node: ShardedTable, x: Leaf, *, to_natural: bool) -> Leaf:
+    """Bring the rows of an array from stored to natural order, or back unless `to_natural`, or
     return it unchanged without an axis of rows or with one owner."""
     axis = _find_row_axis(x.shape, node.num_rows)
     if axis is None or node.owners.size == 1:
@@ -205,8 +200,8 @@ def _reorder_rows(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
     names = _find_mesh_axes(x, axis)
     # Devices can exchange their rows only where the owners' axes divide them, innermost.
     if names[-len(node.owners.axes) :] != node.owners.axes:
-        return _permute_rows(node, x, axis, exchange is _to_logical_rows)
-    return _exchange_rows(x, node.owners, names, axis, exchange)
+        return _permute_rows(node, x, axis, to_natural)
+    return _exchange_rows(x, node.owners, names, axis, to_natural)
 
 
 def _find_mesh_axes(x: Leaf, axis: int) -> Axes:
@@ -231,21 +226,25 @@ def _permute_rows(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> L
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _exchange_rows(
-    x: jax.Array, owners: Devices, names: Axes, axis: int, exchange: Exchange
+    x: jax.Array, owners: Devices, names: Axes, axis: int, to_natural: bool
 ) -> jax.Array:
-    """Reorder the rows of an array on the mesh by `exchange`: devices exchange rows, and none ever
-    has all of them.
+    """Reorder the rows of an array on the mesh: devices exchange rows, and none ever has all of
+    them.
 
     Args:
       x: the array; its rows are divided over the axes `names`.
       owners: the devices that keep the rows.
       names: the mesh axes, the owners' axes last.
       axis: the axis of the rows.
-      exchange: the function that each device runs.
+      to_natural: whether each device sends the rows that it keeps to the devices whose natural
+        blocks contain them; else it sends the rows of its block to the devices that keep them.
     """
 
     def reorder(shard: jax.Array) -> jax.Array:
-        return jnp.moveaxis(exchange(jnp.moveaxis(shard, axis, 0), owners), 0, axis)
+        rows = jnp.moveaxis(shard, axis, 0)
+        stored, block = _find_places(rows, owners)
+        sent, places = (stored, block) if to_natural else (block, stored)
+        return jnp.moveaxis(_send_rows(rows, owners, sent, places), 0, axis)
 
     spec = P(*[None] * axis, names)
     return meshes.shard_map(reorder, owners.mesh, names, spec, spec)(x)
@@ -262,20 +261,6 @@ def _find_places(shard: jax.Array, owners: Devices) -> tuple[jax.Array, jax.Arra
     stored, _ = _pair_places(owners, me, all_devices, len(shard))
     _, block = _pair_places(owners, all_devices, me, len(shard))
     return stored, block
-
-
-def _to_physical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
-    """Send the rows of this device's natural block to the devices that keep them, and return the
-    rows that this device keeps."""
-    stored, block = _find_places(shard, owners)
-    return _send_rows(shard, owners, block, stored)
-
-
-def _to_logical_rows(shard: jax.Array, owners: Devices) -> jax.Array:
-    """Send the rows that this device keeps to the devices whose natural blocks contain them, and
-    return the block of this device."""
-    stored, block = _find_places(shard, owners)
-    return _send_rows(shard, owners, stored, block)
 
 
 def _pair_places(

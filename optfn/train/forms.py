@@ -175,11 +175,10 @@ def _find_optax_kinds() -> dict[type, str]:
         "pass": "Monitor Snapshot",
         "unsure": "ScaleBySchedule",
     }
-    places = optax, optax.transforms, contrib
     found: dict[type, str] = {}
     for kind, words in names.items():
         for word in words.split():
-            for place in places:
+            for place in (optax, optax.transforms, contrib):
                 state_type = getattr(place, f"{word}State", None)
                 if isinstance(state_type, type):
                     found[state_type] = kind

@@ -44,9 +44,7 @@ def convert_batch(batch: Batch) -> Batch:
             raise TypeError(
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.show(x)}"
             )
-        if isinstance(x, jax.Array):
-            if _holds_data(x):
-                continue
+        if isinstance(x, jax.Array) and not _holds_data(x):
             raise ValueError(
                 f"{_name_leaf(batch, i)} has been deleted: an earlier call of the step has "
                 "overwritten the state that it belongs to. Put a copy into the batch, as by "

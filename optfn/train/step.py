@@ -90,7 +90,7 @@ class TrainStep:
         self.local = make_local_steps(options, layout)
         self.compiled: Any = compile_step(options, layout, self.local)
         # The mesh of a plan has no devices.
-        mesh = None if layout is None else layout.mesh
+        mesh = self.mesh
         self._devices = frozenset(mesh.devices.flat if isinstance(mesh, Mesh) else ())
         self._has_run = False
         self._known: dict[Any, _Known] = {}

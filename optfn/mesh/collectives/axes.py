@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optfn.mesh.compilers.groups import varying_axes
+from optfn.mesh.compilers.groups import is_bound, varying_axes
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -112,11 +112,9 @@ def check_axes_bound(name: str, names: Axes) -> None:
     `name` is the function that needs them, in the error.
     """
     for axis in names:
-        try:
-            lax.axis_size(axis)
-        except NameError:
+        if not is_bound(axis):
             raise ValueError(
                 f"{name}: the axis {axis!r} is not bound. Run it inside shard_map, pmap or vmap "
                 f"with the axis name {axis!r}, or pass make_train_step a mesh with this axis as "
                 "data_axis. If your axis has another name, pass that as axis_name"
-            ) from None
+            )

@@ -23,7 +23,7 @@ products and scatters on v5e:4x4 and v5p:4x4x4.
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -59,12 +59,10 @@ _SCATTERED_IN_PLANES, _ROWS_OF_TILE = 2, 8
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
-@contextlib.contextmanager
-def follow_torus_of(mesh: Mesh) -> Iterator[None]:
-    """Let the collectives that are traced in this context follow the torus of this mesh. Afterwards
-    they follow the mesh before again."""
-    with context.hold(_mesh, mesh):
-        yield
+def follow_torus_of(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the collectives that are traced follow the torus of this mesh.
+    Afterwards they follow the mesh before again."""
+    return context.hold(_mesh, mesh)
 
 
 def all_gather_along(

@@ -46,10 +46,11 @@ def manual_axes() -> set[Hashable]:
     """Return the axes of the mesh that an enclosing `shard_map` has bound, or an empty set outside
     of one."""
     # By name: while `loss/jaxprs/constraints.py` traces a loss, the mesh shows bound axes as free.
-    return set(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
+    return set(filter(is_bound, jax.sharding.get_abstract_mesh().axis_names))
 
 
-def _is_bound(axis: Hashable) -> bool:
+def is_bound(axis: Hashable) -> bool:
+    """Tell whether an enclosing `shard_map`, pmap or vmap has bound an axis of this name."""
     try:
         lax.axis_size(axis)
     except NameError:
