@@ -228,13 +228,12 @@ def _accumulate_and_send(
     """Run the update of one worker on whole arrays, or on the shards of each device if the worker
     has several devices, which return no Rows even with `row_updates`."""
     workers: Workers = extra.get("workers", ONE_WORKER)
-    options = dataclasses.replace(options, group=workers.group, in_own_loop=not workers.axes)
+    group, weight = workers.group, extra.get("weight")
+    options = dataclasses.replace(options, group=group, in_own_loop=not workers.axes)
     updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
-    row_updates = extra.get("row_updates", False) and workers.group is None
+    row_updates = extra.get("row_updates", False) and group is None
     run = partial(_accumulate_and_send_shards, options, row_updates)
-    return on_shards.update_on_shards(
-        run, updates, state, params, extra.get("weight"), workers.group
-    )
+    return on_shards.update_on_shards(run, updates, state, params, weight, group)
 
 
 def _accumulate_and_send_shards(

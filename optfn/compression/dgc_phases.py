@@ -235,15 +235,13 @@ def _exchange_entries(
     # An all-reduce needs whole arrays: the entries are scattered into zeros.
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
-        return _replace_directions(
-            kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
-        )
+        means = [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
+        return _replace_directions(kept, means)
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
         return _replace_directions(kept, _average_as_rows(packet, packet_format, axes))
-    return _replace_directions(
-        kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to)
-    )
+    means = GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to)
+    return _replace_directions(kept, means)
 
 
 def _average_as_rows(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:

@@ -221,9 +221,8 @@ class Search(abc.ABC):
         # Candidate j of a segment is the set bit number first + j, counted over all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)[None]
-        number = (
-            slots.broadcast_to_rows((ends - bits.count_ones(words))[segments.first_word]) + place
-        )
+        before = ends - bits.count_ones(words)
+        number = slots.broadcast_to_rows(before[segments.first_word]) + place
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
         at = bits.find_positions(words, ends, number.reshape(-1), first, most)

@@ -135,9 +135,8 @@ class PacketFormat:
             block = jnp.searchsorted(of_blocks, number, side="right").astype(jnp.int32)
             index += (block - self._first_block).astype(jnp.uint32) << np.uint32(self.index_bits)
         if self.segments.chunk is not None:
-            index += self.segments.broadcast_to_entries(
-                self.segments.row_starts.astype(np.uint32), self.k
-            )
+            starts = self.segments.row_starts.astype(np.uint32)
+            index += self.segments.broadcast_to_entries(starts, self.k)
         return values, index
 
     def split(self, entries: jax.Array) -> list[jax.Array]:

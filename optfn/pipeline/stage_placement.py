@@ -6,6 +6,7 @@ of device d is stage r·p + d. The params of homogeneous stages already have thi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -308,11 +309,8 @@ class ListedStages(StagePlacement):
     def _stage_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs that stage functions see, without the data axis: leaves are
         gathered along it."""
-        return jax.tree.map(
-            lambda spec: mesh_axes.restrict_spec(spec, self._further_axes),
-            self._specs(stages),
-            is_leaf=mesh_axes.is_spec,
-        )
+        restrict = functools.partial(mesh_axes.restrict_spec, names=self._further_axes)
+        return jax.tree.map(restrict, self._specs(stages), is_leaf=mesh_axes.is_spec)
 
     def _map_shards(
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree

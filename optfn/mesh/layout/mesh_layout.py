@@ -14,6 +14,7 @@ If the step is left to the compiler, there are no workers: all devices are one, 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -349,10 +350,8 @@ class Layout:
     def keep_shard_axes(self, specs: PyTree) -> PyTree:
         """Return specs with their shard axes alone, as a `shard_map` over these axes takes them,
         and None for a dimension without any."""
-        names = self.shard_axes
-        return jax.tree.map(
-            lambda spec: mesh_axes.restrict_spec(spec, names), specs, is_leaf=mesh_axes.is_spec
-        )
+        restrict = functools.partial(mesh_axes.restrict_spec, names=self.shard_axes)
+        return jax.tree.map(restrict, specs, is_leaf=mesh_axes.is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
         """Return the NamedSharding on the mesh of each array by its spec, which gets an entry for
@@ -372,9 +371,8 @@ class Layout:
     def make_shardings(self, specs: PyTree) -> PyTree:
         """Return the NamedSharding on the mesh of each PartitionSpec of a tree, whose entries it
         does not change."""
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=mesh_axes.is_spec
-        )
+        make = functools.partial(NamedSharding, self.mesh)
+        return jax.tree.map(make, specs, is_leaf=mesh_axes.is_spec)
 
     def in_memory(self, shardings: PyTree, state: OptState) -> PyTree:
         """Return the shardings of an optimizer's state with `state_memory` for large arrays, but

@@ -51,9 +51,8 @@ def traffic_metrics(
     states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
     # A mark that lies in no such state has no step, and so no traffic that we could ask for.
     marks = [new.exchanged for _, new in states]
-    is_known = len(marks) == len(find_nodes(Exchanged, after)) and all(
-        x.traffic != () for x in marks
-    )
+    have_traffic = all(mark.traffic != () for mark in marks)
+    is_known = have_traffic and len(marks) == len(find_nodes(Exchanged, after))
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}
     total = jnp.zeros((), jnp.float32)
