@@ -41,8 +41,8 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
 def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...]) -> None:
     """Raise a ValueError that names the leaf at `place`, unless its state `x` is unmasked and has
     this shape, the shape of one worker's state."""
-    if tree.is_masked(x) or jnp.shape(x) != shape:
-        found = None if tree.is_masked(x) else jnp.shape(x)
+    found = None if tree.is_masked(x) else jnp.shape(x)
+    if found != shape:
         raise ValueError(
             f"{name}: the state of leaf {place!r} must have shape {shape}; got {found}. Either it "
             "was made for other params, or it is not divided over the workers: see "

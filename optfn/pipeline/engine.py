@@ -104,9 +104,8 @@ class Engine:
         (loss, _), cotangent, context = jax.eval_shape(
             self.model.backward, item, weights, stash, select_inexact_leaves(activation)
         )
-        sums = Gradient(
-            *(jax.tree.map(_zeros_for_sum, select_inexact_leaves(w)) for w in self.weights)
-        )
+        inexact = map(select_inexact_leaves, self.weights)
+        sums = Gradient(*(jax.tree.map(_zeros_for_sum, leaves) for leaves in inexact))
         return Carry(
             activation,
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cotangent),

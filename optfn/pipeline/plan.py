@@ -121,11 +121,11 @@ class Plan:
         """The clock, split wherever a window begins or ends, with the work of each span. 1f1b has
         three phases, or one if the model is a single stage."""
         cuts = sorted(set(itertools.chain(*self.windows.values())))
-        phases = []
-        for start, stop in itertools.pairwise(cuts):
-            work = [w for w, (a, b) in self.windows.items() if a <= start < b]
-            phases.append(Phase(start, stop, "".join(work)))
-        return phases
+
+        def work_at(tick: int) -> str:
+            return "".join(w for w, (a, b) in self.windows.items() if a <= tick < b)
+
+        return [Phase(start, stop, work_at(start)) for start, stop in itertools.pairwise(cuts)]
 
     @property
     def ticks(self) -> int:

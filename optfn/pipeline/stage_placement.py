@@ -288,9 +288,8 @@ class ListedStages(StagePlacement):
 
         out_specs = list(map(self._inexact_specs, stages, self._stage_specs(stages)))
         found = self._map_shards(unravel, self.gradient_specs(stages), out_specs, gradients)
-        placed = jax.tree.map(
-            self._place_gradient, found, list(map(self._inexact_specs, stages, self._specs(stages)))
-        )
+        specs = list(map(self._inexact_specs, stages, self._specs(stages)))
+        placed = jax.tree.map(self._place_gradient, found, specs)
         return type(stages)(map(leafwise.build_gradients, stages, placed))
 
     @property

@@ -206,9 +206,8 @@ class _Rounds(NamedTuple):
         counts = np.asarray(per_owner, np.int32)[:, None]
         firsts = counts * np.arange(owners.size + 1, dtype=np.int32)
         # One comparison of all: a binary search is a loop, which takes longer to compile.
-        bounds = jax.vmap(partial(jnp.searchsorted, method="compare_all"))(ids, firsts).astype(
-            jnp.int32
-        )
+        search = jax.vmap(partial(jnp.searchsorted, method="compare_all"))
+        bounds = search(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:, :-1], bounds[:, 1:]
         # The same on all workers: each round is a collective.
         fullest = lax.pmax(jnp.max(ends - starts), owners.axes)

@@ -318,10 +318,8 @@ def _find_problem(
             why |= forms.TWO_RATES
         return why.get(x.form, forms.OTHERWISE.replace("{form}", x.form)), x.by
     marks = dict(x.marks)
-    for mark, reason in kind.refuses.items():
-        if mark in marks:
-            return reason, marks[mark]
-    return None
+    refused = ((reason, marks[mark]) for mark, reason in kind.refuses.items() if mark in marks)
+    return next(refused, None)
 
 
 def _find_rate_before_plateau(state: OptState, x: UpdateForm) -> tuple[str, str] | None:

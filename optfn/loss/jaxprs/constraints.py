@@ -187,9 +187,8 @@ def _find_constraints(
 def _has_types(program: Any) -> bool:
     """Tell whether an equation of a program, or of a function inside, gives its result a sharding
     as a type."""
-    return any(
-        map(primitives.has_sharding_as_type, primitives.walk(primitives.drop_constants(program)))
-    )
+    equations = primitives.walk(primitives.drop_constants(program))
+    return any(map(primitives.has_sharding_as_type, equations))
 
 
 def _type_without_placement(x: Any) -> jax.ShapeDtypeStruct:

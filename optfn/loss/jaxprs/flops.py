@@ -23,9 +23,8 @@ def count_product_flops(equation: Equation) -> float | None:
     if (product := primitives.as_product(equation)) is not None:
         left = primitives.type_of(equation.invars[0]).shape
         summed = math.prod(left[i] for i in product.summed)
-        return (
-            2.0 * math.prod(primitives.type_of(equation.outvars[0]).shape) * summed / product.groups
-        )
+        result = primitives.type_of(equation.outvars[0]).shape
+        return 2.0 * math.prod(result) * summed / product.groups
     if (x := primitives.as_convolution(equation)) is None:
         return None
     # Without the products on holes and padding.

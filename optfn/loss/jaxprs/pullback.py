@@ -38,7 +38,6 @@ def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree,
         return select_inexact_leaves(y), y
 
     # y is an auxiliary result too, because its integer leaves have no cotangent.
-    _, pull, y = jax.vjp(
-        run, select_inexact_leaves(weights), select_inexact_leaves(x), has_aux=True
-    )
+    leaves = map(select_inexact_leaves, (weights, x))
+    _, pull, y = jax.vjp(run, *leaves, has_aux=True)
     return y, pull

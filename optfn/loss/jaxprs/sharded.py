@@ -259,8 +259,7 @@ def _without_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
     arrays."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        return not primitives.is_composite(primitive, params, GATHERED) and policy(
-            primitive, *args, **params
-        )
+        is_gathered = primitives.is_composite(primitive, params, GATHERED)
+        return not is_gathered and policy(primitive, *args, **params)
 
     return keeps

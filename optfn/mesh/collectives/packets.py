@@ -210,9 +210,8 @@ def mean_scatter_packets(
       step: the number of the training step; None stands for 0.
     """
     size = x.shape[dimension] // axis_size(names)
-    slices = jnp.moveaxis(
-        x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
-    )
+    side_by_side = x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :])
+    slices = jnp.moveaxis(side_by_side, dimension, 0)
     shape = slices.shape[1:]
     state = _init_at(compressor, shape, step)
 

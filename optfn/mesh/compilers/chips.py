@@ -69,9 +69,8 @@ class Chip:
                 f"estimate_step: chip must be one of {known}, for a TPU also with its slice, as in "
                 f'"v5e:4x4", or a Chip(...) of constants; got {name!r}'
             )
-        return dataclasses.replace(
-            CHIPS[kind], torus=tuple(map(int, filter(None, dims.split("x"))))
-        )
+        torus = tuple(map(int, filter(None, dims.split("x"))))
+        return dataclasses.replace(CHIPS[kind], torus=torus)
 
 
 # Clocks: peak FLOPs over the FLOPs a cycle of all matrix units, 4 of 128² on v5e, 8 of 128² on v5p,
