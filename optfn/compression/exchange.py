@@ -88,8 +88,9 @@ class _Options(Sending):
         one, it refuses the leaf, or the leaf is masked, small or wider than float32."""
 
         def accept(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
-            is_fit = not tree.is_masked(p) and agreement.is_compressible(p, self.min_size)
-            is_sent = compressor is not None and is_fit and compressor.accepts(p.shape)
+            if compressor is None or tree.is_masked(p):
+                return None
+            is_sent = agreement.is_compressible(p, self.min_size) and compressor.accepts(p.shape)
             return compressor if is_sent else None
 
         return list(map(accept, choose_compressors(self.compressors, params), tree.leaves(params)))

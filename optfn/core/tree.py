@@ -189,14 +189,14 @@ def inner_tree(node: PyTree) -> PyTree:
     return next(iter(children))
 
 
-def map_nodes(is_node: Callable[[Any], bool], fn: Callable[[Any], PyTree], x: PyTree) -> PyTree:
+def replace_nodes(is_node: Callable[[Any], bool], fn: Callable[[Any], PyTree], x: PyTree) -> PyTree:
     """Replace each node of a tree that `is_node` chooses by `fn` of it."""
     return jax.tree.map(lambda node: fn(node) if is_node(node) else node, x, is_leaf=is_node)
 
 
 def unwrap_nodes(x: PyTree, is_node: Callable[[Any], bool]) -> PyTree:
     """Replace each node that `is_node` chooses by the tree in it."""
-    return map_nodes(is_node, lambda node: unwrap_nodes(inner_tree(node), is_node), x)
+    return replace_nodes(is_node, lambda node: unwrap_nodes(inner_tree(node), is_node), x)
 
 
 def join(*words: str) -> str:

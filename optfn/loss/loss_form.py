@@ -178,7 +178,7 @@ def _check_means(who: str, aux: PyTree) -> PyTree:
         # Integers of aux are added up, and not averaged.
         return Mean(total, weight.astype(total.dtype))
 
-    return tree.map_nodes(is_mean, check, aux)
+    return tree.replace_nodes(is_mean, check, aux)
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:

@@ -151,7 +151,7 @@ def average_by_weight(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 def divide_means(values: PyTree) -> PyTree:
     """Replace each Mean by its quotient, NaN for 0/0."""
-    return tree.map_nodes(is_mean, lambda x: x.total / x.weight, values)
+    return tree.replace_nodes(is_mean, lambda x: x.total / x.weight, values)
 
 
 def check_constant_weight(weight_of: Callable[[Params], Any], params: Params) -> None:

@@ -133,7 +133,7 @@ def to_logical(values: PyTree) -> PyTree:
     def convert(node: ShardedTable) -> PyTree:
         return jax.tree.map(lambda x: _reorder_rows(node, x, to_natural=True), node.stored)
 
-    return tree.map_nodes(is_sharded_table, convert, values)
+    return tree.replace_nodes(is_sharded_table, convert, values)
 
 
 def to_physical(like: PyTree, values: PyTree) -> PyTree:

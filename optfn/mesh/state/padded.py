@@ -86,4 +86,4 @@ def unwrap_padded(node: Padded) -> Leaf:
 
 def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
     """Replace each Padded of a state by `fn` of it, and return everything else unchanged."""
-    return tree.map_nodes(is_padded, fn, state)
+    return tree.replace_nodes(is_padded, fn, state)

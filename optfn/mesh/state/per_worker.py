@@ -157,7 +157,7 @@ def find_nodes(kind: type, state: OptState) -> list[Any]:
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
     """Replace each `Divided` node of a state by `fn` of it."""
-    return tree.map_nodes(_is_instance_of(Divided), fn, state)
+    return tree.replace_nodes(_is_instance_of(Divided), fn, state)
 
 
 def has_exchange(state: OptState) -> bool:
@@ -289,7 +289,7 @@ def _find_floating(state: OptState) -> list[str]:
     """Return the names of floating-point arrays, without scalars, per-worker arrays and divided
     arrays."""
     is_laid_out = _is_instance_of((PerWorker, Divided))
-    shared = tree.map_nodes(is_laid_out, lambda x: optax.MaskedNode(), state)
+    shared = tree.replace_nodes(is_laid_out, lambda x: optax.MaskedNode(), state)
     # Scalars are steps and rates, which do not come from gradients.
     return [name for name, x in contents.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
