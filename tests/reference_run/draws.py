@@ -117,6 +117,7 @@ def structures(rng):
     may_have_layers = in_stages or way == "whole" or chance(0.15)
     rule = pick(*BY_TENSOR) if may_have_layers and chance(0.3) else rule
     leaves = ["w", "b", "s"] + ["empty"] * (chance(0.15) and not in_stages)
+    leaves += ["z"] * (chance(0.25) and not in_stages)
     if "tables" in way:
         leaves += pick(["t"], ["t", "u"], ["u"])
         rule = pick(*TABLE_RULES) if chance(0.5) else rule
@@ -131,7 +132,7 @@ def structures(rng):
         chance(0.15) and not is_foreign and not in_stages and dtype != "bfloat16"
     )
     attrs = {
-        pick("b", "s", "w", *[x for x in TABLES if x in leaves]): pick(*ATTRS)
+        pick("b", "s", "w", *[x for x in (*TABLES, "z") if x in leaves]): pick(*ATTRS)
         for _ in range(pick(0, 0, 1, 1, 2))
     }
     attrs = {} if is_foreign else attrs

@@ -25,6 +25,7 @@ def outputs(params, x, ids=None):
     if "u" in params:
         x = x + jnp.mean(params["u"][ids[:, 2:]], 1)
     h = checkpoint_name(hidden(params, x), "hidden")  # what a way with `recompute=` keeps
+    h = h * params["z"] if "z" in params else h
     out = params["s"] * jnp.sum(h, -1)
     if "empty" in params:
         out = out + jnp.sum(params["empty"])

@@ -9,6 +9,7 @@ FEATURES, WIDTH = 4, 4
 SHAPES = {"w": (FEATURES, WIDTH), "b": (WIDTH,), "s": (), "empty": (0, 3), "count": ()}
 TABLES = {"t": (8, FEATURES), "u": (12, FEATURES)}  # each example looks up two rows of each
 SHAPES |= TABLES | {"large": (FEATURES, 512)}  # of which packets have few entries
+SHAPES |= {"z": (WIDTH,)}  # of one shape with "b", which is no neighbour
 DAY = 10**6  # steps between checkpoints, if the time between them is a day
 STACKED = ("w", "b")  # the leaves of a stage of a pipeline
 

@@ -95,7 +95,7 @@ def smaller_structures(p: Program):
             yield replace(p, **{k: getattr(plain, k)})
     for i in range(len(p.links)):
         yield replace(p, links=without(p.links, i))
-    for k in ("empty", "count", "large"):
+    for k in ("empty", "count", "large", "z"):
         if k in p.leaves:
             yield replace(p, leaves=tuple(x for x in p.leaves if x != k))
     for k in p.attrs:
