@@ -223,7 +223,8 @@ def structures(rng):
     plain = plain and "by hand" not in way
     has_layers = in_stages or way == "whole"
     has_layers = has_layers or (may_have_layers and "by hand" not in way)
-    spelling = [x for x in SPELLINGS if chance(0.15)]
+    # A call of `minimize` compiles its step anew.
+    spelling = [x for x in SPELLINGS if chance(0.05 if x == "minimize" else 0.15)]
     spelling += ["reversed"] * (has_layers and not in_stages and chance(0.15))
     says_stacked = has_layers and not (in_stages or is_foreign or compressor) and chance(0.3)
     return Program(

@@ -60,6 +60,7 @@ def execute(p: Program, directory: str | None = None) -> dict:
     """
     names = dict(compiled(source.step_text(p, p.way)))
     exec("import os, signal, tempfile\n" + source.data_text(p), names)
+    exec(source.evaluation_text(p), names)
     own = names["directory"]
     names["directory"] = directory or own
     try:

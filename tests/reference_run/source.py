@@ -370,7 +370,7 @@ def step_text(p: Program, way: str) -> str:
     lines = [hidden, *map(inspect.getsource, (model.outputs, model.errors))]
     if "lookups" in p.spelling:
         lines[1] = lines[1].replace(_MEAN_OF_ROWS, _MEAN_OF_LOOKUPS)
-    lines += [loss_text(p), ""]
+    lines += [loss_text(p), "", judge_text(p)]
     if p.is_record:
         lines += [f'Model = collections.namedtuple("Model", {p.fields})']
     if "explicit" in WAYS[way].options:
@@ -633,24 +633,6 @@ def data_text(p: Program) -> str:
         lines += [f"batches = optfn.shuffled(arrays, {size}, seed={seed}, drop_last={drop_last})"]
     elif p.is_pipeline:
         lines += ["batches = [((x, w), (y, w)) for x, y, w in batches]"]
-    if p.evaluate and p.evaluate["values"]:
-        lines += [
-            f"values, given = {p.evaluate['values']}, []",
-            "def evaluate(params, *model_state):",
-        ]
-        lines += ["    given.append(values[len(given) % len(values)])"]
-        lines += [f"    return {result_text(p, 'given[-1]')}"]
-    elif p.evaluate and p.evaluate.get("held"):
-        lines += held_text(p)
-    elif p.evaluate:
-        # An average leaves counters and keys as they are.
-        lines += [
-            "def evaluate(*trees):",
-            "    leaves = jax.tree.leaves(trees)",
-            "    leaves = [x for x in leaves if jnp.issubdtype(x.dtype, np.inexact)]",
-            "    leaves = map(np.float64, jax.device_get(leaves))",
-            f"    return {result_text(p, 'float(sum(map(np.sum, leaves)))')}",
-        ]
     if any(part.get("kill") is not None for part in p.parts):
         per_epoch = p.num_steps // (p.epochs or 1) // p.local_steps
         lines += [_KILLED]
@@ -659,18 +641,42 @@ def data_text(p: Program) -> str:
     return "\n".join([*lines, "directory = tempfile.mkdtemp()"])
 
 
-def held_text(p: Program) -> list[str]:
-    """Return lines that make an evaluation by the loss of batches that are held back."""
-    batches = ["make_batch({seed}, {weights}, dtype={0!r}, ids={1})", p.batch_dtype, p.has_tables]
-    batches = [batches[0].format(*batches[1:], **b) for b in model.HELD]
+def evaluation_text(p: Program) -> str:
+    """Return the text that makes the evaluation, "" if there is none."""
+    if not p.evaluate:
+        return ""
+    if p.evaluate["values"]:
+        lines = [
+            f"values, given = {p.evaluate['values']}, []",
+            "def evaluate(params, *model_state):",
+            "    given.append(values[len(given) % len(values)])",
+            f"    return {result_text(p, 'given[-1]')}",
+        ]
+    elif p.evaluate.get("held"):
+        more = f"dtype={p.batch_dtype!r}, ids={p.has_tables}"
+        batches = [f"make_batch({b['seed']}, {b['weights']}, {more})" for b in model.HELD]
+        lines = [
+            f"loss_of_held = optfn.over_batches(judge, [{', '.join(batches)}])",
+            "def evaluate(*trees):",
+            f"    return {result_text(p, 'loss_of_held(*trees)')}",
+        ]
+    else:  # an average leaves counters and keys as they are
+        lines = [
+            "def evaluate(*trees):",
+            "    leaves = jax.tree.leaves(trees)",
+            "    leaves = [x for x in leaves if jnp.issubdtype(x.dtype, np.inexact)]",
+            "    leaves = map(np.float64, jax.device_get(leaves))",
+            f"    return {result_text(p, 'float(sum(map(np.sum, leaves)))')}",
+        ]
+    return "\n".join(lines)
+
+
+def judge_text(p: Program) -> str:
+    """Return the text of a function that gives the loss of a batch outside of the step."""
     arguments = "params, model_state, batch" if p.model_state else "params, batch"
     more = ", jax.random.fold_in(jax.random.key(7), 0)" * p.key + ", 0" * p.pass_step
     loss = f"loss_fn({arguments}{more})" + "[0]" * bool(p.aux or p.model_state)
-    return [
-        f"held = [{', '.join(batches)}]",
-        f"judge = lambda {arguments}: {result_text(p, loss)}",
-        "evaluate = lambda *trees: optfn.over_batches(judge, held)(*trees)",
-    ]
+    return f"def judge({arguments}):\n    return {loss}"
 
 
 def result_text(p: Program, value: str) -> str:
@@ -845,7 +851,8 @@ def whole_text(p: Program) -> str:
     lines, made = [header, data_text(p)], None
     for part in p.parts:
         step = step_text(p.of_part(part), part.get("way", p.way))
-        lines += ([] if step == made else [step]) + [fit_text(p, part)]
+        lines += [] if step == made else [step]
+        lines += [fit_text(p, part)] if made else [evaluation_text(p), fit_text(p, part)]
         made = step
     end = "print(state and jax.device_get((state.params, state.opt_state)))\nprint(history)"
     return "\n".join([*lines, end])
