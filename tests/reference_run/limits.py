@@ -135,6 +135,10 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         # The run that goes on would give the state that was best before the death another value.
         "other values after a death": bool(e and e["keep_best"] and e["values"] and kills),
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
+        # Another way gives the same state another last bit, which may be the better one.
+        "held batches are compared in one way": bool(e and e.get("held"))
+        and bool(p.watches_evaluations or e["keep_best"] or e["patience"])
+        and len(facts.ways) > 1,
     }
 
 

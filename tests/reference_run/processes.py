@@ -56,7 +56,7 @@ def is_of_processes(p):
     ways = [WAYS[name] for name in {p.way, *(part.get("way", p.way) for part in p.parts)}]
     is_saved_alike = len(ways) == 1 or not p.saves
     sizes = {max(x.workers, 1) * x.stages if x.stages else x.devices for x in ways}
-    reads = bool(p.evaluate) and not p.evaluate["values"]
+    reads = p.estimates_statistics or (bool(p.evaluate) and not p.evaluate["values"])
     is_ended = any("signal" in part for part in p.parts)
     is_carried = any(part.get("carry", "state") not in ("state", "mapping") for part in p.parts)
     more = reads or is_ended or is_carried or p.reports or not is_saved_alike
