@@ -633,6 +633,7 @@ class SkipSpikes:
     def __init__(self, program, inner, factor, window, max_consecutive=10):
         self.inner, self.factor, self.skipped, self.in_a_row = inner, factor, 0, 0
         self.norms, self.most_in_a_row = [np.inf] * window, max_consecutive
+        self.ratio = 0.0
 
     def update(self, g, p, w, value):
         before = copy.deepcopy(self.inner)
@@ -641,7 +642,8 @@ class SkipSpikes:
             return u
         rate = max([x for x in rates_of(self.inner) if x > 0], default=1.0)
         norm = np.sqrt(sum_of_squares(u)) / rate if is_update(u) else 0.0
-        is_spike = norm > self.factor * np.median(self.norms)
+        median = np.median(self.norms)
+        is_spike, self.ratio = norm > self.factor * median, norm / median
         self.in_a_row = self.in_a_row + 1 if is_spike else 0
         if is_spike and self.in_a_row <= self.most_in_a_row:
             self.inner, self.skipped = before, self.skipped + 1

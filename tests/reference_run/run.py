@@ -254,6 +254,8 @@ class Loop:
                 metrics["skipped"] = max(metrics.get("skipped", 0), x.skipped)
             if isinstance(x, links.RecordMetrics):
                 metrics |= x.metrics()
+            if isinstance(x, links.SkipSpikes) and not self.way.by_hand:
+                metrics["spike_ratio"] = x.ratio
             if isinstance(x, links.LossScale):
                 metrics["loss_scale"] = x.scale
         if p.epochs:
