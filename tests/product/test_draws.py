@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS, PARTS = 50, 4  # in each of four processes: about two minutes of two cores
+PROGRAMS, PARTS = 40, 4  # in each of four processes: about two minutes of two cores
 
 
 def seed_of_commit():
