@@ -17,33 +17,37 @@ def is_open(p: Program) -> bool:
 
 
 def refusal(p: Program) -> str:
-    """Return words of the error that a program must end with, "" if it trains.
+    """Return words of the error that a program must end with, "" if it trains."""
+    return next(filter(None, (refusal_in(p, way) for way in Facts(p).ways)), "")
+
+
+def refusal_in(p: Program, way: str) -> str:
+    """Return words of the error with which a call of the loop ends, "" if it trains.
 
     docs/recipes.md has the reasons: packed params have no leaves for labels and shapes, and what
     stands in front of an exchange keeps gradients of one worker.
     """
-    foreign = p.names(*FOREIGN)
-    if foreign and p.exchanges and any("pmap" not in way for way in Facts(p).ways):
+    foreign, by_hand = p.names(*FOREIGN), "by hand" in way
+    is_own = "pmap" in way  # whose devices keep what they like
+    if foreign and p.exchanges and not is_own:
         return "encloses a transform that exchanges gradients"
-    if p.loop == "vmap" and Facts(p).has("host"):
+    if p.loop == "vmap" and "host" in way:
         return "memory_space of all inputs passed to `gather` must be the same"
-    is_by_leaf = p.partition is not None or decays_by_shape(p)
-    if "packed" in p.way and is_by_leaf:
+    if "packed" in way and (p.partition is not None or decays_by_shape(p)):
         return "cannot be combined with packed=True"
-    if p.names("multi_steps") and p.is_weighted and not Facts(p).has("by hand"):
+    if p.names("multi_steps") and p.is_weighted and not by_hand:
         return "optax.MultiSteps takes the plain mean of several gradients"
-    is_own = all("pmap" in way for way in Facts(p).ways)  # whose devices keep what they like
     if p.exchanges and p.names("trace") and not is_own:
         return "would differ between workers"
     if p.is_pipeline and p.names("loss_scale"):
         return "dynamic_loss_scale needs loss_fn"
     is_foreign = p.rule[0].startswith("optax.") and not p.regularization  # which makes rows dense
-    if any(decays_by_shape(p, k) or is_foreign or foreign for k in sparse_of(p)):
-        if Facts(p).has("by hand") and p.links and p.links[-1][0] == "multi_steps":
+    tables = sparse_of(p) if "tables" in way else []
+    if any(decays_by_shape(p, k) or is_foreign or foreign for k in tables):
+        if by_hand and p.links and p.links[-1][0] == "multi_steps":
             return "different types at key path"  # the error of JAX, since optax has the call
         return "put optfn.sparse.densify() before it"
-    # In a call behind the first.
-    return "cannot be combined with packed=True" if Facts(p).has("packed") and is_by_leaf else ""
+    return ""
 
 
 def sparse_of(p: Program) -> list[str]:
@@ -61,7 +65,7 @@ def sparse_of(p: Program) -> list[str]:
 def decays_by_shape(p: Program, *names: str) -> bool:
     """Tell whether a rule of another library decays a leaf because it is a matrix: one of these, or
     any."""
-    attrs = [p.attrs.get(k, {}) for k in names or ("w", *TABLES) if k in p.leaves]
+    attrs = [p.attrs.get(k, {}) for k in names or ("w", "large", *TABLES) if k in p.leaves]
     trained = [x for x in attrs if x.get("trainable", True) and x.get("learning_rate", 1.0)]
     decays = [x.get("regularization", p.regularization) for x in trained]
     return any(x is not None and x[0] == "matrices" for x in decays)
