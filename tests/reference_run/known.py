@@ -136,7 +136,7 @@ def of_own_loops(p: Program, facts: Facts) -> dict[str, bool]:
         "85 guards in a loop of one's own": by_hand and guards and p.is_weighted,
         "86 workers by hand decide alone": by_hand and guards and p.exchanges,
         "87 a checkpoint of a pmap": from_pmap and (p.exchanges or is_thawed),
-        # The number of workers of a state is known by its residuals alone.
+        # The number of workers of a state was known by its residuals alone.
         "90 sums of workers beside no residual": bool(p.exchanges and p.names("accumulate"))
         and len(counts) > 1
         and not is_sent,

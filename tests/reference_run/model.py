@@ -1,7 +1,6 @@
 """The loss of a program over one big batch, and its gradients, in float64."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -145,21 +144,23 @@ HELD = [{"seed": 101, "weights": [1.0, 0.0, 2.0, 1.0, 0.5, 1.0, 0.0, 1.0]}]
 HELD += [{"seed": 102, "weights": [0.0] * 4}, {"seed": 103, "weights": [1.0, 0.0, 3.0, 1.0]}]
 
 
-def loss_of_held(p, params, model_state):
-    """Return the loss of the batches that are held back, in a step 0 on one device."""
+def held_batches(p):
+    """Return the batches that are held back."""
+    more = None, p.batch_dtype, 1, p.has_tables
+    return [make_batch(b["seed"], b["weights"], *more) for b in HELD]
+
+
+def loss_of_held(p, params, model_state, way):
+    """Return the loss of the batches that are held back, in a step 0 of a way, which has one
+    device."""
     total, count = 0.0, 0.0
-    for b in HELD:
-        batch = make_batch(b["seed"], b["weights"], None, p.batch_dtype, 1, p.has_tables)
-        value, _, weight, _ = differentiate(p, params, batch, model_state, 0, ONE)
-        weight = weight if p.is_weighted else len(b["weights"])
+    for batch in held_batches(p):
+        value, _, weight, _ = differentiate(p, params, batch, model_state, 0, way)
+        weight = weight if p.is_weighted else len(batch[1])
         total, count = total + (weight * value if weight else 0.0), count + weight
     return total / count
 
 
 def statistics_of_held(p):
     """Return the mean of the running mean's inputs over the batches that are held back."""
-    batches = [make_batch(b["seed"], b["weights"], None, p.batch_dtype) for b in HELD]
-    return np.mean(np.concatenate([x for x, _, _ in batches]), 0, dtype=np.float64)
-
-
-ONE = types.SimpleNamespace(workers=0, microbatches=1, exchanging=1)
+    return np.mean(np.concatenate([batch[0] for batch in held_batches(p)]), 0, dtype=np.float64)

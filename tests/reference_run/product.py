@@ -20,8 +20,8 @@ import optfn
 from optfn.distributed import PipelineParams, stack_stages, unstack_stages
 from reference_run import run as reference
 from reference_run import source
-from reference_run.model import HELD, first_model_state
-from reference_run.program import STACKED, Program, first_params, make_batch
+from reference_run.model import first_model_state, held_batches
+from reference_run.program import STACKED, Program, first_params
 
 # Relative to the largest number of the leaf. float32 programs differ by their rounding.
 SECONDS = 60  # of one program, with the compilation of its step
@@ -170,11 +170,9 @@ def observe(p: Program, part: dict, names: dict) -> dict:
     history = dict(names["history"])
     stopped = str(history.pop("stopped"))
     average = None
-    if kinds := p.averages:
-        name = kinds[-1] if len(kinds) > 1 else None
-        average = whole(
-            optfn.unpack(optfn.averaged_params(state.opt_state, state.params, name=name))
-        )
+    if p.names("ema", "model_average"):
+        found = optfn.averaged_params(state.opt_state, state.params, name=p.average_name)
+        average = whole(optfn.unpack(found))
     return {
         "calls": len(history.get("loss", ())),
         "step": int(state.step),
@@ -189,12 +187,9 @@ def observe(p: Program, part: dict, names: dict) -> dict:
 
 def estimate_statistics(p: Program, state, loss_fn) -> dict:
     """Return the statistics of the model over the batches that are held back."""
-    more = p.batch_dtype, 1, p.has_tables
-    batches = [make_batch(b["seed"], b["weights"], None, *more) for b in HELD]
-    given = {"has_aux": p.aux, "rng": 7 if p.key else False}
-    return on_host(
-        optfn.estimate_statistics(loss_fn, state.params, state.model_state, batches, **given)
-    )
+    given = state.params, state.model_state, held_batches(p)
+    options = {"has_aux": p.aux, "rng": 7 if p.key else False}
+    return on_host(optfn.estimate_statistics(loss_fn, *given, **options))
 
 
 def left_behind(p: Program, directory) -> dict:
@@ -233,9 +228,9 @@ def read_checkpoint(p: Program, path) -> dict:
         params, model_state = params if p.model_state else (params, None)
         return {prefix: whole(params), f"{prefix}model_state/": on_host(model_state)}
 
-    trees, names = load(""), p.averages
-    if names:
-        trees |= load("average/", average=names[-1] if len(names) > 1 else True)
+    trees = load("")
+    if p.names("ema", "model_average"):
+        trees |= load("average/", average=p.average_name or True)
     return {f"{name}{k}": x for name, tree in trees.items() for k, x in (tree or {}).items()}
 
 

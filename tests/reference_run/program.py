@@ -112,10 +112,11 @@ class Program:
         return [link for link in (*inner, *self.links, *(self.outer or ())) if link[0] in links]
 
     @property
-    def averages(self) -> list[str]:
-        """The names by which `averaged_params` knows the averages, from the inside outwards."""
+    def average_name(self) -> str | None:
+        """The name by which `averaged_params` knows the outermost of several averages."""
         names = {"ema": "exponential_moving_average", "model_average": "model_average"}
-        return [names[x[0]] for x in self.names(*names)]
+        found = [names[x[0]] for x in self.names(*names)]
+        return found[-1] if len(found) > 1 else None
 
     @property
     def watches_evaluations(self) -> bool:

@@ -65,7 +65,7 @@ class Loop:
         self.evaluate, self.reached = p.evaluate, reached
         if "every" in part:
             self.evaluate = p.evaluate | {"every": part["every"]}
-        self.way = ways[part.get("way", p.way)]
+        self.way, self.alone = ways[part.get("way", p.way)], ways["one"]
         whole = [n for n in disk if disk[n]["is_finite"]] or [*disk]
         self.state = copy.deepcopy(disk[max(whole)]) if disk else begin
         self.per_epoch = len(batches_of(p, 0)) * p.local_steps
@@ -306,7 +306,7 @@ class Loop:
         params, kept = state["params"], state["model_state"]
         params, kept = average_of(state) if e["average"] else (params, kept)
         if e.get("held"):
-            return model.loss_of_held(self.p, params, kept)
+            return model.loss_of_held(self.p, params, kept, self.alone)
         judged = {**params, **(kept or {})}
         return sum(np.sum(x) for k, x in judged.items() if k not in ("count", "seen", "key"))
 

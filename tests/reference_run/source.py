@@ -166,17 +166,9 @@ _SCHEDULES = {
     "warmup to steps": "optfn.schedules.linear_warmup("
     "optfn.schedules.step_decay({rate}, 2, 0.5), 2, 0.0, {rate})",
 }
-# What means the same as the usual text.
-SPELLINGS = (
-    "scan",
-    "keywords",
-    "patterns",
-    "lookups",
-    "minimize",
-    "compare",
-    "statistics",
-    "record",
-)
+# What means the same as the usual text; "compare" and "statistics" ask the state at the end.
+SPELLINGS = ("scan", "keywords", "patterns", "lookups", "minimize")
+SPELLINGS += ("compare", "statistics", "record")
 _MEAN_OF_ROWS = 'jnp.mean(params["t"][ids[:, :2]], 1)'
 _MEAN_OF_LOOKUPS = '0.5 * params["t"][ids[:, 0]] + 0.5 * params["t"][ids[:, 1]]'
 _SCAN = """
@@ -740,12 +732,6 @@ state, rows = jax.tree.map(lambda x: x[1], take_steps(start_of_both, both))
 }
 
 
-def average_text(p: Program) -> str:
-    """Return the text that names the outermost average, if there are several."""
-    names = p.averages
-    return repr(names[-1]) if len(names) > 1 else "True"
-
-
 def loop_text(p: Program, part: dict) -> str:
     """Return the text of a loop that the user writes."""
     first, steps = "", part.get("steps")
@@ -812,7 +798,7 @@ def fit_text(p: Program, part: dict) -> str:
         options |= {
             "mode": repr(e["mode"]),
             "keep_best": e["keep_best"],
-            "evaluate_average": e["average"] and average_text(p),
+            "evaluate_average": e["average"] and repr(p.average_name or True),
             "monitor": repr("score") if e.get("named") else None,
         }
     if not p.save_frozen:
