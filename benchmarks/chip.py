@@ -292,7 +292,7 @@ def other_parts(toy: bool, rounds: int, steps: int) -> Iterator[Part]:
 
     yield Part("Many small leaves", packed.HEAD, {f"{2 * layers} leaves": many_leaves})
     calls = {
-        f"{leaves} leaves": partial(dispatch.run, [leaves], [1], 1 if toy else 100)
+        f"{leaves} leaves": partial(dispatch.run, [leaves], [1], 1 if toy else 10)
         for leaves in ((2,) if toy else (4, 100))
     }
     yield Part("Calls, in microseconds of CPU", dispatch.HEAD, calls)

@@ -471,7 +471,7 @@ class TrainStep:
                 "Continue with the state that this call returned, or make the step with "
                 "donate=False"
             )
-        if np.ndim(state.step):
+        if getattr(state.step, "ndim", 0):  # np.ndim takes five times as long
             raise ValueError(
                 "the step trains one state, whose step is a scalar; got a state whose step has "
                 f"shape {np.shape(state.step)}, as a population has: call jax.vmap(step, "

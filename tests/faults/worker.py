@@ -140,6 +140,11 @@ def mesh_of(two_level):
     return data_mesh(), "data"
 
 
+def say(*words):
+    """Print a line by one write, between whose parts no other thread can write."""
+    print(" ".join(map(str, words)) + "\n", end="", flush=True)
+
+
 def disturb(options):
     if options["version"]:
         optfn._version.__version__ = options["version"]
@@ -150,7 +155,7 @@ def disturb(options):
         sync = os.fsync
 
         def slowly(descriptor):
-            print("saving", flush=True)
+            say("saving")
             time.sleep(options["slow_disk"])
             sync(descriptor)
 
@@ -166,7 +171,7 @@ def main():
     if options["agent"]:
         processes, process = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    print("worker", process, "of", processes, "pid", os.getpid(), flush=True)
+    say("worker", process, "of", processes, "pid", os.getpid())
     if processes > 1:
         jax.distributed.initialize(
             address,
@@ -183,7 +188,7 @@ def main():
             yield batch
 
     def callback(step, state, metrics):
-        print("step", step, metrics["loss"], flush=True)
+        say("step", step, metrics["loss"])
         if mesh is not None:
             compare_replicas(state, mesh)
         if step == options["flip"]:
@@ -208,7 +213,7 @@ def main():
     names = optfn.state_dict(state.opt_state)
     (skipped,) = (x for name, x in names.items() if name.endswith("skip_nonfinite/skipped"))
     skipped = int(np.sum(own_part(skipped)))
-    print("ended", int(state.step), digest(state.params), skipped, flush=True)
+    say("ended", int(state.step), digest(state.params), skipped)
     if processes > 1:
         jax.distributed.shutdown()
 

@@ -3,7 +3,6 @@
 import json
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +11,7 @@ import pytest
 import optfn
 from optfn.checkpoint.background import wait_for_writes
 from optfn.checkpoint.newest import list_checkpoints
+from optfn.run import history
 
 FORMS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
 BAD = 6  # the step whose batch has the NaN
@@ -177,10 +177,9 @@ def test_stop_ends_the_run_once_the_log_is_written(log, tmp_path):
 
 
 def test_a_run_without_a_log_reads_its_losses_once_and_at_its_end(monkeypatch):
-    """As before: a single transfer for all steps, not one for each."""
-    reads = []
-    real = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: (reads.append(len(x)), real(x))[1])
+    """All steps together, not one by one."""
+    reads, real = [], history._copy_to_host
+    monkeypatch.setattr(history, "_copy_to_host", lambda x: (reads.append(len(x)), real(x))[1])
     monkeypatch.setattr(optfn.run.log, "scalars", lambda metrics: pytest.fail("read for the log"))
     with pytest.warns(UserWarning, match="the loss of step"):
         run(batches())
