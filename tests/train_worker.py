@@ -220,12 +220,13 @@ def make_mistakes(directory):
     found["left"] = sorted(path.name for path in shared.iterdir())
     run("own directories", [examples], shared / str(process))
     run("in parts", [examples], directory.parent / "parts", shard="state")
-    # One batch fewer in process 1, and a callback that only process 0 ends by.
+    # One batch fewer in process 1; a callback, and a directory, of process 0 alone.
     fewer = [examples] * (4 - process)
     run("fewer", fewer)
     run("fewer of a stream", iter(fewer))
     run("enough", fewer, steps=3)
-    run("callback of one", [examples] * 4, callback=lambda n, s, m: n == 2 and process == 0)
+    run("callback of one", [examples] * 4, callback=None if process else lambda n, s, m: n == 2)
+    run("directory of one", [examples], None if process else directory.parent / "one")
     return found
 
 

@@ -53,7 +53,7 @@ def read_directory(
         # Every process must reach the gather below: without one of them all would wait there for
         # ever.
         error = caught
-    if is_shared and np.any(processes.gather_values([error is not None])):
+    if is_shared and processes.is_true_anywhere(error is not None):
         raise ValueError("a process cannot read all of its arrays") from error
     if error is not None:
         raise error

@@ -105,6 +105,16 @@ def try_to_write(directory: Path) -> None:
         pass
 
 
+def replace_text(path: Path, text: str) -> Path:
+    """Write a file so that a reader, or a run that goes on after a kill, finds the old text or the
+    new one, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a directory, to the disk, or do nothing on Windows."""
     if hasattr(os, "O_DIRECTORY"):

@@ -10,7 +10,7 @@ from jax import lax
 
 from optfn.core import numerics, tree
 from optfn.core.checks import show
-from optfn.core.types import Params, PyTree
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.loss.jaxprs.dependence import find_dependent_leaves
 from optfn.mesh.collectives.axes import Axes, axis_size
 
@@ -113,6 +113,18 @@ def take_part(mean: Mean, weights: jax.Array, axes: Axes) -> jax.Array:
       axes: the axes of the devices.
     """
     return mean.weight.astype(weights.dtype) / _divisor_of_share(weights, axes)
+
+
+def hold_undefined(weight: jax.Array, new: PyTree, before: PyTree) -> PyTree:
+    """Return a new model state, but if the weight is 0, each number that is not finite as it was
+    before: the statistics of a device or a microbatch without examples are 0/0."""
+
+    def hold(x: Leaf, old: Leaf) -> Leaf:
+        if not tree.is_inexact(x):
+            return x
+        return jnp.where((weight == 0) & ~jnp.isfinite(x), old, x)
+
+    return jax.tree.map(hold, new, before)
 
 
 def _divisor_of_share(weights: jax.Array, axes: Axes) -> jax.Array:

@@ -33,7 +33,13 @@ from optfn.loss.jaxprs.sharded_param import ShardedParam, gather_params, is_shar
 from optfn.loss.keys import fold_device, restore_unchanged_keys
 from optfn.loss.loss_form import Inputs, LossForm, Values
 from optfn.loss.loss_program import LossProgram, keep_if
-from optfn.loss.mean import check_constant_weight, is_mean, take_part, take_share
+from optfn.loss.mean import (
+    check_constant_weight,
+    hold_undefined,
+    is_mean,
+    take_part,
+    take_share,
+)
 from optfn.loss.recomputation.named_segments import recompute_function
 from optfn.loss.scans import LeafShard
 from optfn.mesh.collectives import mesh as meshes
@@ -126,7 +132,8 @@ def differentiate(
         if not is_mean(values.loss):
             return values, None
         share, weight = take_share(values.loss, axes)
-        return values._replace(loss=share, weight=weight), values.loss.weight
+        state = hold_undefined(values.loss.weight, values.model_state, inputs.model_state)
+        return Values(share, state, values.aux, weight), values.loss.weight
 
     def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, Any]:
         (loss, *rest), own_weight = values_at(params, inputs)
@@ -195,7 +202,8 @@ def wrap_value_and_grad(
         share, weight = take_share(mean, axes)
         part = take_part(mean, weight, axes)
         grads = leafwise.scale(keep_if(mean.weight != 0, grads), part)
-        return values._replace(loss=share, weight=weight), grads
+        state = hold_undefined(mean.weight, values.model_state, inputs.model_state)
+        return Values(share, state, values.aux, weight), grads
 
     return gather_once(objective, gather)
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from optfn._version import __version__
+from optfn.checkpoint.storage import replace_text
 from optfn.core import checks
 from optfn.interop import packages
 from optfn.plot.run import RunHistory, check_history, find_points
@@ -87,7 +88,7 @@ def report(
     if summary:
         body += ["<h2>State of the optimizer</h2>", f"<pre>{escape(summary)}</pre>"]
     body += ["<h2>Environment</h2>", _format_facts(environment())]
-    return _write_page(checks.path("path", path), _format_page(title, body))
+    return replace_text(checks.path("path", path), _format_page(title, body))
 
 
 def environment() -> dict[str, str]:
@@ -178,12 +179,3 @@ def _draw_svg(series: RunHistory, local_steps: int) -> str:
     # An element within a page has no header of XML.
     svg = re.sub(r".*?(?=<svg )", "", text.getvalue(), count=1, flags=re.DOTALL)
     return svg.replace(_INK, "currentColor").strip()
-
-
-def _write_page(path: Path, text: str) -> Path:
-    """Write a file so that a reader sees the old one or the new one, never an unfinished one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
-    return path

@@ -6,13 +6,14 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
+from optfn.checkpoint.storage import replace_text
 from optfn.core import checks
 from optfn.mesh.state.reports import is_ready
 from optfn.run.history import scalars
@@ -157,23 +158,34 @@ class _Lines:
     """A file with one JSON object per step. NaN and infinity, which JSON lacks, become null."""
 
     def __init__(self, path: Path, done: int) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that resumes writes the steps after its checkpoint again.
-        lines = path.read_text().splitlines() if done and path.exists() else []
-        self.name, self.file = str(path), path.open("w+")
-        self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
+        if done and path.is_file():
+            self._keep(line for line in self._read() if _is_earlier(line, done))
+        self.file = path.open("a" if done else "w")
+
+    def _read(self) -> list[str]:
+        """Return the lines of the file."""
+        return self.path.read_text().splitlines()
+
+    def _keep(self, lines: Iterable[str]) -> None:
+        """Replace the lines of the file at once, since a kill may end the run at any time."""
+        replace_text(self.path.resolve(), "".join(f"{line}\n" for line in lines))
 
     def drop_evaluation(self, n: int) -> None:
         """Rewrite the file without the numbers of the evaluation of step n, before a further line
-        is written."""
-        self.file.seek(0)
-        lines = self.file.read().splitlines()
-        self.file.seek(0)
-        self.file.truncate()
-        for line in lines:
+        is written. A device such as /dev/stdout keeps its lines."""
+
+        def drop(line: str) -> str:
             row = json.loads(line)
             kept = {k: x for k, x in row.items() if not k.startswith("evaluation")}
-            self.file.write(f"{json.dumps(kept) if row['step'] == n else line}\n")
+            return json.dumps(kept) if row["step"] == n else line
+
+        if self.path.is_file():
+            self.close()
+            self._keep(map(drop, self._read()))
+            self.file = self.path.open("a")
 
     def write(self, n: int, numbers: dict[str, float]) -> None:
         """Write a line with the numbers of step n, null for NaN and infinity, and flush it."""
@@ -183,7 +195,7 @@ class _Lines:
             self.file.flush()
         except OSError as error:  # of a full disk; it does not name the file
             raise OSError(
-                error.errno, f"log cannot be written: {error.strerror}", self.name
+                error.errno, f"log cannot be written: {error.strerror}", str(self.path)
             ) from None
 
     def close(self) -> None:

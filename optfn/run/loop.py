@@ -120,6 +120,8 @@ class _Run:
         self.step, self.options = step, options
         # A pipeline's mesh is its own, and the step has none: the state tells.
         self.is_shared = processes.has_state_on_all_processes(state)
+        asks = options.callback is not None or options.patience is not None
+        self.can_end_early = processes.is_true_anywhere(asks) if self.is_shared else asks
         self.saver = Saver(step, options, is_shared=self.is_shared)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
@@ -171,10 +173,9 @@ class _Run:
                 if self.saver.is_due(self.n):
                     self._save()
             bar.add_evaluation(self._end(lines))
-            _, early = self._describe_end(interrupt.name)
+            word, early = self._describe_end(interrupt.name)
             page.end = early or page.end
             self._announce_end(bar, early, interrupt.name)
-        word, _ = self._describe_end(interrupt.name)
         end = cast("Any", np.str_(word))  # a scalar of NumPy, which is a str too
         return self.best.choose(self.state), self.history.arrays() | {STOPPED: end}
 
@@ -221,9 +222,8 @@ class _Run:
         """Tell whether the callback, patience or a signal ends the run in any of the processes,
         which would wait for ever for one that has ended alone."""
         ended = self._run_callback(metrics) or self.evaluator.gave_up
-        is_asked = self.options.callback is not None or self.options.patience is not None
-        if is_asked and self.is_shared:
-            ended = bool(np.any(processes.gather_values([ended])))
+        if self.can_end_early and self.is_shared:
+            ended = processes.is_true_anywhere(ended)
         # Each call must ask: the processes agree on a call to stop after.
         return interrupt.is_due(self.n // self.step.local_steps) or ended
 
@@ -321,7 +321,10 @@ class _Run:
             return "signal", f"stopped by {by_signal} after step {self.n}"
         if self.evaluator.gave_up:
             best = f"the best evaluation is of step {self.evaluator.best_step}"
-            best += ", whose state is returned" if self.best.is_kept else ""
+            if not self.evaluator.best_step:
+                best = "no evaluation is a number"
+            elif self.best.value == self.evaluator.best:
+                best += ", whose state is returned"
             return "patience", f"by patience after step {self.n}; {best}"
         if self.stopped:
             return "callback", f"early, after step {self.n}"

@@ -95,7 +95,8 @@ class Saver:
             )
 
     def _check_directories(self, state: TrainState) -> None:
-        """Raise a ValueError in every process if several write files into the same directory.
+        """Raise a ValueError in every process if only some of them have a directory, or if several
+        write files into the same one.
 
         Several processes write under the same names, so one removes the file that another is
         writing. Each process creates a file and lists the directory, because paths do not tell
@@ -104,7 +105,15 @@ class Saver:
         Raises:
           ValueError: a directory is shared; checkpoints that are directories must be.
         """
-        if self.directory is None or not self.is_shared:
+        if not self.is_shared:
+            return
+        without = np.flatnonzero(processes.gather_values([self.directory is not None])[:, 0] == 0)
+        if 0 < len(without) < jax.process_count():
+            raise ValueError(
+                f"checkpoint: process {without[0]} has no directory, but other processes have one. "
+                "Pass a directory in every process: all save together"
+            )
+        if self.directory is None:
             return
         place = self.directory
         has_files = not (is_remote(place) or is_directory_default(state))

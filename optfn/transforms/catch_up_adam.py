@@ -61,10 +61,10 @@ def catch_up_adam_rule(
     n = missed.astype(m.dtype)
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))
     faded = jnp.power(ratio, n)
-    # The mean of the missed steps, each with its weight in the sum.
-    middle = (
-        last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
-    )
+    # The mean of the missed steps, each with its weight in the sum; without any, the divisor is 1
+    # also for the derivative by b1.
+    middle = last.astype(m.dtype) + 1 / (1 - ratio)
+    middle -= n * faded / jnp.where(missed > 0, 1 - faded, 1)
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
     # The direction of the moments at the last touch, which decayed with each missed step.
     late = adam_direction(

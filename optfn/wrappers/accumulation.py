@@ -61,8 +61,8 @@ def accumulate(
     w is the extra argument `weight` of `update`, else 1. A training step passes it if the loss is
     a `Mean`. A call of weight 0 adds nothing, and counts as a call. If the weights add up to 0,
     u = −0.0 and the state of `tx` stays, but for an `accumulate` in it, which counts a call. The
-    extra argument `value` reaches `tx` as the mean of the calls' values, by their weights; `grad`
-    and `value_fn` do not.
+    extra argument `value` reaches `tx` as the mean of the calls' values, by their weights; `grad`,
+    `value_fn` and `obj_fn` do not.
 
     Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
     step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
@@ -215,7 +215,8 @@ def _add_to_total(
         return total
     g = g.astype(total.dtype).reshape(total.shape)
     if weight is not None:
-        g = leafwise.scale(g, jnp.asarray(weight))
+        # A call without weight has no examples, and its gradient may be NaN.
+        g = jnp.where(weight == 0, 0, leafwise.scale(g, jnp.asarray(weight)))
     sum_ = jnp.where(call.is_first, 0, total) + g
     return sum_ * numerics.scalar(call.share, sum_)
 
@@ -227,15 +228,15 @@ def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments, without `grad` and `value_fn`, as two dicts, trees of arrays and
-    numbers, and static values.
+    """Return the extra arguments, without `grad`, `value_fn` and `obj_fn`, as two dicts, trees of
+    arrays, and static values such as Python numbers.
 
-    The two that are dropped concern only one gradient, not the mean of several.
+    The three that are dropped concern only one gradient, not the mean of several.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn", "obj_fn")}
 
     def is_array(x: object) -> bool:
-        return isinstance(x, jax.Array | float | int)
+        return isinstance(x, jax.Array)
 
     arrays = {k: v for k, v in extra.items() if all(map(is_array, jax.tree.leaves(v)))}
     return arrays, {k: v for k, v in extra.items() if k not in arrays}

@@ -108,3 +108,16 @@ def test_quantized_moments_do_not_keep_others_from_being_differentiated():
     of_rate, of_b1 = jax.jit(jax.grad(loss, argnums=(0, 1)))(0.1, 0.9)
     np.testing.assert_allclose(of_rate, -3.0, rtol=0.01)
     assert np.isfinite(of_b1)
+
+
+def test_rows_that_missed_no_step_have_the_derivatives_of_dense_adam():
+    def loss(b1, lazy):
+        tx, p = optfn.adam(0.1, b1=b1, lazy=lazy), jnp.array([1.0, -2.0])
+        state = tx.init(p)
+        for factor in (1.0, 0.3):
+            updates, state = tx.update(factor * p, state, p)
+            p = p + updates
+        return jnp.sum(p**2)
+
+    dense, exact = (jax.grad(loss)(0.9, lazy) for lazy in (False, "exact"))
+    np.testing.assert_allclose(exact, dense, rtol=1e-5)

@@ -334,3 +334,41 @@ def test_a_side_effect_of_a_mean_happens_once(wrap, options):
 def test_a_mean_has_no_arithmetic(expression):
     with pytest.raises(TypeError, match=r"a Mean has no arithmetic.*Mean\(0.5 \* total, weight\)"):
         expression(optfn.Mean(jnp.ones(()), 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "means"),
+    [
+        ({"microbatches": 2}, [[2.5, None]]),
+        ({"workers": 2}, [[2.5], [None]]),
+        ({"workers": 2, "shard": "params"}, [[2.5], [None]]),
+        ({"workers": 2, "shard": "state", "microbatches": 2}, [[1.5, 3.5], [None, None]]),
+    ],
+)
+def test_statistics_of_no_examples_stay_as_they_were(options, means):
+    """Of a worker or a microbatch without weight, whose mean is 0/0; the batch has weight."""
+
+    def loss_fn(w, state, batch):
+        x, mask = batch
+        count = jnp.sum(mask)
+        mean = 0.9 * state["mean"] + 0.1 * jnp.sum(mask * x) / count
+        new = {"mean": mean, "sum": state["sum"] + jnp.sum(x), "seen": state["seen"] + 1}
+        return optfn.Mean(jnp.sum(mask * (w * x - 1) ** 2), count), new
+
+    options = dict(options)
+    workers = options.pop("workers", None)
+    mesh = workers and optfn.distributed.data_mesh(workers)
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.01), model_state=True, mesh=mesh, **options)
+    first = {"mean": jnp.float32(4.0), "sum": jnp.float32(0.0), "seen": jnp.int32(0)}
+    batch = np.arange(1, 9, dtype=np.float32), np.float32([1, 1, 1, 1, 0, 0, 0, 0])
+    state, _ = step(step.init(jnp.ones(()), first), batch)
+    ends = []
+    for of_worker in means:
+        end = 4.0
+        for mean in of_worker:
+            end = end if mean is None else 0.9 * end + 0.1 * mean
+        ends.append(end)
+    np.testing.assert_allclose(state.model_state["mean"], np.mean(ends), rtol=1e-6)
+    # A statistic that is finite counts, as without weights.
+    np.testing.assert_allclose(state.model_state["sum"], 36 / len(means))
+    assert int(state.model_state["seen"]) == len(means[0])

@@ -156,6 +156,7 @@ def test_processes_agree_on_the_last_step(two):
             "for step 4 of this call; processes 0, 1, … have [1, 0]" in found["fewer of a stream"]
         )
         assert found["enough"][0] == 3 and found["callback of one"][0] == 2
+        assert "process 1 has no directory, but other processes" in found["directory of one"]
 
 
 def test_processes_tune_to_the_same_order(two):

@@ -30,6 +30,23 @@ def test_master_weights_land_on_the_rounded_master(apply):
         np.testing.assert_array_equal(p["w"], state.master["w"].astype("bfloat16"))
 
 
+def test_a_call_without_weight_adds_nothing_of_a_gradient_that_is_nan():
+    p, nan, g = (jnp.full(2, x) for x in (1.0, np.nan, 3.0))
+    tx = optfn.accumulate(optfn.sgd(1.0), 3)
+    state = tx.init(p)
+    for gradient, weight in ((nan, 0.0), (g, 2.0), (nan, 0.0)):
+        updates, state = jax.jit(tx.update)(gradient, state, p, weight=weight)
+    np.testing.assert_array_equal(updates, -3.0)
+
+
+def test_numbers_that_a_rule_hashes_reach_it_through_an_accumulation():
+    """As Python has them; an array would be traced."""
+    p = {"w": jnp.ones(2)}
+    tx = optfn.accumulate(optfn.chain(optfn.add_decayed_weights(0.1), optfn.sgd(1.0)), 1)
+    updates, _ = tx.update(p, tx.init(p), p, decay_factors={"w": 0.5})
+    np.testing.assert_allclose(updates["w"], -1.05, rtol=1e-6)
+
+
 def test_wide_leaves_have_no_master():
     tx = optfn.sgd(0.1, multi_precision=True)
     state = tx.init({"w": jnp.ones(3), "h": jnp.ones(3, jnp.float16), "ids": jnp.arange(3)})

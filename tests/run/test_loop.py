@@ -187,6 +187,22 @@ def test_the_log_is_written_while_the_run_goes_on(tmp_path):
     assert seen[-1] >= 5 and len(lines_of(path)) == 7
 
 
+def test_a_run_that_goes_on_has_the_earlier_lines_before_its_first_step(tmp_path):
+    """A kill while that step compiles would lose them."""
+    path, seen = tmp_path / "run.jsonl", []
+
+    def batches():
+        for x in X:
+            seen.append(len(lines_of(path)))
+            yield x
+
+    options = {"log": path, "checkpoint": tmp_path / "saved", "save_every": 2}
+    run(batches(), steps=4, **options)
+    del seen[:]
+    run(batches(), steps=6, **options)
+    assert seen[0] == 4 and [line["step"] for line in lines_of(path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_one_process_of_several_writes_the_log(tmp_path, monkeypatch):
     # As of a pipeline, whose step has no mesh: both would write the file at once.
     monkeypatch.setattr(loop.processes, "has_state_on_all_processes", lambda state: True)
@@ -379,6 +395,9 @@ def test_it_is_told_what_ended_a_run(keep_best, capsys):
     assert last == words + (", whose state is returned" if keep_best else "")
     optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), X, callback=lambda n, s, m: n == 7)
     assert "stopped early, after step 7" in capsys.readouterr().err
+    options["evaluate"] = scripted([np.nan, np.nan])
+    optfn.minimize(loss_fn, optfn.sgd(0.1), jnp.zeros(3), X, **options)
+    assert "by patience after step 10; no evaluation is a number\n" in capsys.readouterr().err
     run(callback=lambda n, s, m: n == 7)
     assert capsys.readouterr().err == ""
 

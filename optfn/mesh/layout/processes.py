@@ -49,6 +49,11 @@ def gather_values(values: Sequence[int]) -> np.ndarray:
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
+def is_true_anywhere(value: bool) -> bool:
+    """Tell whether a value is true in any process. All must call it."""
+    return bool(np.any(gather_values([value])))
+
+
 def gather_texts(text: str) -> list[str]:
     """Gather a text from each process, in the order of the processes. All must call it."""
     content = text.encode()
