@@ -166,6 +166,20 @@ def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
     return apply(multiply, updates, rows="touched", factor=factor)
 
 
+def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
+    """Replace gradients by zeros where `counts` is false, but return integers, and all gradients if
+    `counts` is None, unchanged."""
+    if counts is None:
+        return grads
+
+    def keep(g: Leaf) -> Leaf:
+        if isinstance(g, LeafKind):
+            return g.map(keep)
+        return jnp.where(counts, g, jnp.zeros_like(g)) if tree.is_inexact(g) else g
+
+    return tree.map_arrays(keep, grads)
+
+
 def zeros_like(
     params: Params,
     *,

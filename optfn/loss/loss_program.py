@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optfn.core import tree
-from optfn.core.types import Leaf, LeafKind, Params, Updates
+from optfn.core import leafwise, tree
+from optfn.core.types import Leaf, Params, Updates
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.loss.jaxprs.equations import Equations, read, shapes_of
@@ -161,12 +161,12 @@ class LossProgram:
         )([self._leaves[i] for i in dense], rows)
         # The gather of a ShardedParam knows whether this device's gradient counts.
         found = {
-            i: g.shard.array if isinstance(g, ShardedParam) else keep_if(self._counts, g)
+            i: g.shard.array if isinstance(g, ShardedParam) else leafwise.keep_if(self._counts, g)
             for i, g in zip(dense, grads, strict=True)
         }
         if program is not None:
             of_tables = program.gradients(ids, row_grads)
-            kept = [keep_if(self._counts, g) for g in of_tables.values()]
+            kept = [leafwise.keep_if(self._counts, g) for g in of_tables.values()]
             if self._owners is not None:
                 kept = send_gradients(self._owners, kept)
             found |= dict(zip(of_tables, kept, strict=True))
@@ -190,21 +190,6 @@ class LossProgram:
         if self._program is not None:
             return self._program.value(leaves, rows)
         return self.evaluate(jax.tree.unflatten(self._structure, gather_params(leaves)))
-
-
-def keep_if(counts: jax.Array | None, grads: Updates) -> Updates:
-    """Replace gradients by zeros where `counts` is false, but return integers, and all gradients if
-    `counts` is None, unchanged."""
-
-    if counts is None:
-        return grads
-
-    def keep(g: Leaf) -> Leaf:
-        if isinstance(g, LeafKind):
-            return g.map(keep)
-        return jnp.where(counts, g, jnp.zeros_like(g)) if tree.is_inexact(g) else g
-
-    return tree.map_arrays(keep, grads)
 
 
 def _whole_shape(x: Leaf) -> Leaf:

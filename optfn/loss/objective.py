@@ -32,7 +32,7 @@ from optfn.loss.jaxprs.constraints import drop_bound_axes
 from optfn.loss.jaxprs.sharded_param import ShardedParam, gather_params, is_sharded_param
 from optfn.loss.keys import fold_device, restore_unchanged_keys
 from optfn.loss.loss_form import Inputs, LossForm, Values
-from optfn.loss.loss_program import LossProgram, keep_if
+from optfn.loss.loss_program import LossProgram
 from optfn.loss.mean import (
     check_constant_weight,
     hold_undefined,
@@ -161,7 +161,9 @@ def differentiate(
                 lambda params: program.evaluate(params)[1][1], program.whole_params()
             )
         # A device without weight has the gradient 0, where it may be NaN.
-        return Values(loss, *rest), grads if counts is not None else keep_if(own_weight != 0, grads)
+        if counts is None:
+            grads = leafwise.keep_if(own_weight != 0, grads)
+        return Values(loss, *rest), grads
 
     return functools.partial(drop_bound_axes, objective)
 
@@ -201,7 +203,7 @@ def wrap_value_and_grad(
         mean = values.loss
         share, weight = take_share(mean, axes)
         part = take_part(mean, weight, axes)
-        grads = leafwise.scale(keep_if(mean.weight != 0, grads), part)
+        grads = leafwise.scale(leafwise.keep_if(mean.weight != 0, grads), part)
         state = hold_undefined(mean.weight, values.model_state, inputs.model_state)
         return Values(share, state, values.aux, weight), grads
 

@@ -216,7 +216,8 @@ def _add_to_total(
     g = g.astype(total.dtype).reshape(total.shape)
     if weight is not None:
         # A call without weight has no examples, and its gradient may be NaN.
-        g = jnp.where(weight == 0, 0, leafwise.scale(g, jnp.asarray(weight)))
+        weight = jnp.asarray(weight)
+        g = leafwise.keep_if(weight != 0, leafwise.scale(g, weight))
     sum_ = jnp.where(call.is_first, 0, total) + g
     return sum_ * numerics.scalar(call.share, sum_)
 

@@ -226,6 +226,7 @@ def structures(rng):
     # A call of `minimize` compiles its step anew.
     spelling = [x for x in SPELLINGS if chance(0.05 if x == "minimize" else 0.15)]
     spelling += ["reversed"] * (has_layers and not in_stages and chance(0.15))
+    loss = pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2))
     says_stacked = has_layers and not (in_stages or is_foreign or compressor) and chance(0.3)
     return Program(
         stages=4 if has_layers else 0,
@@ -240,12 +241,16 @@ def structures(rng):
         dtype=dtype,
         wide=wide,
         spelling=spelling,
-        loss=pick("plain", "mean", *["mean"] * (0 if rule[1].get("lazy") else 2)),
+        loss=loss,
         aux=chance(0.3) and not in_stages and not is_rounded and "by hand" not in way,
         model_state=chance(0.6 if averages_sums else 0.5 if averages else 0.3)
-        and WAYS[way].microbatches == 1
         and plain
-        and pick(True, True, "key"),
+        and way != "compiler, microbatches"
+        and pick(
+            *[True] * 3,
+            *["key"] * 2 * (WAYS[way].microbatches == 1),
+            *["weights"] * (loss == "mean" and rows == 1),
+        ),
         key=chance(0.2) and "grid" not in way and plain and way != "compiler, microbatches",
         pass_step=chance(0.15) and plain,
         rate=limits.NARROW_RATE if is_rounded else 0.05,

@@ -228,10 +228,16 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "a batch has equal parts": uneven,
         "what stays whole is stacked": facts.has("whole") and not p.stages,
         "a tree without state on the host": facts.has("host") and not HAS_HOST,
-        "model state in microbatches": p.model_state and any(x.microbatches > 1 for x in ways),
+        "a model state of a way": p.model_state
+        and (p.model_state == "weights" or any(x.microbatches > 1 for x in ways))
+        and len(keys) > 1,
+        "a key of microbatches": p.model_state == "key" and any(x.microbatches > 1 for x in ways),
+        "statistics by weight need weights": p.model_state == "weights"
+        and not (p.is_weighted and p.rows == 1),
         "keys are those of a way": (p.key and len(keys) > 1)
         or ((p.key or p.model_state == "key") and facts.has("grid")),
-        "keys of the compiler's microbatches": p.key and facts.has("compiler, microbatches"),
+        "the compiler's microbatches": (p.key or p.model_state)
+        and facts.has("compiler, microbatches"),
         "a way has local steps": any(("local" in name) != is_local for name in facts.ways),
         "local steps without more": is_local and (bool(more) or {*facts.sizes} != {8}),
         "an outer step of nothing": is_local and of_nothing,

@@ -49,10 +49,37 @@ def first_model_state(p):
 KEY = 0, 3  # the data of jax.random.key(3)
 
 
-def next_model_state(model_state, x, worker=None):
-    """Return the model state after a batch; the number of a worker, if there are several, is folded
-    into its key."""
-    mean = 0.9 * model_state["mean"] + 0.1 * np.mean(x, 0, dtype=np.float64)
+def pass_on(p, model_state, batch, way, worker=None):
+    """Return what the model state adds to the output of each example, and the next model state;
+    `worker` is the number of one that takes the step alone.
+
+    The microbatches of a worker pass it on. The next one is the mean of the workers', with the
+    counter and the key of the first.
+    """
+    if model_state is None:
+        return np.zeros(len(batch[2])), None
+    seen, ends = [], []
+    many = 1 if worker is not None else way.workers or 1
+    split = functools.partial(np.split, indices_or_sections=many * way.microbatches)
+    pieces = iter(zip(split(batch[0]), split(batch[2]), strict=True))
+    for number in range(many):
+        number = worker if worker is not None else number if way.workers else None
+        state = model_state
+        for _ in range(way.microbatches):
+            x, w = next(pieces)
+            seen.append(np.full(len(w), 0.1 * state["mean"][0]))
+            state = next_model_state(p, state, x, w, number)
+        ends.append(state)
+    return np.concatenate(seen), ends[0] | {"mean": np.mean([x["mean"] for x in ends], 0)}
+
+
+def next_model_state(p, model_state, x, w, worker):
+    """Return the model state after a batch or microbatch; the number of a worker, if there are
+    several, is folded into its key. A mean by weight of no examples stays."""
+    weights = w if p.model_state == "weights" else np.ones(len(x))
+    mean = model_state["mean"]
+    if np.sum(weights):
+        mean = 0.9 * mean + 0.1 * np.average(x.astype(np.float64), 0, weights)
     after = {"mean": mean, "seen": model_state["seen"] + 1}
     if "key" in model_state:
         key = jax.random.wrap_key_data(model_state["key"].astype(np.uint32))
@@ -77,7 +104,7 @@ def noise(step, num_workers, num_microbatches, count, one=None):
 
 @functools.partial(jax.jit, static_argnums=(4, 8))
 def _differentiate(
-    params, fixed, batch, model_state, is_weighted, factor, by_example, owners, is_reversed
+    params, fixed, batch, added, is_weighted, factor, by_example, owners, is_reversed
 ):
     x, y, weights, *ids = batch
     used = weights if is_weighted else jnp.ones_like(weights)
@@ -86,9 +113,7 @@ def _differentiate(
 
     def loss(params, own):  # of the examples of one worker; the mean over workers is the loss
         layers = {k: params[k][::-1] for k in STACKED} if is_reversed else {}
-        out = outputs({**params, **layers, **fixed}, x, *ids)
-        if model_state is not None:
-            out = out + 0.1 * model_state["mean"][0]
+        out = outputs({**params, **layers, **fixed}, x, *ids) + added
         each = jnp.where(used != 0, errors(out * by_example, y) * factor, 0)
         value = jnp.sum(jnp.where(own, used * each, 0)) / jnp.where(weight == 0, 1, weight)
         return len(owners) * value, (each, out)
@@ -114,7 +139,8 @@ def differentiate(p, params, batch, model_state, step, way, worker=None):
     parts = way.workers, way.microbatches, len(x)
     each = noise(step, *parts, worker) if p.key else np.ones(len(x))
     owners = np.arange(len(x)) * way.exchanging // len(x) == np.arange(way.exchanging)[:, None]
-    data = (x, y, w, *batch[3:]), model_state, p.is_weighted, factor, each, owners
+    added, _ = pass_on(p, model_state, batch, way, worker)
+    data = (x, y, w, *batch[3:]), added, p.is_weighted, factor, each, owners
     value, grads, (losses, out), weight = jax.device_get(
         _differentiate(floats, fixed, *data, "reversed" in p.spelling)
     )

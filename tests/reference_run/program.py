@@ -23,7 +23,7 @@ class Program:
     leaves: names in `SHAPES`; "count" is an integer, and those in `TABLES` are looked up.
     loss: "plain", or "mean" for an `optfn.Mean` over the weights of the examples.
     aux, model_state, key, pass_step: whether the loss gives or takes these; model_state may be
-      "key" for one with a key that each call splits.
+      "key" for one with a key that each call splits, or "weights" for means by weight.
     rule: the name of an optimizer, and its arguments.
     rate: the learning rate; schedule: what becomes of it, a name in `links.SCHEDULES`.
     stages: how many stages of a pipeline the model has, or stacked layers, each with "w" and "b"; 0
@@ -148,7 +148,7 @@ class Program:
     @property
     def estimates_statistics(self) -> bool:
         """Whether the statistics of the model are estimated at the end."""
-        is_known = bool(self.model_state) and not self.pass_step and self.rows == 1
+        is_known = self.model_state in (True, "key") and not self.pass_step and self.rows == 1
         return is_known and "statistics" in self.spelling
 
     @property

@@ -165,8 +165,7 @@ class Loop:
         if links.is_update(u):
             state["params"] = state["params"] | {k: state["params"][k] + x for k, x in u.items()}
         if p.model_state and weight and not is_skipped:
-            first = 0 if self.way.workers else None  # its integers and keys are all workers'
-            state["model_state"] = model.next_model_state(state["model_state"], batch[0], first)
+            _, state["model_state"] = model.pass_on(p, state["model_state"], batch, self.way)
         for x in links.links_of(optimizer):
             if isinstance(x, links.Average) and self.evaluate and self.evaluate["average"]:
                 x.note(state["model_state"])
@@ -209,7 +208,7 @@ class Loop:
                 parts.append((weight, aux))
                 is_skipped = before != [x.skipped for x in links.guards_of(worker)]
                 if p.model_state and weight and not is_skipped:
-                    model_state = model.next_model_state(model_state, piece[0], number)
+                    _, model_state = model.pass_on(p, model_state, piece, self.way, number)
             ends.append(params)
             kept.append(model_state)
         if weights and p.model_state:

@@ -332,7 +332,10 @@ def loss_text(p: Program) -> str:
     results = [mean.format("each") if p.is_weighted else "jnp.mean(each)"]
     further = []
     if p.model_state:
-        mean_text = '0.9 * model_state["mean"] + 0.1 * jnp.mean(x, 0)'
+        mean_text = "jnp.mean(x, 0)"
+        if p.model_state == "weights":
+            mean_text = "jnp.sum(weights[:, None] * x, 0) / jnp.sum(weights)"
+        mean_text = f'0.9 * model_state["mean"] + 0.1 * {mean_text}'
         key = ', "key": jax.random.split(model_state["key"])[0]' * (p.model_state == "key")
         further += [f'{{"mean": {mean_text}, "seen": model_state["seen"] + 1{key}}}']
     if p.aux:
