@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from optfn.leaves.patterns import Pattern, check_pattern, matches
 from optfn.mesh.layout import processes
 from optfn.mesh.state.names import arrays_with_names
 from optfn.train.state import TrainState
-from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
-from optfn.transforms.rates import numbers_of_rates
+from optfn.transforms.learning_rate import GivenLearningRateState
+from optfn.transforms.rates import numbers_of_rates, rates_of_hyperparams
 from optfn.wrappers.averaging import find_averages, make_average_template
 
 
@@ -447,33 +447,34 @@ def restore_newest(
 
 def warn_of_rates(given: PyTree, found: PyTree, remedy: str) -> None:
     """Warn of the first learning rate that differs between a checkpoint and tx. The checkpoint's
-    rate counts if it is a number, and tx's rate if it is an array.
+    rate counts if it is a number, also of `optax.inject_hyperparams`, and tx's rate if it is an
+    array. A rate 0 of tx, as in a template of zeros, gives no warning.
 
     Args:
       given: the template, with the rates of tx.
       found: the state of the checkpoint.
       remedy: how to change the rate.
     """
-    for old, new in _find_changed_rates(LearningRateState, given, found):
+    by_hand = 'change hyperparams["learning_rate"] of inject_hyperparams in the state'
+    for read, how in ((numbers_of_rates, remedy), (rates_of_hyperparams, by_hand)):
+        if pair := _find_change(read(given), read(found)):
+            checks.warn(
+                f"the run resumes with the learning rate of its checkpoint, {pair[1]:g}, and not "
+                f"with that of tx, {pair[0]:g}. To change it, {how}"
+            )
+            return
+    of_tx, saved = (numbers_of_rates(x, GivenLearningRateState) for x in (given, found))
+    if pair := _find_change(of_tx, saved):
         checks.warn(
-            f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
-            f"of tx, {new:g}. To change it, {remedy}"
+            f"the run resumes with the learning rate of tx, {pair[0]:g}, because it is given as an "
+            f"array, and not with that of its checkpoint, {pair[1]:g}"
         )
-        return
-    for old, new in _find_changed_rates(GivenLearningRateState, given, found):
-        checks.warn(
-            f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
-            f"array, and not with that of its checkpoint, {old:g}"
-        )
-        return
 
 
-def _find_changed_rates(
-    kind: type[RateState], given: PyTree, found: PyTree
-) -> Iterator[tuple[float, float]]:
-    """Yield (rate in the checkpoint, rate of tx) for each rate of a type that differs, unless tx's
-    rate is 0. A template of zeros has no rate of tx."""
-    new, old = (numbers_of_rates(x, kind) for x in (given, found))
-    for name in new:  # in their order: the first one is warned of
-        if name in old and new[name] not in (0, old[name]):
-            yield old[name], new[name]
+def _find_change(
+    of_tx: Mapping[str, float], saved: Mapping[str, float]
+) -> tuple[float, float] | None:
+    """Return the first rate of tx that is not 0, and is another one in the checkpoint, with that
+    one, or None."""
+    pairs = ((rate, saved.get(name, rate)) for name, rate in of_tx.items())
+    return next((pair for pair in pairs if pair[0] not in (0, pair[1])), None)

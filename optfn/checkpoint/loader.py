@@ -119,18 +119,18 @@ class Loader:
     def _select(self, path: Path, names: Sequence[str]) -> set[str]:
         """Return the names that are loaded, or raise an OtherRun if there are none."""
         chosen = {*filter(self.is_selected, names)}
-        if chosen:
+        if chosen or self.only is None:
             return chosen
         states = [x.removesuffix(f"/{_TRAIN}/step") for x in names if x.endswith(f"/{_TRAIN}/step")]
-        if states:
+        if states and f"{states[0]}/{_TRAIN}/step" not in self.like.arrays:
             raise OtherRun(
                 f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
                 f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
             )
-        raise OtherRun(
-            f"only={self.only!r} matches no name in {path}; it has "
-            f"{list_names([self._public_name(name) for name in names])}"
-        )
+        # The function may be of `load_params`, and then nobody has passed it.
+        pattern = f"only={self.only!r} matches no name"
+        what = "no name is selected" if callable(self.only) else pattern
+        raise OtherRun(f"{what} in {path}; it has {list_names([*map(self._public_name, names)])}")
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded, as all are if `only` is None."""

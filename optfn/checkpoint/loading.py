@@ -442,9 +442,10 @@ def _fit(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     array = np.asarray(value)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
-    array, problem = convert_dtype(array, dtype)
+    kept = jax.dtypes.canonicalize_dtype(dtype)
+    array, problem = convert_dtype(array, kept)
     if problem:
-        return leaf, problem
+        return leaf, problem + ("" if kept == dtype else " without jax_enable_x64")
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
     return memories.make_array(array.shape, sharding, lambda index: array[index]), ""

@@ -17,8 +17,30 @@ def check_arrays(noun: str, values: PyTree) -> None:
     """
     check_keys(noun, values)
     for place, x in tree.items(values):
-        if isinstance(x, np.ndarray):
+        if isinstance(x, np.ndarray | np.generic):
             refuse_foreign_numbers(f"{noun} {place!r}", x)
+
+
+def check_integers(noun: str, values: PyTree) -> None:
+    """Raise a ValueError that names the leaf if a NumPy array in a tree has integers that JAX would
+    cut to 32 bits."""
+    for place, x in tree.items(values):
+        if has_wide_integers(x):
+            raise ValueError(
+                f"{noun} {place!r} has integers from {np.min(x)} to {np.max(x)}, which JAX would "
+                "cut to 32 bits without an error: set jax_enable_x64"
+            )
+
+
+def has_wide_integers(x: object) -> bool:
+    """Tell whether `x` is a NumPy array with integers that do not fit into the 32 bits that JAX
+    keeps."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
+        return False
+    kept = jax.dtypes.canonicalize_dtype(x.dtype)
+    if kept == x.dtype:
+        return False
+    return int(np.min(x)) < np.iinfo(kept).min or int(np.max(x)) > np.iinfo(kept).max
 
 
 def check_keys(noun: str, values: PyTree) -> None:

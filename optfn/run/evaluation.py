@@ -398,9 +398,9 @@ def _find_parts(
 
 def _average_rows(rows: list[dict[str, tuple[float, float]]]) -> float | dict[str, float]:
     """Return ∑ total / ∑ weight by key, NaN for 0/0, or the value alone if "" is the only key, and
-    raise a ValueError without any weight."""
-    if not any(weight for row in rows for _, weight in row.values()):
-        raise ValueError("over_batches: batches has no examples, or all weights are 0")
+    raise a ValueError without any batch."""
+    if not rows:
+        raise ValueError("over_batches: batches has no examples")
     first = rows[0]
     if any(row.keys() != first.keys() for row in rows):
         keys = " and ".join(sorted({str(sorted(row)) for row in rows}))

@@ -7,7 +7,12 @@ import numpy as np
 
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf
-from optfn.leaves.foreign import check_keys, is_known_to_jax, refuse_foreign_numbers
+from optfn.leaves.foreign import (
+    check_keys,
+    has_wide_integers,
+    is_known_to_jax,
+    refuse_foreign_numbers,
+)
 
 # Arrays of NumPy that need no conversion, and whose numbers JAX keeps.
 _READY = frozenset(map(np.dtype, ("f2", "f4", "f8", "i1", "i2", "i4", "u1", "u2", "u4", "?")))
@@ -52,7 +57,7 @@ def convert_batch(batch: Batch) -> Batch:
             )
         if _is_foreign(x):
             refuse_foreign_numbers(_name_leaf(batch, i), x)
-        if _has_wide_integers(x):
+        if has_wide_integers(x):
             raise ValueError(
                 f"{_name_leaf(batch, i)} has integers from {np.min(x)} to {np.max(x)}, which "
                 "JAX would cut to 32 bits without an error: map them to smaller ones, such as "
@@ -87,16 +92,6 @@ def _is_foreign(x: Leaf) -> bool:
     if not isinstance(x, np.ndarray | np.generic):
         return False
     return isinstance(x, np.ma.MaskedArray) or not is_known_to_jax(x.dtype)
-
-
-def _has_wide_integers(x: Leaf) -> bool:
-    """Tell whether an array has integers that do not fit into the 32 bits that JAX keeps."""
-    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
-        return False
-    kept = jax.dtypes.canonicalize_dtype(x.dtype)
-    if kept == x.dtype:
-        return False
-    return int(np.min(x)) < np.iinfo(kept).min or int(np.max(x)) > np.iinfo(kept).max
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.modules import check_split
-from optfn.leaves.foreign import check_arrays, check_keys
+from optfn.leaves.foreign import check_arrays, check_integers, check_keys
 from optfn.mesh.state.names import arrays_with_names
 
 # The name of an optimizer's operations in profiles, and in the equations of a step.
@@ -80,6 +80,7 @@ def check_initial_params(params: Params, who: str = "TrainStep.init") -> None:
     check_split(who, params)
     errors.check_params(who, params, "")
     check_arrays(f"{who}: parameter", params)
+    check_integers(f"{who}: parameter", params)
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(
@@ -138,6 +139,19 @@ def copy(x: Leaf) -> jax.Array:
     x = np.array(x) if isinstance(x, np.ndarray) else x
     # A weakly typed parameter would come back strongly typed, and the step would compile again.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
+
+
+def copy_each(opt_state: OptState) -> OptState:
+    """Copy the arrays of a state one after the other, and let go of each.
+
+    An optimizer may keep an array that it puts into its state, as `optax.inject_hyperparams` does,
+    and a step would overwrite it.
+    """
+    leaves, structure = jax.tree.flatten(opt_state)
+    del opt_state
+    for i, x in enumerate(leaves):
+        leaves[i] = copy(x)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def copy_repeated(state: TrainState) -> TrainState:

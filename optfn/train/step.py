@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 from optfn.interop.calls import show_transform
-from optfn.leaves.foreign import check_arrays
+from optfn.leaves.foreign import check_arrays, check_integers
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack, unpack
 from optfn.loss.jaxprs.constraints import name_refused_constraints
@@ -48,6 +48,7 @@ from optfn.train.state import (
     TrainState,
     check_initial_params,
     copy,
+    copy_each,
     copy_repeated,
     copy_shared,
     name_foreign_state,
@@ -139,12 +140,14 @@ class TrainStep:
           TypeError: params are a TrainState; all are integers, which are not trained; or params are
             a flax or equinox model with more than parameters in it, such as batch statistics. The
             error has the line that splits it.
-          ValueError: params, or the versions of optfn or JAX, differ between processes; or with
-            `packed`, a rule that is not optfn's updates a leaf in a buffer otherwise.
+          ValueError: params, or the versions of optfn or JAX, differ between processes; a NumPy
+            array has integers that JAX would cut to 32 bits; or with `packed`, a rule that is not
+            optfn's updates a leaf in a buffer otherwise.
         """
         check_initial_params(params)
         self._check_model_state(model_state)
         check_arrays("TrainStep.init: model_state", model_state)
+        check_integers("TrainStep.init: model_state", model_state)
         if processes.is_on_all_processes(self.mesh):
             processes.compare_params(params)
         state = self._make_state(params, model_state)
@@ -197,8 +200,10 @@ class TrainStep:
 
     def _init_optimizer(self, params: Params) -> OptState:
         """Return the optimizer's state without a mesh, made in the memory where it stays."""
-        if self.options.state_memory is None or checks.is_traced(params):
+        if checks.is_traced(params):
             return self.tx.init(params)
+        if self.options.state_memory is None:
+            return copy_each(self.tx.init(params))
         from optfn.train.host_state import init_on_host
 
         return init_on_host(self.tx.init, params)

@@ -7,6 +7,7 @@ from typing import TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optfn.core import checks
 from optfn.core.checks import Number
@@ -163,18 +164,41 @@ def numbers_of_rates(
     as numbers, without traced ones.
 
     Schedules, arrays and `reduce_on_plateau` set the remaining kinds. If workers have different
-    rates, it is the largest of this process.
+    rates, it is the largest of this process. Inside `optax.inject_hyperparams` there are none: its
+    hyperparameters set them.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
       kind: the type of the rates; rates given as arrays have `GivenLearningRateState`.
     """
     found: dict[str, float] = {}
-    for name, x in state_names.states_with_names(is_rate, opt_state):
+    for name, x in state_names.states_with_names(_is_rate_or_injected, opt_state):
         if type(x) is kind and not checks.is_traced(x):
-            # np.max of a JAX array would run on the devices of the mesh in the context.
-            found[name] = float(np.max(read_local(jax.tree.leaves(x.learning_rate)[0])))
+            found[name] = _read_rate(x.learning_rate)
     return found
+
+
+def rates_of_hyperparams(opt_state: OptState) -> dict[str, float]:
+    """Return by name, as floats, the learning rates that `optax.inject_hyperparams` has as numbers,
+    without those of schedules and traced ones."""
+    found: dict[str, float] = {}
+    for name, x in state_names.states_with_names(_is_rate_or_injected, opt_state):
+        if isinstance(x, optax.InjectStatefulHyperparamsState) and not checks.is_traced(x):
+            numbers = {k: v for k, v in x.hyperparams.items() if k not in x.hyperparams_states}
+            if "learning_rate" in numbers:
+                found[name] = _read_rate(numbers["learning_rate"])
+    return found
+
+
+def _is_rate_or_injected(x: object) -> bool:
+    """Tell whether `x` is the state of a rate or of `optax.inject_hyperparams`."""
+    return is_rate(x) or isinstance(x, optax.InjectStatefulHyperparamsState)
+
+
+def _read_rate(rate: PyTree) -> float:
+    """Return the largest rate of this process's workers."""
+    # np.max of a JAX array would run on the devices of the mesh in the context.
+    return float(np.max(read_local(jax.tree.leaves(rate)[0])))
 
 
 def _rate_of_workers(rate: PyTree) -> jax.Array:

@@ -140,6 +140,42 @@ def test_params_of_one_of_several_states_need_a_template_of_the_tree(tmp_path):
     np.testing.assert_array_equal(found["actor"].params["w"], np.ones(3))
 
 
+def test_a_pattern_without_a_name_says_which_names_there_are(tmp_path):
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), optfn.sgd(0.1))
+    states = {name: step.init({"w": jnp.ones(3)}) for name in ("actor", "critic")}
+    optfn.save_checkpoint(tmp_path / "tree", states, step=1)
+    with pytest.raises(ValueError, match=r"matches no name in .*it has .*'actor/train/params/w'"):
+        optfn.restore_checkpoint(tmp_path / "tree", states, only="actor/params/.*")
+    optfn.save_checkpoint(tmp_path / "arrays", {"x": jnp.ones(3)}, step=1)
+    with pytest.raises(ValueError, match=r"no name is selected in .*; it has 'x'"):
+        optfn.load_params(tmp_path / "arrays", {"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("tree", [{}, {"opt": optax.sgd(0.1).init(jnp.ones(3))}])
+def test_a_tree_without_arrays_comes_back(tree, tmp_path):
+    optfn.save_checkpoint(tmp_path, tree, step=1)
+    assert optfn.restore_checkpoint(tmp_path, tree)[0] == tree
+
+
+@pytest.mark.parametrize(
+    "x, words",
+    [
+        (np.int64(2**40), "1099511627776 in int64, which the template's int32 cannot hold"),
+        (np.array([1e300]), "the template's float32 cannot hold without jax_enable_x64"),
+    ],
+)
+def test_numbers_that_jax_would_cut_are_not_restored(x, words, tmp_path):
+    optfn.save_checkpoint(tmp_path, {"x": x}, step=1)
+    with pytest.raises(ValueError, match=words):
+        optfn.restore_checkpoint(tmp_path, {"x": x})
+
+
+@pytest.mark.parametrize("x", [np.datetime64("2020-01-01"), np.str_("a"), np.longdouble(1)])
+def test_scalars_that_jax_lacks_are_not_saved(x, tmp_path):
+    with pytest.raises(TypeError, match=r"state 'x' has dtype .*, which JAX does not have"):
+        optfn.save_checkpoint(tmp_path, {"x": x}, step=1)
+
+
 @pytest.mark.parametrize(
     "label, sharded",
     [*((name, False) for name in ("params", "history", "model_state", "step")), ("params", True)],

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from problems import square_error
 
@@ -89,11 +90,24 @@ def test_another_rate_given_as_an_array_is_that_of_the_run_and_is_said_once(tmp_
     run(tmp_path, X, slow)
 
 
-def test_a_rate_that_a_schedule_drives_may_differ(tmp_path):
-    step = optfn.make_train_step(square_error, optfn.adam(lambda t: 0.01 / (1 + t)))
+@pytest.mark.parametrize("inject", [lambda make: make, optax.inject_hyperparams])
+def test_a_rate_that_a_schedule_drives_may_differ(inject, tmp_path):
+    step = optfn.make_train_step(square_error, inject(optfn.adam)(lambda t: 0.01 / (1 + t)))
     run(tmp_path, X[:4], step)
     _, history = run(tmp_path, X, step)
     np.testing.assert_allclose(history["learning_rate"], 0.01 / (1 + np.arange(10)), rtol=1e-6)
+
+
+def test_a_rate_that_optax_injects_is_that_of_the_checkpoint(tmp_path):
+    fast, slow = (
+        optfn.make_train_step(square_error, optax.inject_hyperparams(optfn.adam)(learning_rate=x))
+        for x in (1e-2, 1e-4)
+    )
+    run(tmp_path, X[:4], fast)
+    words = r"rate of its checkpoint, 0.01, and not with that of tx, 0.0001.*inject_hyperparams"
+    with pytest.warns(UserWarning, match=words):
+        _, history = run(tmp_path, X, slow)
+    np.testing.assert_allclose(history["learning_rate"], 0.01)
 
 
 def test_checkpoints_of_several_processes_below_a_directory_are_said(tmp_path):

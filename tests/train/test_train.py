@@ -38,6 +38,31 @@ def test_state_is_donated_and_the_callers_arrays_are_not():
     np.testing.assert_array_equal(state.params["w"], 0.0)
 
 
+def test_arrays_that_an_optimizer_keeps_are_not_donated():
+    rate, scale, kept = jnp.float32(0.1), jnp.float32(4.0), {"w": jnp.ones(3), "b": jnp.ones(())}
+    own = optax.GradientTransformation(lambda p: kept, lambda u, s, p=None: (u, s))
+    transforms = [
+        optax.inject_hyperparams(optfn.adam)(learning_rate=rate),
+        optfn.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optfn.sgd(0.1)),
+        optfn.dynamic_loss_scale(optfn.adam(0.1), initial_scale=scale),
+        optfn.chain(own, optfn.sgd(0.1)),
+    ]
+    for tx in transforms:
+        step = optfn.make_train_step(loss_fn, tx)
+        first, second = (step(step.init(params()), X)[0].params for _ in range(2))
+        np.testing.assert_array_equal(first["w"], second["w"])
+    assert not any(x.is_deleted() for x in (rate, scale, *kept.values()))
+
+
+def test_integers_that_jax_would_cut_are_an_error():
+    step = optfn.make_train_step(lambda p, s, x: (0.0, s), optfn.sgd(0.1), model_state=True)
+    words = "model_state 'seen' has integers from 4000000000 to 4000000000, which JAX would cut"
+    with pytest.raises(ValueError, match=words):
+        step.init(params(), {"seen": np.int64(4_000_000_000)})
+    with pytest.raises(ValueError, match="parameter 'ids' has integers"):
+        step.init(params() | {"ids": np.array([2**40])})
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_compiled_step_keeps_no_copy_of_a_parameter(dtype):
