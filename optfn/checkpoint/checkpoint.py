@@ -29,6 +29,7 @@ from optfn.checkpoint.state_dict import averaged_model_state, averaged_params
 from optfn.checkpoint.storage import Backend, is_remote, to_path
 from optfn.core import checks, tree
 from optfn.core.types import Params, PyTree
+from optfn.leaves.packed import repack, unpack
 from optfn.leaves.patterns import Pattern, check_pattern, matches
 from optfn.mesh.layout import processes
 from optfn.mesh.state.names import arrays_with_names
@@ -299,6 +300,7 @@ def load_params(
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait_for_writes()
     only = check_pattern("only", only)
+    given, params = params, unpack(tree.map_arrays(tree.as_array, params))
     # The loader selects some names; the step only makes the names of a TrainState.
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState(), model_state)
 
@@ -334,6 +336,7 @@ def load_params(
     if average:
         values = averaged_params(opt_state, values)
         statistics = averaged_model_state(opt_state, statistics, None)
+    values = repack(given, values)
     return values if model_state is None else (values, statistics)
 
 

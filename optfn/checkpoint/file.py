@@ -4,10 +4,11 @@ A damaged or forged file can cost only little time and memory.
 """
 
 import contextlib
+import functools
 import math
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,7 +45,7 @@ class NpzFile:
             judged = finiteness.select_judged(host.items())
             if not (is_loss_finite and all(np.all(np.isfinite(x)) for x in judged)):
                 arrays[NONFINITE] = np.array(True)
-            write_file(path, lambda file: np.savez(file, **arrays))
+            write_file(path, functools.partial(_write_arrays, arrays))
 
         return write
 
@@ -100,6 +101,14 @@ def _gather_leaf(x: Leaf) -> Leaf:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return x
+
+
+def _write_arrays(arrays: Mapping[str, np.ndarray], file: IO[bytes]) -> None:
+    """Write arrays by name as `np.savez` does, which has no room for the names of its arguments."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, x in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                npy.write_array(stream, np.asanyarray(x), allow_pickle=False)
 
 
 def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:

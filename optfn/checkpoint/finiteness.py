@@ -1,5 +1,6 @@
 """States that must not be kept, because params, moments or the last loss are not finite."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ from optfn.mesh.state.per_worker import PerWorker
 
 # The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
 _COUNTERS = {"skipped", "total_notfinite"}
-_PARAMS = "train/params"
 
 
 def find_guards(opt_state: OptState) -> list[Any]:
@@ -25,26 +25,53 @@ def find_guards(opt_state: OptState) -> list[Any]:
 
 
 def select_judged(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
-    """Return the floating-point arrays of a state by name that must be finite: params, and the
-    arrays of the optimizer that follow one.
+    """Return the floating-point arrays of a state by name that must be finite: the params of each
+    TrainState, or else the arrays of each key "params", and the arrays of the optimizer that follow
+    one.
 
     Others may be infinite by their meaning, such as the norms that `skip_spikes` has not seen yet,
     and so may arrays of the model state.
     """
     named = list(named)
-    shapes = {name[len(_PARAMS) :].lstrip("/"): np.shape(x) for name, x in named if _is_param(name)}
+    found: list[Leaf] = []
+    for place in _find_places([name for name, _ in named]):
+        root = place.removesuffix("train/")
+        of_state = [(name, x) for name, x in named if name.startswith(root)]
+        found += _select_of_state(of_state, place)
+    return found
+
+
+def _select_of_state(named: list[tuple[str, Leaf]], place: str) -> list[Leaf]:
+    """Return the arrays of one state that must be finite; the names of its params begin with
+    `place` and the word "params"."""
+    start = f"{place}params/"
+    params = {f"{name}/"[len(start) : -1]: x for name, x in named if f"{name}/".startswith(start)}
     found = []
-    for (name, x), path in zip(named, match_params(named, shapes), strict=True):
+    for (name, x), path in zip(named, match_params(named, params), strict=True):
+        is_param = f"{name}/".startswith(start)
         # With a single param without a path, any array would follow it.
-        follows = path is not None and (path or np.shape(x) == shapes[path])
-        if follows and tree.is_inexact(x) and not f"{name}/".startswith("train/model_state/"):
+        follows = path is not None and (path or np.shape(x) == np.shape(params[path]))
+        is_apart = f"{name}/".startswith(f"{place}model_state/")
+        if (is_param or follows) and tree.is_inexact(x) and not is_apart:
             found.append(x)
     return found
 
 
-def _is_param(name: str) -> bool:
-    """Tell whether an array of this name is a param."""
-    return f"{name}/".startswith(f"{_PARAMS}/")
+def _find_places(names: Iterable[str]) -> list[str]:
+    """Return the beginnings of names before the word "params", as "train/" or "critic/train/", of
+    TrainStates, or without any TrainState of all, but none inside another."""
+    names = list(names)
+    pattern = "((?:.*?/)??%s)params(?:/.*)?"
+    for kind in ("train/", ""):
+        places = {match[1] for name in names if (match := re.fullmatch(pattern % kind, name))}
+        if places:
+            return [x for x in sorted(places) if not any(_is_inside(x, y) for y in places)]
+    return []
+
+
+def _is_inside(place: str, other: str) -> bool:
+    """Tell whether a place is inside the state of another one."""
+    return place != other and place.startswith(other.removesuffix("train/"))
 
 
 def may_keep_last_loss(state: OptState, history: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -57,7 +58,7 @@ def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the dtype, shape and checksum of each array by name. All processes must call it."""
     sums = fingerprints(list(arrays.values())).tolist()
     return {
-        name: [str(x.dtype), list(x.shape), row]
+        name: [str(jax.dtypes.canonicalize_dtype(x.dtype)), list(x.shape), row]
         for (name, x), row in zip(arrays.items(), sums, strict=True)
     }
 

@@ -127,10 +127,11 @@ class Loader:
                 f"{path} has the states {list_names(states)} of a tree: call restore_checkpoint "
                 f'with a template of that tree, or a part of it and only="{states[0]}/.*"'
             )
-        # The function may be of `load_params`, and then nobody has passed it.
-        pattern = f"only={self.only!r} matches no name"
-        what = "no name is selected" if callable(self.only) else pattern
-        raise OtherRun(f"{what} in {path}; it has {list_names([*map(self._public_name, names)])}")
+        shown = "a function" if callable(self.only) else repr(self.only)
+        raise OtherRun(
+            f"only={shown} matches no name in {path}; it has "
+            f"{list_names([*map(self._public_name, names)])}"
+        )
 
     def is_selected(self, name: str) -> bool:
         """Tell whether the array with this name is loaded, as all are if `only` is None."""

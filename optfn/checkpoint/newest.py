@@ -126,7 +126,11 @@ def find_newest(
                 break
     if is_shared:
         found = _share_newest(directory, found, read)
-    if found is None and problems:
+    has_failed = found is None and bool(problems)
+    # All processes must raise: the rest would begin anew, and wait for this one for ever.
+    if is_shared and found is None and processes.is_true_anywhere(has_failed):
+        has_failed, problems = True, problems or ["another process can read none of its own"]
+    if has_failed:
         raise kind("no checkpoint can be loaded: " + "; ".join(problems))
     for problem in problems:
         checks.warn(f"skipped: {problem}")

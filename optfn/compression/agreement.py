@@ -61,7 +61,7 @@ def agree(
     them remains a branch.
     """
     nonfinite = xla.any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
-    counts = [] if weight is None else [weight != 0]
+    counts = [] if weight is None else [jnp.asarray(weight) != 0]
     # One collective for all; several small ones would pay the latency of the link each time.
     flags = jnp.stack([step, *(x.astype(jnp.int32) for x in (nonfinite, *counts))])
     step, *agreed = lax.pmax(mark_varying(flags, vma_axes(axis_name)), axis_name)
@@ -113,8 +113,12 @@ def warn_of_equal_gradients(name: str, updates: Updates, step: jax.Array, axis_n
 
 
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
-    """Return the uint32 sum, modulo 2³², of the bits of all entries cast to float32, which is 0 if
-    all entries are +0."""
-    parts = [x for leaf in leaves for x in (jnp.real(leaf), jnp.imag(leaf))]
-    bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in parts]
-    return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.zeros((), jnp.uint32))
+    """Return ∑ (2i + 1)·bᵢ modulo 2³², where bᵢ are the bits of entry i of a leaf cast to float32:
+    0 if all entries are +0, or one of them is not finite."""
+    found, is_finite = jnp.zeros((), jnp.uint32), jnp.bool_(True)
+    for x in (x for leaf in leaves for x in (jnp.real(leaf), jnp.imag(leaf))):
+        is_finite &= jnp.all(jnp.isfinite(x))
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32).reshape(-1), jnp.uint32)
+        places = lax.iota(jnp.uint32, bits.size)
+        found += jnp.sum(bits * (2 * places + 1), dtype=jnp.uint32)
+    return jnp.where(is_finite, found, 0)

@@ -112,7 +112,7 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
     p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
     if tree.is_array(p) and not tree.is_float0(p):
         if jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.full(p.shape, -0.0, p.dtype)
+            return jnp.full(p.shape, numerics.negative_zero(p.dtype), p.dtype)
         return numerics.integer_zeros(jnp.shape(p), p.dtype)
     # Without params the dtype is unknown; int8 promotes no integer.
     return numerics.integer_zeros(g.shape, np.int8) if tree.is_float0(g) else g

@@ -127,6 +127,11 @@ def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+def negative_zero(dtype: np.dtype[Any]) -> float | complex:
+    """Return −0.0, or for a complex dtype −0.0 − 0.0i: p plus it is p, bit for bit."""
+    return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
+
+
 def float0_zeros(shape: tuple[int, ...]) -> np.ndarray:
     """Return the gradient of integers of this shape as JAX gives it, a float0."""
     return np.zeros(shape, jax.dtypes.float0)

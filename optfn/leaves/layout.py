@@ -105,7 +105,9 @@ class BufferLayout:
         """
         if x.ndim > 1:
             return self.split_tensors(x)
-        return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
+        return [
+            x[run.start : run.stop].reshape(run.num_tensors, run.tensor_size) for run in self.runs
+        ]
 
     def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """Undo `split_tensors`: put these tensors back into one array of `shape`."""

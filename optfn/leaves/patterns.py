@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
+import numpy as np
 
 from optfn.core import checks
 from optfn.core.checks import T
@@ -85,9 +86,9 @@ def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool
     """Tell whether a function that serves as a pattern chooses a name, and raise a TypeError unless
     it returns a bool."""
     chosen = pattern(name)
-    if not isinstance(chosen, bool):
+    if not isinstance(chosen, bool | np.bool_):
         raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
-    return chosen
+    return bool(chosen)
 
 
 def _find_packed_names(tree: PyTree) -> Iterator[str]:

@@ -114,6 +114,7 @@ class LossForm:
             # A model state may be a pair itself. A first element with the arrays of the model
             # state shows that the second is aux.
             is_pair = isinstance(rest, tuple) and len(rest) == 2 and not is_mean(rest)
+            is_pair &= tree.paths(rest) != tree.paths(model_state)
             if not self.has_aux and is_pair and tree.paths(rest[0]) == tree.paths(model_state):
                 raise TypeError(
                     f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"

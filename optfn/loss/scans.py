@@ -98,7 +98,9 @@ class LeafShard:
             return None
         size = array.size * math.prod(count_devices(layout.mesh, x.axes) for x in divisions)
         has_packets = layout.gather_compressor is not None or layout.reduce_compressor is not None
-        number = step if has_packets and size >= MIN_SIZE else None
+        # A packet has real numbers.
+        is_sent = has_packets and size >= MIN_SIZE and not np.iscomplexobj(array)
+        number = step if is_sent else None
         slices = compiler_slices(entry.spec, layout)
         return cls(array, number, divisions, slices, layout, entry.mean_axes, counts, entry.path)
 

@@ -290,7 +290,9 @@ class ListedStages(StagePlacement):
         found = self._map_shards(unravel, self.gradient_specs(stages), out_specs, gradients)
         specs = list(map(self._inexact_specs, stages, self._specs(stages)))
         placed = jax.tree.map(self._place_gradient, found, specs)
-        return type(stages)(map(leafwise.build_gradients, stages, placed))
+        structure = jax.tree.structure(stages, is_leaf=lambda x: x is not stages)
+        found = list(map(leafwise.build_gradients, stages, placed))
+        return jax.tree.unflatten(structure, found)
 
     @property
     def _further_axes(self) -> tuple[str, ...]:

@@ -220,7 +220,7 @@ def _add_problem(trial: Trial, error: Exception) -> Trial:
     does not fit if memory was lacking."""
     problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     fits = False if _OUT_OF_MEMORY in str(error) else trial.fits
-    return dataclasses.replace(trial, fits=fits, problem=problem)
+    return dataclasses.replace(trial, fits=fits, problem=problem, seconds=None, spread=None)
 
 
 def find_batch_size(batch: Batch) -> int | None:

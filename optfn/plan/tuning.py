@@ -39,6 +39,11 @@ _TITLES = (
 )  # fmt: skip
 
 
+def _shown(option: object) -> object:
+    """Return an option, or its `repr` if it is a NamedTuple, which JSON would make a list of."""
+    return repr(option) if hasattr(option, "_fields") else option
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The ways that `tune` has tried, in the order of their steps.
@@ -70,7 +75,10 @@ class Tuning:
 
     def to_json(self) -> str:
         """Return the table as JSON. An option that JSON has no value for is its `repr`."""
-        return json.dumps(dataclasses.asdict(self), default=repr)
+        rows = [
+            vars(row) | {"way": {k: _shown(v) for k, v in row.way.items()}} for row in self.rows
+        ]
+        return json.dumps(vars(self) | {"rows": rows}, default=repr)
 
     def __str__(self) -> str:
         """Return the table, the problems of ways, and the memory."""

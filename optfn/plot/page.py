@@ -149,7 +149,7 @@ def _summarize_series(series: RunHistory, local_steps: int) -> list[tuple[str, .
 
 
 def _format_number(x: float) -> str:
-    return f"{x:.6g}"
+    return f"{float(x):.6g}"
 
 
 def _format_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:

@@ -363,7 +363,7 @@ def _check_num_examples(batch: Batch) -> int:
     """Return the length that the leading axes of a batch have in common, or raise a ValueError if
     they differ."""
     count = count_examples(batch)
-    if count is None:
+    if count is None or not all(map(np.ndim, jax.tree.leaves(batch))):
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
         raise ValueError(
             "over_batches counts the examples of a batch along the leading axis of its arrays, "

@@ -115,15 +115,20 @@ def _join_tables(
 
 
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the scalars among metrics by path, such as "aux/accuracy", without arrays that have
-    axes."""
+    """Return the numbers among metrics by path, such as "aux/accuracy", without keys and arrays
+    that have axes."""
     if jax.tree_util.all_leaves(metrics.values()):  # nothing to name
-        return {k: x for k, x in metrics.items() if not getattr(x, "ndim", 0)}
+        return {k: x for k, x in metrics.items() if _is_number(x)}
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))
-        if np.ndim(x) == 0
+        if _is_number(x)
     }
+
+
+def _is_number(x: Leaf) -> bool:
+    """Tell whether a leaf of metrics is a number, and neither an array with axes nor a key."""
+    return not (getattr(x, "ndim", 0) or tree.is_key(x))
 
 
 def describe_arrays(aux: PyTree) -> str:
@@ -141,6 +146,6 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 def to_python_numbers(metrics: Mapping[str, Any]) -> PyTree:
     """Return metrics on the host, scalars as Python numbers and arrays as NumPy arrays."""
     return jax.tree.map(
-        lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,
+        lambda x: x.item() if _is_number(x) and hasattr(x, "item") else x,
         jax.device_get(dict(metrics)),
     )

@@ -128,9 +128,13 @@ class RunLog:
         for sink in self.sinks:
             sink.write(n, numbers)
 
+    def finish(self) -> None:
+        """Write the metrics that wait, the last ones of the run."""
+        while self.waiting:
+            self._write(*self.waiting.popleft(), is_last=not self.waiting)
+
     def __exit__(self, *error: Any) -> None:
-        for i, (n, metrics, work) in enumerate(self.waiting, 1):
-            self._write(n, metrics, work, is_last=i == len(self.waiting))
+        self.finish()
         for sink in self.sinks:
             sink.close()
 

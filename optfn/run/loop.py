@@ -135,7 +135,8 @@ class _Run:
         self.last = None if steps is None else begin + steps
         if self.last is not None:
             warn_of_schedules(step.tx, self.last, begin)
-        self.stopped = self.evaluator.gave_up
+        gave_up = self.evaluator.gave_up
+        self.stopped = processes.is_true_anywhere(gave_up) if self.is_shared else gave_up
 
     def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Take steps until the batches end or something stops the run, and return the last state,
@@ -266,8 +267,10 @@ class _Run:
             lines(self.n, values, {})
         if is_new:
             self.evaluator.warn_of_mode()
+        lines.finish()  # a run that is killed after its last checkpoint writes none of them again
         # The history in a checkpoint of this step lacks the last evaluation.
-        if self.saver.saved != self.n or to_evaluate:
+        must_save = self.saver.saved != self.n or to_evaluate
+        if processes.is_true_anywhere(must_save) if self.is_shared else must_save:
             self._save()
         finish_saving()
         self.remaining.close()

@@ -8,6 +8,7 @@ import numpy as np
 
 from optfn.core import checks, tree
 from optfn.core.types import Batch, PyTree
+from optfn.leaves.foreign import check_arrays
 
 
 def shuffled(arrays: PyTree, size: int, *, seed: int = 0, drop_last: bool = True) -> "Shuffled":
@@ -43,6 +44,7 @@ def shuffled(arrays: PyTree, size: int, *, seed: int = 0, drop_last: bool = True
     checks.count("shuffled: size", size)
     checks.count("shuffled: seed", seed, low=0)
     checks.flag("shuffled: drop_last", drop_last)
+    check_arrays("shuffled: array", arrays)
     lengths = {}
     for path, x in tree.arrays_with_paths(arrays):
         if not np.ndim(x):

@@ -69,6 +69,8 @@ class ShardedTable:
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
+                if ids.dtype.itemsize < 4:  # the number of rows may be none of theirs
+                    ids = ids.astype(jnp.int32)
                 # As in an array: negative ids count from the end, ids out of range read the nearest
                 # row.
                 ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)

@@ -149,7 +149,7 @@ def _send_alike(owners: Devices, grads: Sequence[Rows]) -> list["OwnedRows"]:
     shape = len(grads), owners.size, width + rounds.sizes[-1]
     arrived = rounds.run(send_ids, jnp.full(shape, most, jnp.int32))
     # 3. Give each distinct row a place. An owner has room for all ids, or for all of its rows.
-    rooms = [width * min(owners.size, -(-count // width)) for count in per_owner]
+    rooms = [width * min(owners.size, -(-count // max(width, 1))) for count in per_owner]
     number = partial(find_distinct, num_rows=most)
     indices, place = jax.vmap(number)(arrived.reshape(len(grads), -1))
     place = place.reshape(shape)

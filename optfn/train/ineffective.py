@@ -168,7 +168,8 @@ def count_waiting_gradients(opt_state: OptState) -> int:
         return getattr(x, "micro_step", None) if traits_of(x).link == "accumulate" else None
 
     found = [*iterate_nodes(lambda x: find_counter(x) is not None, opt_state)]
-    return max((int(np.max(reports.read_local(find_counter(x)))) for x in found), default=0)
+    counters = [jax.tree.leaves(find_counter(x))[0] for x in found]  # local steps have a PerWorker
+    return max((int(np.max(reports.read_local(x))) for x in counters), default=0)
 
 
 def warn_of_replicas(params: Params, mesh: Mesh | None) -> None:

@@ -87,7 +87,8 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
       noise: uint32 in [0, 2¹⁶), of the same shape.
     """
     upper = ((jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    # The noise would make a zero of a NaN whose bits are all ones, as a GPU's are.
+    return jnp.where(jnp.isnan(x), jnp.nan, jax.lax.bitcast_convert_type(upper, jnp.bfloat16))
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -110,9 +110,11 @@ def accumulate(
         updated, totals, inner_state = _step_if(
             call.is_last, step, totals, state.inner_state, (params, arrays)
         )
-        micro_step = jnp.where(call.is_last, 0, state.micro_step + 1)
+        micro_step, weight, value = (
+            jnp.where(call.is_last, 0, x) for x in (state.micro_step + 1, call.weight, call.value)
+        )
         return updated, AccumulateState(
-            micro_step, *_split_totals(totals, state), inner_state, call.weight, call.value
+            micro_step, *_split_totals(totals, state), inner_state, weight, value
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -149,7 +151,8 @@ class _Call(NamedTuple):
 def _count_call(state: AccumulateState, every: int, given: dict[str, Any]) -> _Call:
     """Return the place of a call in its step, with the weight 1 if it has none."""
     call_weight, call_value = given.get("weight"), given.get("value")
-    is_first = state.micro_step == 0
+    # A guard in another label may have dropped the call that began a step.
+    is_first = (state.micro_step == 0) | (state.weight == 0)
     # A run that resumes with a smaller `every` may be beyond it.
     is_last = state.micro_step + 1 >= every
     added = jnp.asarray(1 if call_weight is None else call_weight, state.weight.dtype)
@@ -266,7 +269,8 @@ def _step_if(
     def read(like: Leaf, total: Leaf) -> Leaf:
         if tree.is_inexact(like):
             # The update has overwritten the total; if there was no step, it is −0.0.
-            return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
+            held = numerics.negative_zero(like.dtype)
+            return jnp.where(due, total.astype(like.dtype), held).reshape(like.shape)
         return like if tree.is_masked(like) else numerics.integer_zeros(like.shape, like.dtype)
 
     room, inner_state = run_if(due, [run], (room, inner_state), reads)

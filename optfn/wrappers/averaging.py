@@ -370,7 +370,7 @@ def make_average_template(
         return tree.map_named(zero, of)
 
     def fields(first: str) -> PyTree:
-        has_any = any(x.startswith(f"{first}/") for x in arrays)
+        has_any = any(f"{x}/".startswith(f"{first}/") for x in arrays)
         return zeros(first, model_state) if has_any and model_state is not None else None
 
     count = core.first_step()

@@ -165,7 +165,11 @@ def master_weights(
         # weight, with the leaves that an `accumulate` of one label has summed before.
         weight = extra.get("weight")
         updates, inner_state, dropped = drop_uncounted(updates, new, inner_state, weight)
-        numbers = form.advance(numbers, kept, params)
+        before, numbers = numbers, form.advance(numbers, kept, params)
+        if bits == 24 and dropped is not None:  # the count of updates, the seed of their rounding
+            numbers = [
+                jnp.where(dropped, old, new) for old, new in zip(before, numbers, strict=True)
+            ]
         # A training step, which passes `value_fn`, reads the number in the state and stops.
         if bits is None and "value_fn" not in extra:
             raise_if_moved(kept, *numbers)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn.core import tree
+from optfn.core import numerics, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, LeafKind, OptState, Updates
 from optfn.leaves import contents
@@ -154,4 +154,6 @@ def _drop_leaf(skip: jax.Array, u: Leaf) -> Leaf:
     """Return an update, or −0.0 if `skip` and it is no integer's."""
     if isinstance(u, LeafKind):
         return u.map(functools.partial(_drop_leaf, skip))
-    return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
+    if not jnp.issubdtype(u.dtype, jnp.inexact):
+        return u
+    return jnp.where(skip, numerics.negative_zero(u.dtype), u)

@@ -104,3 +104,13 @@ def test_a_step_of_the_library_has_no_such_check():
     state = step.init(PARAMS)
     state, _ = step(state, np.ones((N, 64), np.float32))
     assert "callback" not in step.lower(PARAMS, np.ones((N, 64), np.float32)).as_text()
+
+
+@pytest.mark.parametrize("grads", [np.eye(2, 4), np.full((2, 4), np.nan)], ids=["moved", "NaN"])
+def test_gradients_with_the_same_entries_elsewhere_or_nan_say_nothing(grads):
+    tx, p = exchange(top_k(0.5), min_size=1), jnp.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update = jax.vmap(lambda g: tx.update(g, tx.init(p), p, weight=1.0)[0], axis_name="data")
+        update(jnp.asarray(grads, jnp.float32)).block_until_ready()
+        jax.effects_barrier()

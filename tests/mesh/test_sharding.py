@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.distributed import data_mesh, quantize, sharded
 
 
 def mesh(kind):
@@ -115,3 +116,22 @@ def test_each_worker_with_its_own_state():
 
     run = jax.shard_map(body, mesh=mesh("auto"), in_specs=P("data"), out_specs=P("data"))
     np.testing.assert_allclose(jax.jit(run)(params), params + 0.1, rtol=1e-5)
+
+
+def test_packets_leave_out_complex_leaves():
+    loss = lambda p, x: jnp.mean(jnp.abs(p - 1j) ** 2) + 0 * x.sum()  # noqa: E731
+    for way in ({"reduce": quantize(8)}, {"gather": quantize(8)}):
+        step = optfn.make_train_step(
+            loss, optfn.sgd(10.0), mesh=data_mesh(2), shard=sharded("params", **way)
+        )
+        state, _ = step(step.init(jnp.zeros((128, 128), jnp.complex64)), np.ones((2, 3), "f4"))
+        np.testing.assert_allclose(state.params, np.full((128, 128), 20j / 128**2), rtol=1e-5)
+
+
+def test_a_model_state_of_the_largest_numbers_stays_on_a_mesh():
+    mask = jnp.finfo(jnp.float32).min
+    step = optfn.make_train_step(
+        lambda p, m, x: (jnp.mean(x * p), m), optfn.sgd(0.1), mesh=data_mesh(2), model_state=True
+    )
+    state, _ = step(step.init(jnp.ones(3), jnp.float32(mask)), np.ones((4, 3), np.float32))
+    assert float(state.model_state) == mask

@@ -204,12 +204,14 @@ def test_equal_steps_have_the_simpler_way_first():
 
 
 def test_json_has_every_number_and_option():
-    way = {"shard": sharded("params", axis="fast"), "microbatches": 2}
+    outer = optfn.sgd(0.5)
+    way = {"shard": sharded("params", axis="fast"), "microbatches": 2, "outer": outer}
     original = row(0.25, way, kept=3, temporaries=4, fits=True, compile_seconds=1.5)
     found = json.loads(Tuning((original,), 1e9).to_json())
     assert found["memory"] == 1e9 and found["is_complete"]
     (back,) = found["rows"]
-    assert back.pop("way")["microbatches"] == 2
+    options = back.pop("way")
+    assert options == way | {"shard": repr(way["shard"]), "outer": repr(outer)}
     assert back == {k: v for k, v in dataclasses.asdict(original).items() if k != "way"}
 
 

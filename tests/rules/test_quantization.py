@@ -257,3 +257,10 @@ def test_complex_leaves_are_refused():
     tx = optfn.adam(1e-3, moment_dtype="int8")
     with pytest.raises(TypeError, match="scale_by_quantized_adam is not defined for complex"):
         tx.init({"z": jnp.ones(3, jnp.complex64)})
+
+
+def test_nan_of_any_bits_stays_nan_in_bfloat16():
+    """All ones is the NaN of a GPU; the noise would carry them over into a zero."""
+    bits = jnp.array([-1, 0x7FFFFFFF, 0x7F800001], jnp.int32)
+    x = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    assert np.isnan(quantization.to_bfloat16(x, jnp.full(3, 0xFFFF, jnp.uint32))).all()

@@ -163,3 +163,32 @@ def test_a_python_number_as_a_leaf_is_trained_as_its_array_is(wrap):
             params = optfn.apply_updates(params, updates)
         found.append((params, state))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_an_accumulation_begins_anew_though_another_label_drops_its_first_call():
+    """The second of three steps of b: its first call is dropped with the NaN of a."""
+    labels = {"a": optfn.skip_nonfinite(optfn.sgd(0.1)), "b": optfn.accumulate(optfn.sgd(0.1), 2)}
+    tx = optax.partition(labels, {"a": "a", "b": "b"})
+    step = optfn.make_train_step(lambda p, x: p["a"] * x[0] + p["b"] * x[1], tx)
+    state, found = step.init({"a": jnp.float32(0.0), "b": jnp.float32(0.0)}), []
+    for x in ((1, 1), (1, 2), (np.nan, 3), (1, 4), (1, 5), (1, 6)):
+        state, _ = step(state, np.float32(x))
+        found.append(float(state.params["b"]))
+    np.testing.assert_allclose(found, [0, -0.15, -0.15, -0.55, -0.55, -1.1], rtol=1e-6)
+
+
+def test_a_dropped_update_of_a_complex_leaf_leaves_its_bits():
+    p = jnp.array([complex(1.0, -0.0), complex(-0.0, -0.0)], jnp.complex64)
+    for tx in (optfn.skip_nonfinite(optfn.sgd(0.1)), optfn.accumulate(optfn.sgd(0.1), 2)):
+        u, _ = tx.update(jnp.full(2, complex(np.nan, 0.0), jnp.complex64), tx.init(p), p)
+        after = np.asarray(optfn.apply_updates(p, u))
+        assert after.tobytes() == np.asarray(p).tobytes()
+
+
+def test_a_call_without_weight_leaves_the_state_of_24_bit_masters():
+    step = optfn.make_train_step(
+        lambda p, x: optfn.Mean(jnp.sum(p * x), jnp.sum(x)), optfn.adam(0.1, multi_precision=24)
+    )
+    state = step.init(jnp.ones(4, jnp.bfloat16))
+    before = jax.tree.map(np.array, state.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, before, step(state, jnp.zeros(4))[0].opt_state)

@@ -161,6 +161,11 @@ def test_means_over_batches_with_model_state_and_on_a_mesh():
     assert evaluate(params, jnp.float32(2.0)) == pytest.approx(expected, rel=1e-4)
 
 
+def test_batches_of_scalars_have_no_examples():
+    with pytest.raises(ValueError, match=r"the same length; got shapes \(\)$"):
+        optfn.over_batches(lambda w, x: w * x, [1.0, 2.0])(2.0)
+
+
 def test_a_mean_over_batches_without_weight_is_nan():
     fn = optfn.over_batches(lambda w, x: optfn.Mean(jnp.sum(w * x), 0 * jnp.sum(x)), PARTS)
     assert np.isnan(fn(jnp.ones(3)))

@@ -143,6 +143,11 @@ BAD = [
 ]
 
 
+def test_a_mask_is_an_error():
+    with pytest.raises(TypeError, match="shuffled: array 'x' is a masked array"):
+        optfn.shuffled({"x": np.ma.masked_invalid([1.0, np.nan])}, 1)
+
+
 @pytest.mark.parametrize(("make", "match"), BAD)
 def test_what_makes_no_batches_is_an_error(make, match):
     with pytest.raises(ValueError, match=match):

@@ -331,3 +331,25 @@ def test_tables_that_do_not_fit():
     step = sharded(optfn.sgd(0.1), lambda p, b: jnp.sum(p["t"]))
     with pytest.raises(TypeError, match="table 't' can only be looked up"):
         step(step.init(PARAMS), batches("uniform")[0])
+
+
+def test_narrow_ids_read_the_rows_of_a_table_with_as_many_rows_as_they_count():
+    step = optfn.make_train_step(
+        lambda p, ids: jnp.sum(p["t"][ids]), optfn.sgd(0.1), mesh=data_mesh(2), tables="t",
+        shard_tables=True,
+    )  # fmt: skip
+    table = np.arange(512, dtype=np.float32).reshape(256, 2)
+    stored = step.init({"t": table}).params["t"]
+    for dtype in (np.uint8, np.int8):
+        ids = np.array([3, 100], dtype)
+        np.testing.assert_array_equal(stored[ids], table[ids])
+
+
+def test_a_batch_without_ids_changes_no_row():
+    step = optfn.make_train_step(
+        lambda p, ids: jnp.sum(p["t"][ids]) + jnp.sum(p["w"]), optfn.sgd(0.1), mesh=data_mesh(2),
+        tables="t", shard_tables=True,
+    )  # fmt: skip
+    table = np.ones((8, 2), np.float32)
+    state, _ = step(step.init({"t": table, "w": jnp.ones(2)}), np.zeros((8, 0), np.int32))
+    np.testing.assert_array_equal(state.params["t"], table)

@@ -61,6 +61,8 @@ def test_integers_that_jax_would_cut_are_an_error():
         step.init(params(), {"seen": np.int64(4_000_000_000)})
     with pytest.raises(ValueError, match="parameter 'ids' has integers"):
         step.init(params() | {"ids": np.array([2**40])})
+    state = step.init(params() | {"ids": np.array([2**31 - 1, -(2**31)])}, {"seen": np.int64(7)})
+    np.testing.assert_array_equal(state.params["ids"], [2**31 - 1, -(2**31)])
 
 
 @pytest.mark.optimized

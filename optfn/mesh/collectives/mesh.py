@@ -201,7 +201,7 @@ def data_mesh(
     >>> data_mesh(1).shape["data"]
     1
     """
-    check_axis_names("axis_name", axis_name)
+    checks.instance("axis_name", axis_name, str, "the name of an axis")
     found = list(jax.devices() if devices is None else devices)
     if not found or not all(isinstance(device, jax.Device) for device in found):
         raise TypeError(f"devices must be a sequence of jax.Device; got {devices!r}")

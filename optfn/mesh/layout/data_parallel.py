@@ -115,6 +115,8 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
         # device_put moves an array between devices without a copy on the host.
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
+        if tree.is_key(x):
+            return map_key_data(lambda data: copy_to_devices(data, placement), x)
         return copy_to_devices(x, placement)
 
     return tree.map_named(put, batch)

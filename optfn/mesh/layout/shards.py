@@ -156,7 +156,8 @@ def scatter_gradients(
             return g  # the owners already have the rows
         if layout.divisions(entry.spec) and jnp.shape(g) == jnp.shape(p):
             return g
-        compressor = layout.reduce_compressor if g.size >= MIN_SIZE else None
+        is_sent = g.size >= MIN_SIZE and not jnp.iscomplexobj(g)
+        compressor = layout.reduce_compressor if is_sent else None
         divisions = layout.divisions(entry.arriving_spec)
 
         def take_shard(g: jax.Array, step: jax.Array) -> jax.Array:

@@ -40,7 +40,9 @@ def find_layer_axes(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
             )
         # The factor by how much padding lengthens the axis; the first axis of equal ones.
-        found[path] = min(range(stacked), key=lambda d: -(-shape[d] // count) * count / shape[d])
+        found[path] = min(
+            range(stacked), key=lambda d: -(-shape[d] // count) * count / max(1, shape[d])
+        )
     return found
 
 
