@@ -115,11 +115,11 @@ class Loop:
                 self.call_round()
             else:
                 self.call()
+            if self.is_due():
+                self.note(True)
             if p.stops and not (np.isfinite(self.last_loss) or self.is_guarded):
                 self.reached.add("a loss that stops the run")
                 return {"raised": "FloatingPointError"} | self.left_behind()
-            if self.is_due():
-                self.note(True)
             is_stopped = self.n in (part.get("callback"), part.get("signal"))
             if not is_stopped and not self.gave_up() and self.has_passed(p.save_every):
                 if p.saves and self.has_given_up():
