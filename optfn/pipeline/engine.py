@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.core import numerics
+from optfn.core import leafwise, numerics
 from optfn.core.types import PyTree
 from optfn.loss.jaxprs.pullback import Key, select_inexact_leaves
 from optfn.loss.keys import fold_in
+from optfn.loss.mean import is_mean
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash
@@ -104,13 +105,14 @@ class Engine:
         (loss, _), cotangent, context = jax.eval_shape(
             self.model.backward, item, weights, stash, select_inexact_leaves(activation)
         )
+        counts = jax.ShapeDtypeStruct((), jnp.bool_) if is_mean(loss) else None
         inexact = map(select_inexact_leaves, self.weights)
         sums = Gradient(*(jax.tree.map(_zeros_for_sum, leaves) for leaves in inexact))
         return Carry(
             activation,
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cotangent),
             _init_ring(stash, self.plan.stash_slots),
-            _init_ring(context, self.plan.context_slots),
+            _init_ring((context, counts), self.plan.context_slots),
             sums,
             jax.tree.map(_zeros_for_sum, loss),
         )
@@ -149,17 +151,30 @@ class Engine:
         (loss, shared_gradient), cotangent, context = self.model.backward(
             task.item, task.weights, stash, carry.cotangent
         )
+        counts = self._find_counts(task, loss, carry.cotangent)
         sums = carry.gradient
         carry = carry._replace(
-            cotangent=self._pass_on(cotangent, -1),
+            cotangent=self._pass_on(leafwise.keep_if(counts, cotangent), -1),
             loss=_add(carry.loss, loss, valid),
             gradient=sums._replace(shared=_add(sums.shared, shared_gradient, valid)),
         )
         # zb: the weight gradient comes in a later tick; until then the ring keeps its context.
         if plan.splits_backward:
-            ring = _write(carry.context, context, k, plan.context_slots, valid)
+            ring = _write(carry.context, (context, counts), k, plan.context_slots, valid)
             return carry._replace(context=ring)
-        return self._add_gradient(carry, task, context)
+        return self._add_gradient(carry, task, context, counts)
+
+    def _find_counts(self, task: Task, loss: PyTree, received: Activation) -> jax.Array | None:
+        """Tell whether a task's microbatch has weight, if the loss is a `Mean`, else return None.
+
+        Without weight its cotangents are 0 in each stage, and 0 times a NaN of the stage, as of a
+        mean over padding, would be NaN.
+        """
+        if not is_mean(loss):
+            return None
+        is_last = task.item.stage == self.plan.num_stages * self.plan.virtual_stages - 1
+        has_any = jnp.any(jnp.array([jnp.any(x != 0) for x in received]))
+        return jnp.where(is_last, loss.weight != 0, has_any)
 
     def _run_weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
         """Compute the weight gradient of an earlier backward, whose context the ring has kept, and
@@ -167,13 +182,17 @@ class Engine:
         plan = self.plan
         k, valid = self._position("W", tick)
         index, chunk, _ = plan.backward_order(k)
-        context = _take(carry.context, k % plan.context_slots)
-        return self._add_gradient(carry, self._make_task(index, chunk, valid), context)
+        context, counts = _take(carry.context, k % plan.context_slots)
+        task = self._make_task(index, chunk, valid)
+        return self._add_gradient(carry, task, context, counts)
 
-    def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
+    def _add_gradient(
+        self, carry: Carry, task: Task, context: Context, counts: jax.Array | None
+    ) -> Carry:
         """Compute the gradient of a task's weights, and add it to the sums of its chunk and of the
-        shared weights, but nothing in the bubble."""
+        shared weights, but nothing in the bubble, or of a microbatch without weight."""
         item, chunk, weights, valid = task
+        valid = valid if counts is None else valid & counts
         stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
         sums = carry.gradient
 

@@ -18,6 +18,7 @@ from optfn.loss.mean import check_mean, is_mean
 from optfn.mesh.state.names import iterate_nodes
 from optfn.run.history import History
 from optfn.run.options import EPOCH, FitArguments, LoopOptions
+from optfn.run.position import Saved
 from optfn.run.progress import count_examples
 from optfn.tables.sharded_table import to_logical
 from optfn.train.numeric_batch import convert_batch
@@ -37,9 +38,10 @@ class Evaluator:
     best, best_step: the best of these numbers, and its step.
     provisional: the step of an evaluation that a part of the run made only because it ended there;
       it counts for nothing once the run goes on. None if there is none.
+    first: the step that the run began at, and its evaluation, if its state has been evaluated.
     """
 
-    def __init__(self, options: FitArguments, history: History, provisional: int | None) -> None:
+    def __init__(self, options: FitArguments, history: History, saved: Saved) -> None:
         self.options, self.history, self.per_call = options, history, options.step.local_steps
         state = options.state
         if options.evaluate is not None:
@@ -52,7 +54,7 @@ class Evaluator:
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = -1 if options.mode == "max" else 1
-        self.provisional = provisional
+        self.provisional, self.first = saved.provisional, saved.first
         self._read_earlier()
 
     def _read_earlier(self) -> None:
@@ -60,6 +62,8 @@ class Evaluator:
         provisional one without counting it for `patience`."""
         self.monitored: dict[int, float] = {}
         self.best, self.best_step, self.no_better = self.worst, 0, 0
+        if self.first is not None:
+            self._record(int(self.first[0]), self.first[1], is_extra=True)
         earlier = self.history.earlier
         for n, value in zip(
             earlier.get("evaluation_step", ()), earlier.get(self.key, ()), strict=False
@@ -139,7 +143,8 @@ class Evaluator:
     def record_first(self, state: TrainState) -> None:
         """Evaluate the state that the run begins with, and compare it with the evaluations so far,
         without an entry in the history. That has evaluations of steps only."""
-        self._record(int(state.step), self._numbers(state)[self.key], is_extra=True)
+        self.first = [int(state.step), self._numbers(state)[self.key]]
+        self._record(int(state.step), self.first[1], is_extra=True)
 
     def _numbers(self, state: TrainState) -> dict[str, float]:
         """Call `evaluate` on a state and return the values by their names in the history, or raise

@@ -126,7 +126,7 @@ class _Run:
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
         self.remaining = Remaining(options, self.done - begin, self.saver.batches)
-        self.evaluator = Evaluator(options, self.history, self.saver.batches.provisional)
+        self.evaluator = Evaluator(options, self.history, self.saver.batches)
         self.watch = LossWatch(options, self.history, self.done)
         self.work = WorkCounter(step, is_logged=options.log is not None)
         self.best = Best(self.evaluator, self.saver)
@@ -286,7 +286,7 @@ class _Run:
         """Check the losses, and save the state, the history and the position of the batches, or
         nothing without a directory."""
         self._read_losses()
-        self.saver.save(self.state, self.history, self.remaining, self.evaluator.provisional)
+        self.saver.save(self.state, self.history, self.remaining, self.evaluator)
 
     def _say_left_out(self, bar: Progress, metrics: dict[str, Any]) -> None:
         """Show a line after the first step that names the arrays of aux, if there are any and no

@@ -60,12 +60,14 @@ class Saved(NamedTuple):
     checksum: the checksum of the last batch of this process, by `find_checksum`.
     rng: the numbers of the key of `rng=`, and the name of its implementation.
     provisional: the step of an evaluation that the run made only because it ended there.
+    first: the step that the run began at, and the evaluation of its state, which no history has.
     """
 
     position: Position | None = None
     checksum: int | None = None
     rng: list[int | str] | None = None
     provisional: int | None = None
+    first: list[float] | None = None
 
 
 NOTHING = Saved()
@@ -111,8 +113,9 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
         return NOTHING
     found = [one or {} for one in json.loads(np.asarray(history[BATCHES]).tobytes())]
     is_known = len(found) == jax.process_count()
-    checksums, keys, provisional = (
-        [one.pop(name, None) for one in found] for name in ("checksum", "rng", "provisional")
+    checksums, keys, provisional, first = (
+        [one.pop(name, None) for one in found]
+        for name in ("checksum", "rng", "provisional", "first")
     )
     is_same = all(one == found[0] for one in found)
     one = found[0] if is_same else found[jax.process_index()] if is_known else {}
@@ -121,7 +124,7 @@ def decode_position(history: Mapping[str, np.ndarray]) -> Saved:
         state = base64.b64decode(one["bytes"]) if "bytes" in one else one["state"]
         position = Position(one["epoch"], state)
     checksum = checksums[jax.process_index()] if is_known else None
-    return Saved(position, checksum, keys[0], provisional[0])
+    return Saved(position, checksum, keys[0], provisional[0], first[0])
 
 
 def find_checksum(batch: Batch) -> int | None:

@@ -176,14 +176,16 @@ class Saver:
         return self._clock is not None and self._clock.is_due()
 
     def save(
-        self, state: TrainState, history: History, batches: Remaining, provisional: int | None
+        self, state: TrainState, history: History, batches: Remaining, evaluator: Evaluator
     ) -> None:
-        """Check a state, and save it with the history, the position of the batches and the step of
-        a provisional evaluation in the background, or do nothing without a directory."""
+        """Check a state, and save it with the history, the position of the batches and the
+        evaluations that the history lacks in the background, or do nothing without a directory."""
         if self.directory is not None:
             # Before the write: a state that must end the run does not become a checkpoint.
             self.step.check(state)
-            beside = position.Saved(None, batches.checksum, self._rng, provisional)
+            beside = position.Saved(
+                None, batches.checksum, self._rng, evaluator.provisional, evaluator.first
+            )
             is_shared = processes.has_state_on_all_processes(state)
             stands = position.encode_position(batches.position(), is_shared, beside)
             arrays, keep = history.arrays() | stands, self.options.keep

@@ -86,3 +86,12 @@ def test_an_axis_that_is_not_bound_is_named():
             fn(jnp.ones(2), "model")
         with pytest.raises(TypeError, match="axis_name must be the name of a mesh axis"):
             fn(jnp.ones(2), 3)
+
+
+def test_integers_beside_activations_are_copied_too():
+    def loss(x):
+        copied, ids = copy_to((x, jnp.arange(3)), "model")
+        return jnp.sum(copied * ids)
+
+    grads = jax.vmap(jax.grad(loss), axis_name="model")(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(grads, [[0, 2, 4]] * 2)

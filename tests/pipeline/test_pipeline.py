@@ -584,3 +584,38 @@ def test_wrong_calls():
         unstack_stages({"a": np.zeros((2, 3)), "b": np.zeros((3, 3))})
     with pytest.raises(ValueError, match="schedule must be one of"):
         plan(2, 2, schedule="interleaved")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash"), [("1f1b", "input"), ("zb", "residual"), ("gpipe", "residual")]
+)
+def test_a_microbatch_of_padding_that_is_nan_in_the_stages_adds_nothing(schedule, stash):
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(3, 3)).astype(np.float32) for _ in range(2)]
+    inputs, targets = (rng.normal(size=(8, 3)).astype(np.float32) for _ in range(2))
+    mask = np.float32([1, 1, 1, 1, 0, 0, 0, 0])
+
+    def stage(w, x):
+        h, k = x["h"] @ w, x["mask"]
+        return {"h": h - (h * k[:, None]).sum(0) / k.sum(), "mask": k}
+
+    def loss_fn(y, target):
+        t, k = target
+        return optfn.Mean(jnp.sum(k[:, None] * (y["h"] - t) ** 2), jnp.sum(k))
+
+    def whole(weights):
+        y = {"h": inputs[:4], "mask": mask[:4]}
+        for w in weights:
+            y = stage(w, y)
+        mean = loss_fn(y, (targets[:4], mask[:4]))
+        return mean.total / mean.weight
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    value_and_grad = pipeline_value_and_grad(
+        stage, loss_fn, mesh=mesh, num_microbatches=2, schedule=schedule, stash=stash
+    )
+    batch = {"h": inputs, "mask": mask}, (targets, mask)
+    mean, grads = jax.jit(value_and_grad)(stack_stages(weights), *batch)
+    expected = jax.grad(whole)(weights)
+    np.testing.assert_allclose(mean.total / mean.weight, whole(weights), rtol=1e-5)
+    np.testing.assert_allclose(jax.tree.leaves(grads)[0], np.stack(expected), rtol=1e-4, atol=1e-5)

@@ -116,3 +116,23 @@ def test_checkpoints_of_several_processes_below_a_directory_are_said(tmp_path):
     with pytest.warns(UserWarning, match=r"begins anew, but .*0 has some.*several processes"):
         run(tmp_path, X[:4])
     run(tmp_path, X)  # it has checkpoints of its own now
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_a_resumed_run_knows_the_evaluation_of_the_state_that_it_began_with(patience, tmp_path):
+    """The state of step 4 is the best; evaluations are due at 6, 8, 10."""
+    step = optfn.make_train_step(square_error, optfn.sgd(0.01))
+    begun, _ = optfn.fit(step, step.init(jnp.zeros(3)), list(X[:4]), progress=False)
+    best = np.asarray(begun.params)
+
+    def go_on(steps, directory):
+        return optfn.fit(
+            step, jax.tree.map(jnp.copy, begun), list(X[4:]), steps=steps, keep_best=True,
+            evaluate=lambda w: float(not np.array_equal(w, best)), evaluate_every=2,
+            patience=patience, checkpoint=directory, progress=False,
+        )  # fmt: skip
+
+    go_on(3, tmp_path / "stopped")
+    runs = [go_on(6, tmp_path / name) for name in ("stopped", "whole")]
+    assert [int(state.step) for state, _ in runs] == [4, 4]
+    assert runs[0][1]["stopped"] == runs[1][1]["stopped"] == ("patience" if patience else "steps")

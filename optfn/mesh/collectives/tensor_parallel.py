@@ -17,6 +17,7 @@ from typing import TypeAlias
 import jax
 from jax import lax
 
+from optfn.core import tree
 from optfn.core.types import PyTree
 from optfn.mesh.collectives import axes as mesh_axes
 from optfn.mesh.collectives.axes import Axes, AxisName
@@ -45,7 +46,11 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
     # Where JAX tracks variation, JAX's transpose of the mark is the sum.
     if mesh_axes.vma_axes(names):
         return jax.tree.map(lambda leaf: mesh_axes.mark_varying(leaf, names), x)
-    return _copy_to(names, x)
+    leaves, structure = jax.tree.flatten(x)
+    # The cotangent of integers, such as tokens, is no array.
+    copied = iter(_copy_to(names, [leaf for leaf in leaves if tree.is_inexact(leaf)]))
+    found = [next(copied) if tree.is_inexact(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, found)
 
 
 def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
