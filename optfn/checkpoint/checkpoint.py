@@ -323,9 +323,7 @@ def load_params(
         return loader, (state, history, Changes([], [], []))
 
     place = to_path(path)
-    if only is not None and not any(is_chosen(f"params/{p}") for p in tree.paths(params)):
-        names = tree.list_names(tree.array_paths(params))
-        raise ValueError(f"load_params: only={only!r} matches no path of params; it has {names}")
+    _check_only(only, params)
     found = find_newest(place, read)
     if found is None:
         if not place.exists() or (place.is_dir() and not any(place.iterdir())):
@@ -338,6 +336,13 @@ def load_params(
         statistics = averaged_model_state(opt_state, statistics, None)
     values = repack(given, values)
     return values if model_state is None else (values, statistics)
+
+
+def _check_only(only: Pattern | None, params: Params) -> None:
+    """Raise a ValueError if there is a pattern, and it matches no path of params."""
+    if only is not None and not any(matches(only, path) for path in tree.paths(params)):
+        names = tree.list_names(tree.array_paths(params))
+        raise ValueError(f"load_params: only={only!r} matches no path of params; it has {names}")
 
 
 def _with_average(
