@@ -197,6 +197,10 @@ def of_links(p: Program, facts: Facts) -> dict[str, bool]:
         "an average is inside of wrappers": any(facts.is_outside(x) for x in AVERAGES),
         "norms are those of workers": p.exchanges and "record_metrics" in names,
         "labels exchange nothing": p.exchanges and p.partition is not None,
+        # It multiplies its sum by 0 to begin anew.
+        "optax.MultiSteps keeps a NaN": facts.has_bad
+        and "multi_steps" in names
+        and "skip_nonfinite" not in names[names.index("multi_steps") :],
         "what reads more than gradients inside of optax.MultiSteps": "multi_steps" in names
         and ("plateau" in names or (p.model_state and not {*names}.isdisjoint(AVERAGES))),
         # Of a plain loss a call inside counts 1, however many calls it has taken.
