@@ -182,9 +182,12 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
     def reduce(leaf: Leaf) -> Leaf:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            # A mask may have the largest number there is, whose sum would be infinite.
-            share = xla.widen_for_all_reduce(leaf) / axis_size(axis_name)
-            return lax.psum(share, axis_name).astype(leaf.dtype)
+            # A mask may have the largest number there is, whose sum would be infinite. A power of
+            # two changes no bit of the mean.
+            count = axis_size(axis_name)
+            scale = 0.5 ** (count - 1).bit_length()
+            total = lax.psum(xla.widen_for_all_reduce(leaf) * scale, axis_name)
+            return (total / (count * scale)).astype(leaf.dtype)
         if tree.is_key(leaf):
             return map_key_data(reduce, leaf)
         # The remaining workers add zeros, so the sum is worker 0's value.
